@@ -1,0 +1,70 @@
+"""Atoll trains one model on any hardware you can reach. ``import atoll as sky``.
+
+Names resolve lazily, so that ``import atoll`` stays fast and pulls in no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that holds it. One table, so that `__all__`, `dir()` and lookups can't drift apart.
+_WHERE = {
+    "AtollError": "atoll.core.errors",
+    "CallTimeout": "atoll.core.errors",
+    "ConfigError": "atoll.core.errors",
+    "HangError": "atoll.core.errors",
+    "ImageError": "atoll.core.errors",
+    "NeverDispatched": "atoll.core.errors",
+    "NodeLost": "atoll.core.errors",
+    "PoolClosed": "atoll.core.errors",
+    "ProvisionError": "atoll.core.errors",
+    "RemoteError": "atoll.core.errors",
+    "RemoteTraceback": "atoll.core.errors",
+    "SerializationError": "atoll.core.errors",
+    "UsageError": "atoll.core.errors",
+    "WorkerDied": "atoll.core.errors",
+    "Accelerator": "atoll.providers.accelerators",
+    "NVIDIA": "atoll.providers.accelerators",
+    "Local": "atoll.providers.local",
+    "Image": "atoll.pool.image",
+    "ComputePool": "atoll.pool.compute_pool",
+    "CallFuture": "atoll.pool.calls",
+    "RankResults": "atoll.pool.calls",
+    "Stream": "atoll.pool.calls",
+    "LogLine": "atoll.pool.logs",
+    "compute": "atoll.functions.compute",
+    "gather": "atoll.functions.compute",
+    "ComputeFunction": "atoll.functions.compute",
+    "Pending": "atoll.functions.compute",
+    "Group": "atoll.functions.compute",
+    "report": "atoll.functions.report",
+    "latest_checkpoint": "atoll.functions.report",
+    "DistributedSampler": "atoll.functions.sampler",
+    "shard": "atoll.functions.data",
+    "InstanceInfo": "atoll.functions.info",
+    "instance_info": "atoll.functions.info",
+}
+
+__all__ = ["__version__", *sorted({*_WHERE, "integrations", "events"})]
+
+
+# Submodules that are part of the surface.
+_MODULES = {"integrations": "atoll.functions.integrations", "events": "atoll.core.events"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

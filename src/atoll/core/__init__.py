@@ -1,0 +1,1 @@
+"""Errors, events, paths and the context of a call: nothing heavy, imported by everything."""

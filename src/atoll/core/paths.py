@@ -1,0 +1,43 @@
+"""Where Atoll keeps its state, and how it writes files that are never seen half written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def atoll_home() -> Path:
+    """The state folder: ``$ATOLL_HOME``, else ``~/.atoll``. Made with mode 0700 where it does not exist yet."""
+    home = Path(os.environ.get("ATOLL_HOME") or "~/.atoll").expanduser().absolute()
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return home
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600) -> None:
+    """Write ``data`` so that ``path`` holds either its old content or all of the new, also after a power cut.
+
+    The bytes go to a temporary file in the same folder, which is synced and then renamed over ``path``.
+    """
+    target = Path(path)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:  # also Ctrl-C: the temporary file is ours to remove
+        Path(name).unlink(missing_ok=True)
+        raise
+    fsync_folder(target.parent)
+
+
+def fsync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make renames and new names inside ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

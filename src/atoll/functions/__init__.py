@@ -1,0 +1,1 @@
+"""The Python surface: ``@compute``, operators, gather, shard, sampler, integrations, reports."""

@@ -1,0 +1,261 @@
+"""``@sky.compute``, pending calls and the operators that dispatch them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
+
+from atoll.core.errors import ConfigError, NeverDispatched, UsageError
+from atoll.pool.calls import CallFuture, RankResults
+from atoll.pool.compute_pool import ComputePool
+from atoll.pool.shipping import name_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``@sky.compute(...)`` was given; None leaves it to the pool."""
+
+    retries: int | None = None
+    timeout: float | None = None
+
+
+class ComputeFunction(Generic[P, R]):
+    """A function made by ``@sky.compute``: calling it gives a ``Pending`` call, ``.local(...)`` runs it here."""
+
+    def __init__(self, function: Callable[P, R], options: Options) -> None:
+        self.__atoll_function__ = function
+        self.__atoll_options__ = options
+        functools.update_wrapper(cast("Any", self), function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """A pending call; dispatch it with ``@ pool`` or ``>> pool``."""
+        frame = sys._getframe(1)
+        return Pending(self, args, kwargs, (frame.f_code.co_filename, frame.f_lineno))
+
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function here and now, outside any pool."""
+        return self.__atoll_function__(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> ComputeFunction[..., R]:
+        bind = getattr(self.__atoll_function__, "__get__", None)
+        if bind is None:
+            return self
+        bound = bind(instance, owner)
+        return self if bound is self.__atoll_function__ else ComputeFunction(bound, self.__atoll_options__)
+
+    def __repr__(self) -> str:
+        return f"<compute function {name_of(self.__atoll_function__)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ComputeFunction, (self.__atoll_function__, self.__atoll_options__)
+
+
+@overload
+def compute(function: Callable[P, R], /) -> ComputeFunction[P, R]: ...
+@overload
+def compute(
+    *, retries: int | None = None, timeout: float | None = None
+) -> Callable[[Callable[P, R]], ComputeFunction[P, R]]: ...
+def compute(function: Any = None, /, *, retries: int | None = None, timeout: float | None = None) -> Any:
+    """Make a function dispatchable: ``f(x) @ pool`` runs it on every rank, ``f(x) >> pool`` on one.
+
+    Bare or called. Works on functions, methods, lambdas, partials and generator functions (which stream).
+
+    Args:
+        retries: how often a call that lost a rank is started again; the pool's setting by default.
+        timeout: seconds the call may take; the pool's by default, which sets no limit.
+
+    Raises:
+        ConfigError: an argument that can't work.
+    """
+    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 0):
+        raise ConfigError(f"retries={retries!r}: expected a whole number, 0 or more")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise ConfigError(f"timeout={timeout!r}: expected seconds, more than 0, or None")
+    options = Options(retries, timeout)
+    if function is None:
+        return lambda decorated: _decorate(decorated, options)
+    return _decorate(function, options)
+
+
+def _decorate(function: Any, options: Options) -> ComputeFunction[..., Any]:
+    if isinstance(function, ComputeFunction):
+        return ComputeFunction(function.__atoll_function__, options)
+    if isinstance(function, (staticmethod, classmethod)):
+        raise UsageError(
+            f"put @{type(function).__name__} above @sky.compute, not below it: "
+            f"@{type(function).__name__} / @sky.compute / def {name_of(function.__func__)}"
+        )
+    if not callable(function):
+        raise UsageError(f"@sky.compute needs a function, not {type(function).__name__} {function!r}")
+    return ComputeFunction(function, options)
+
+
+class Pending(Generic[R]):
+    """A call that has not been dispatched: ``@ pool`` runs it on every rank, ``>> pool`` on one rank."""
+
+    __array_ufunc__ = None
+    __atoll_pending__ = True
+
+    def __init__(
+        self, function: ComputeFunction[..., R], args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[str, int]
+    ) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.where = where
+        self._used = False
+
+    def __matmul__(self, pool: ComputePool) -> RankResults[R]:
+        """Run on every rank; the results, ordered by global rank."""
+        target = self._target(pool, "@")
+        self._used = True
+        results: RankResults[R] = target.run(self.function, *self.args, **self.kwargs)
+        return results
+
+    def __rshift__(self, pool: ComputePool) -> R:
+        """Run on one rank, as a world of one; the result."""
+        target = self._target(pool, ">>")
+        self._used = True
+        result: R = target.run_one(self.function, *self.args, **self.kwargs)
+        return result
+
+    def __and__(self, other: Pending[Any]) -> Group:
+        """Put two calls side by side: ``(a() & b()) >> pool``."""
+        return Group([self]) & other
+
+    def __rand__(self, other: object) -> NoReturn:
+        self._used = True
+        raise UsageError(_precedence(other, self))
+
+    def submit(self, pool: ComputePool) -> CallFuture[R]:
+        """Start the call on one rank and go on; the same as ``pool.submit(function, ...)``."""
+        self._used = True
+        return self._start(pool)
+
+    def _start(self, pool: ComputePool) -> CallFuture[R]:
+        future: CallFuture[R] = pool.submit_call(self.function, self.args, self.kwargs, whole_gang=False)
+        return future
+
+    def _target(self, pool: object, operator: str) -> ComputePool:
+        if isinstance(pool, ComputePool):
+            return pool
+        self._used = True
+        raise UsageError(
+            f"`{self} {operator} {type(pool).__name__}`: the right side has to be a ComputePool, "
+            f"as in `{self} {operator} pool`"
+        )
+
+    def __bool__(self) -> NoReturn:
+        self._used = True
+        raise UsageError(f"{self} has not run yet, so it is neither true nor false: dispatch it first, `{self} >> pool`")
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        self._used = True
+        raise UsageError(f"{self} has not run yet, so it has no items: dispatch it first, `{self} >> pool`")
+
+    def __repr__(self) -> str:
+        return f"{name_of(self.function.__atoll_function__)}(...)"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_used", True) and not sys.is_finalizing():
+            warnings.warn_explicit(
+                f"{self} was never dispatched: write `{self} @ pool` for every rank, or `{self} >> pool` for one",
+                NeverDispatched,
+                *self.where,
+            )
+
+
+class Group:
+    """Several calls to run side by side, each on one rank as a world of one: ``group >> pool``."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, calls: list[Pending[Any]], *, stream: bool = False) -> None:
+        self.calls = calls
+        self.stream = stream
+
+    def __and__(self, other: Any) -> Group:
+        """Add a call."""
+        if isinstance(other, Pending):
+            return Group([*self.calls, other], stream=self.stream)
+        if isinstance(other, Group):
+            return Group([*self.calls, *other.calls], stream=self.stream)
+        for call in self.calls:
+            call._used = True
+        raise UsageError(_precedence(self, other))
+
+    def __rand__(self, other: object) -> NoReturn:
+        for call in self.calls:
+            call._used = True
+        raise UsageError(_precedence(other, self))
+
+    def __rshift__(self, pool: ComputePool) -> Any:
+        """Run the calls side by side; their results in call order, or as they complete with ``stream=True``."""
+        futures = self._submit(pool, ">>")
+        return _as_completed(futures) if self.stream else pool.wait(futures)
+
+    def __matmul__(self, pool: ComputePool) -> list[RankResults[Any]]:
+        """Run each call on every rank, one after the other; a list with the results of each."""
+        return [call @ pool for call in self.calls]
+
+    def _submit(self, pool: ComputePool, operator: str) -> list[CallFuture[Any]]:
+        for call in self.calls:
+            call._target(pool, operator)
+            call._used = True
+        return [call._start(pool) for call in self.calls]
+
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.calls))
+
+
+def gather(*calls: Pending[Any], stream: bool = False) -> Group:
+    """Put calls side by side: ``sky.gather(*calls) >> pool`` gives their results in call order.
+
+    Args:
+        calls: pending calls; more of them than ranks wait their turn.
+        stream: give an iterator of results as they complete.
+
+    Raises:
+        UsageError: something that is no pending call.
+    """
+    group = Group([], stream=stream)
+    for index, call in enumerate(calls):
+        if not isinstance(call, (Pending, Group)):
+            raise UsageError(
+                f"gather takes pending calls, and argument {index} is {type(call).__name__}: "
+                f"is its function decorated with @sky.compute, and not dispatched yet?"
+            )
+        group = group & call
+    return group
+
+
+def _as_completed(futures: list[CallFuture[Any]]) -> Iterator[Any]:
+    left = list(futures)
+    try:
+        while left:
+            done = wait(left, return_when=FIRST_COMPLETED).done
+            for future in [future for future in left if future in done]:
+                left.remove(future)
+                yield future.result()
+    finally:
+        for future in left:
+            future.cancel()
+
+
+def _precedence(left: object, right: object) -> str:
+    """`a() & b() >> pool` means `a() & (b() >> pool)`: say so, with the right form."""
+    pending, value = (left, right) if isinstance(left, (Pending, Group)) else (right, left)
+    return (
+        f"`&` joins pending calls, and one side is {type(value).__name__}, a result. Python reads `a() & b() >> pool` "
+        f"as `a() & (b() >> pool)`: write `({pending} & ...) >> pool`, or `sky.gather({pending}, ...) >> pool`; for "
+        f"every rank, `({pending} & ...) @ pool`"
+    )

@@ -1,0 +1,99 @@
+"""Framework decorators: ``@sky.integrations.torch`` and ``@sky.integrations.transformers``.
+
+They stand above or below ``@sky.compute``, bare or called. Outside a pool the function just runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from atoll.core.context import current
+from atoll.core.errors import ConfigError, UsageError
+from atoll.functions.compute import ComputeFunction
+from atoll.pool.shipping import importable, name_of
+
+__all__ = ["torch", "transformers"]
+
+F = TypeVar("F")
+
+
+class Integrated:
+    """A function with the framework set up around it. Runs on the rank."""
+
+    def __init__(self, function: Callable[..., Any], framework: str, backend: str | None, timeout: float | None) -> None:
+        self.function = function
+        self.framework = framework
+        self.backend = backend
+        self.timeout = timeout
+        functools.update_wrapper(cast("Any", self), function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current() is None:
+            return self.function(*args, **kwargs)
+        from atoll.pool.worker.torch_group import explicit
+
+        import torch
+
+        if self.framework == "transformers" and not torch.cuda.is_available():
+            # On CPU ranks the Trainer takes itself for a world of one, in silence, unless told.
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+        explicit(self.backend, self.timeout)
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        bind = getattr(self.function, "__get__", None)
+        if bind is None or instance is None:
+            return self
+        return Integrated(bind(instance, owner), self.framework, self.backend, self.timeout)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        inner = importable(self.function) or self.function
+        return Integrated, (inner, self.framework, self.backend, self.timeout)
+
+
+def torch(function: Any = None, /, *, backend: str | None = None, timeout: float | None = None) -> Any:
+    """Make the torch process group before the function starts and leave it after, also in a world of one.
+
+    Args:
+        backend: ``"nccl"``, ``"gloo"``, or None for NCCL where each rank has its own GPU, else Gloo.
+        timeout: seconds a collective may take; torch's default where None.
+
+    Raises:
+        ConfigError: ``backend="nccl"`` without a GPU for each rank, where they are not simulated.
+    """
+    return _decorator("torch", function, backend, timeout)
+
+
+def transformers(function: Any = None, /, *, backend: str | None = None) -> Any:
+    """The same as ``torch``, and the Hugging Face ``Trainer`` sees every rank, on CPU too."""
+    return _decorator("transformers", function, backend, None)
+
+
+def _decorator(framework: str, function: Any, backend: str | None, timeout: float | None) -> Any:
+    if isinstance(function, str):
+        raise UsageError(f"write @sky.integrations.{framework}(backend={function!r}), with the name of the argument")
+    if backend is not None and not isinstance(backend, str):
+        raise ConfigError(f"backend={backend!r}: expected 'nccl', 'gloo' or None")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout!r}: expected seconds, more than 0, or None")
+    if function is None:
+        return lambda decorated: _wrap(framework, decorated, backend, timeout)
+    return _wrap(framework, function, backend, timeout)
+
+
+def _wrap(framework: str, function: Any, backend: str | None, timeout: float | None) -> Any:
+    raw = function.__atoll_function__ if isinstance(function, ComputeFunction) else function
+    if not callable(raw):
+        raise UsageError(f"@sky.integrations.{framework} needs a function, not {type(raw).__name__}")
+    if isinstance(raw, Integrated):
+        raise UsageError(
+            f"{name_of(raw.function)} has two integrations, {raw.framework} and {framework}: they would both make a "
+            f"process group; keep one"
+        )
+    wrapped = Integrated(raw, framework, backend, timeout)
+    if isinstance(function, ComputeFunction):
+        return ComputeFunction(wrapped, function.__atoll_options__)
+    return wrapped

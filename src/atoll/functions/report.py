@@ -1,0 +1,122 @@
+"""``sky.report`` and ``sky.latest_checkpoint``: metrics to the driver, checkpoints that outlive a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll.core.context import CallContext, current
+from atoll.core.errors import ConfigError, UsageError
+from atoll.core.paths import fsync_folder
+
+_KEEP = 2
+
+
+def report(metrics: Mapping[str, Any], checkpoint: str | os.PathLike[str] | None = None) -> None:
+    """Send metrics to the driver, and keep a checkpoint.
+
+    The metrics appear in ``results.metrics`` and ``future.metrics`` and as ``MetricsReported`` events. A checkpoint is
+    copied aside, synced and renamed, so that a torn one is never found; the last two are kept. Either one rank,
+    usually the head, reports a checkpoint for all, or every rank reports its own part each time.
+
+    Args:
+        metrics: names and values.
+        checkpoint: path of a file or folder that the function has written.
+
+    Raises:
+        UsageError: metrics that are no mapping.
+        ConfigError: a checkpoint path that does not exist.
+
+    Outside a pool it does nothing but check its arguments.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"sky.report takes a dict of metrics, not {type(metrics).__name__}: report({{'loss': 0.5}})")
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
+        raise UsageError(
+            f"checkpoint= takes the path of a file or folder, not {type(checkpoint).__name__}: write it first, with "
+            f"torch.save(state, path) for example"
+        )
+    if checkpoint is not None and not Path(checkpoint).exists():
+        raise ConfigError(f"checkpoint={os.fspath(checkpoint)!r} does not exist: write it before reporting it")
+    context = current()
+    if context is None or context.send_report is None:
+        return
+    kept = None
+    if checkpoint is not None and context.checkpoint_dir is not None:
+        kept = str(_keep(Path(checkpoint), context))
+    context.send_report(dict(metrics), kept)
+
+
+def latest_checkpoint() -> Path | None:
+    """The last whole checkpoint of this call, from before it was started again; None where there is none.
+
+    Where every rank reported its own part, the path of this rank's part; else the path of the one that was reported.
+    """
+    context = current()
+    if context is None or context.checkpoint_dir is None:
+        return None
+    whole = _whole(Path(context.checkpoint_dir), context.world_size)
+    if not whole:
+        return None
+    parts = whole[max(whole)]
+    return parts.get(context.rank) or next(iter(parts.values()))
+
+
+def _keep(source: Path, context: CallContext) -> Path:
+    """Copy a checkpoint into the job's folder as one atomic thing."""
+    assert context.checkpoint_dir is not None
+    root = Path(context.checkpoint_dir)
+    mine = _parts(root, context.rank)
+    number = max([*mine, *_whole(root, context.world_size)], default=0) + 1
+    step = root / f"{number:08d}"
+    step.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target = step / f"rank{context.rank}" / source.name
+    aside = step / f".rank{context.rank}.{os.getpid()}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    if source.is_dir():
+        shutil.copytree(source, aside / source.name)
+    else:
+        shutil.copy2(source, aside / source.name)
+    _sync(aside)
+    os.rename(aside, target.parent)
+    fsync_folder(step)
+    for old in sorted(_parts(root, context.rank))[:-_KEEP]:
+        shutil.rmtree(root / f"{old:08d}" / f"rank{context.rank}", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (root / f"{old:08d}").rmdir()
+    return target
+
+
+def _parts(root: Path, rank: int) -> dict[int, Path]:
+    return {number: parts[rank] for number, parts in _all(root).items() if rank in parts}
+
+
+def _all(root: Path) -> dict[int, dict[int, Path]]:
+    found: dict[int, dict[int, Path]] = {}
+    for path in root.glob("*/rank*/*") if root.is_dir() else ():
+        if path.parents[1].name.isdigit():
+            found.setdefault(int(path.parents[1].name), {})[int(path.parent.name.removeprefix("rank"))] = path
+    return found
+
+
+def _whole(root: Path, world_size: int) -> dict[int, dict[int, Path]]:
+    """Checkpoints that are complete: reported by every rank, or, where only one rank ever reports, by that one."""
+    found = _all(root)
+    reporters = {rank for parts in found.values() for rank in parts}
+    needed = len(reporters) if len(reporters) == 1 else world_size
+    return {number: parts for number, parts in found.items() if len(parts) >= needed}
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            fsync_folder(path)

@@ -1,0 +1,1 @@
+"""Gang lifecycle: agents, ranks, failure detection, logs."""

@@ -1,0 +1,403 @@
+"""The agent's loop. One thread, no locks: frames from the driver go to ranks, frames and output of ranks go back.
+
+It ends, and everything below it, when the driver closes the channel or dies, however that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, TICK_S, OomCounter, kill_tree, prctl, reap_orphans
+from atoll.pool.agent.rank import CHANNEL_FD, STOP_FD, Output, Rank
+from atoll.wire import frames
+from atoll.wire.frames import Parser, RawFrame, WireError, pack, receive, send_some
+
+_LOG_BACKLOG_BYTES = 8 << 20  # more than this waiting for the driver, and ranks wait before they print on
+_LEAVE_S = 1.0  # what a rank gets to end by itself when the pool goes down
+_STACK_WAIT_S = 0.05
+_FROM_RANK = frozenset(range(frames.HELLO, frames.WANT_GROUP + 1))
+
+
+class DriverGone(Exception):  # noqa: N818 - control flow of the loop, never shown
+    """The driver closed its end, died, or said goodbye."""
+
+
+class Agent:
+    """One node's ranks."""
+
+    def __init__(self, channel: socket.socket, driver_pidfd: int) -> None:
+        self._driver = channel
+        self._driver.setblocking(False)
+        self._parser = Parser()
+        self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()
+        self._out_bytes = 0
+        self._logs_paused = False
+        self._ranks: dict[int, Rank] = {}
+        self._specs: dict[int, dict[str, Any]] = {}
+        self._setup: dict[str, Any] = {}
+        self._oom = OomCounter()
+        self._deadline: float | None = None
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._selector = selectors.DefaultSelector()
+        self._watch(channel, self._read_driver)
+        if driver_pidfd >= 0:
+            self._watch(driver_pidfd, self._driver_died)
+        self._wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, lambda *_: self._say_goodbye())
+        self._watch(self._wake_read, self._drain_wakeups)
+
+    def run(self) -> None:
+        """Serve until the driver goes."""
+        self._tell(frames.AGENT, meta={"version": frames.VERSION, "pid": os.getpid()})
+        try:
+            while True:
+                for key, mask in self._selector.select(self._timeout()):
+                    key.data(mask)
+                self._run_timers()
+        except DriverGone:
+            pass
+        finally:
+            self._end()
+
+    # -- the driver's side ------------------------------------------------------------------------------------
+
+    def _read_driver(self, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            self._flush_driver()
+        if not mask & selectors.EVENT_READ:
+            return
+        try:
+            data, fds = receive(self._driver)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise DriverGone from error
+        if not data:
+            raise DriverGone
+        try:
+            received = self._parser.feed(data, fds)
+        except WireError as error:
+            raise DriverGone from error
+        for frame in received:
+            self._handle(frame)
+
+    def _handle(self, frame: RawFrame) -> None:
+        rank = self._ranks.get(frame.rank)
+        match frame.kind:
+            case frames.CALL | frames.CREDIT | frames.CLOSE | frames.GROUP:
+                if rank is None:  # it died and the driver does not know yet: the EXIT frame is on its way
+                    for fd in frame.fds:
+                        os.close(fd)
+                    return
+                if frame.kind == frames.CALL:
+                    rank.busy = frame.call
+                    self._oom.tick()
+                self._to_rank(rank, frame.data, frame.fds)
+            case frames.CANCEL if rank is not None and rank.busy == frame.call:
+                rank.cancel(frame.call)
+            case frames.KILL if rank is not None:
+                rank.killed = True
+                self._kill(rank)
+            case frames.STACKS:
+                self._ask_stacks(frame.call)
+            case frames.SETUP:
+                self._set_up(frame.parsed().meta)
+            case frames.SPAWN:
+                self._spawn(frame.rank)
+            case frames.SHUTDOWN:
+                self._say_goodbye()
+
+    def _set_up(self, setup: dict[str, Any]) -> None:
+        self._setup = setup
+        os.makedirs(setup["log_dir"], mode=0o700, exist_ok=True)
+        os.makedirs(setup["tmp_dir"], mode=0o700, exist_ok=True)
+        os.chdir(setup["cwd"])
+        if setup.get("ttl_s"):
+            self._deadline = time.monotonic() + setup["ttl_s"]
+        for spec in setup["ranks"]:
+            self._specs[spec["rank"]] = spec
+            self._spawn(spec["rank"])
+
+    def _spawn(self, number: int) -> None:
+        if number in self._ranks:
+            return
+        try:
+            rank = Rank(self._specs[number], self._setup)
+        except OSError as error:
+            meta = {"exit_code": 127, "signal": None, "oom": False, "tail": [str(error)], "killed": False}
+            self._tell(frames.EXIT, number, meta=meta)
+            return
+        self._ranks[number] = rank
+        self._watch(rank.sock, lambda mask: self._rank_ready(rank, mask))
+        self._watch(rank.pidfd, lambda mask: self._rank_died(rank))
+        if not self._logs_paused:
+            self._watch_outputs(rank)
+
+    def _ask_stacks(self, call: int) -> None:
+        asked = [rank for rank in self._ranks.values() if rank.busy == call]
+        for rank in asked:
+            rank.ask_stack()
+
+        def collect() -> None:
+            stacks = {str(rank.rank): rank.read_stack() for rank in asked if rank.rank in self._ranks}
+            self._tell(frames.STACKS, call=call, meta={"stacks": stacks})
+
+        self._timers.append((time.monotonic() + _STACK_WAIT_S, collect))
+
+    def _say_goodbye(self) -> None:
+        """Let idle ranks run their exit handlers; the loop ends when all are gone or time is up."""
+        for rank in list(self._ranks.values()):
+            if rank.busy:
+                self._kill(rank)
+            else:
+                rank.killed = True
+                self._to_rank(rank, pack(frames.SHUTDOWN), ())
+
+        def give_up() -> None:
+            raise DriverGone
+
+        self._timers.append((time.monotonic() + _LEAVE_S, give_up))
+        self._setup["leaving"] = True
+        self._leave_if_empty()
+
+    def _leave_if_empty(self) -> None:
+        if self._setup.get("leaving") and not self._ranks:
+            raise DriverGone
+
+    def _driver_died(self, _mask: int) -> None:
+        raise DriverGone
+
+    # -- the ranks' side --------------------------------------------------------------------------------------
+
+    def _rank_ready(self, rank: Rank, mask: int) -> None:
+        if rank.rank not in self._ranks or self._ranks[rank.rank] is not rank:
+            return
+        if mask & selectors.EVENT_WRITE:
+            self._flush_rank(rank)
+        if not mask & selectors.EVENT_READ:
+            return
+        try:
+            data, fds = receive(rank.sock)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            # Its channel is closed but it lives: nothing more can come from it, so it has to go.
+            self._selector.unregister(rank.sock)
+            if not rank.killed:
+                self._timers.append((time.monotonic() + 0.2, lambda: self._kill(rank)))
+            return
+        self._relay(rank, data, fds)
+
+    def _relay(self, rank: Rank, data: bytes, fds: list[int]) -> None:
+        try:
+            received = [frame for frame in rank.parser.feed(data, fds) if frame.kind in _FROM_RANK]
+        except WireError:  # the user's code wrote into our descriptor
+            self._kill(rank)
+            return
+        for frame in received:
+            if frame.kind in (frames.RESULT, frames.ERROR):
+                self._drain_outputs(rank)  # what the call printed is shown before it returns
+                rank.busy = 0
+            self._send(frame.data, frame.fds)
+
+    def _rank_died(self, rank: Rank) -> None:
+        if self._ranks.get(rank.rank) is not rank:
+            return
+        # The last frames it sent still count: a result may lie in the channel of a process that is gone.
+        with contextlib.suppress(OSError):
+            while (received := receive(rank.sock))[0]:
+                self._relay(rank, *received)
+        _pid, status = os.waitpid(rank.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        kill_tree(rank.pid, rank.tag)
+        self._drain_outputs(rank)
+        del self._ranks[rank.rank]
+        self._forget(rank)
+        oom = code == -signal.SIGKILL and not rank.killed and self._oom.rose()
+        self._tell(
+            frames.EXIT,
+            rank.rank,
+            rank.busy,
+            {
+                "exit_code": code if code >= 0 else None,
+                "signal": -code if code < 0 else None,
+                "oom": oom,
+                "tail": rank.log_tail(),
+                "killed": rank.killed,
+            },
+        )
+        rank.close()
+        self._leave_if_empty()
+
+    def _kill(self, rank: Rank) -> None:
+        kill_tree(rank.pid, rank.tag)
+
+    def _forget(self, rank: Rank) -> None:
+        for source in (rank.sock, rank.pidfd, *(output.reader for output in rank.outputs)):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(source)
+
+    def _to_rank(self, rank: Rank, data: bytes, fds: tuple[int, ...]) -> None:
+        rank.out.append((data, fds))
+        self._flush_rank(rank)
+
+    def _flush_rank(self, rank: Rank) -> None:
+        while rank.out:
+            data, fds = rank.out[0]
+            try:
+                sent = send_some(rank.sock, data, fds)
+            except BlockingIOError:
+                break
+            except OSError:  # it is dying; its pidfd will say so
+                for _data, waiting in rank.out:
+                    for fd in waiting:
+                        os.close(fd)
+                rank.out.clear()
+                break
+            for fd in fds:
+                os.close(fd)
+            rank.out.popleft()
+            if sent < len(data):
+                rank.out.appendleft((data[sent:], ()))
+        self._want_write(rank.sock, bool(rank.out))
+
+    # -- output -----------------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, rank: Rank) -> None:
+        for output in rank.outputs:
+            self._watch(output.reader, lambda _mask, output=output: self._read_output(rank, output))
+
+    def _read_output(self, rank: Rank, output: Output) -> None:
+        data = output.read()
+        if data:
+            self._log(rank, output, data)
+        elif data is not None:
+            self._selector.unregister(output.reader)
+
+    def _drain_outputs(self, rank: Rank) -> None:
+        for output in rank.outputs:
+            while data := output.read():
+                self._log(rank, output, data)
+
+    def _log(self, rank: Rank, output: Output, data: bytes) -> None:
+        self._send(pack(frames.LOG, rank.rank, rank.busy, None, [data], flags=int(output.is_stderr)), ())
+        if self._out_bytes > _LOG_BACKLOG_BYTES and not self._logs_paused:
+            self._logs_paused = True
+            for other in self._ranks.values():
+                for stream in other.outputs:
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._selector.unregister(stream.reader)
+
+    # -- sending to the driver ----------------------------------------------------------------------------------
+
+    def _tell(self, kind: int, rank: int = 0, call: int = 0, meta: dict[str, Any] | None = None) -> None:
+        self._send(pack(kind, rank, call, meta), ())
+
+    def _send(self, data: bytes, fds: tuple[int, ...]) -> None:
+        self._out.append((data, fds))
+        self._out_bytes += len(data)
+        self._flush_driver()
+
+    def _flush_driver(self) -> None:
+        while self._out:
+            data, fds = self._out[0]
+            try:
+                sent = send_some(self._driver, data, fds)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise DriverGone from error
+            for fd in fds:
+                os.close(fd)
+            self._out_bytes -= sent
+            self._out.popleft()
+            if sent < len(data):
+                self._out.appendleft((memoryview(data)[sent:], ()))
+        self._want_write(self._driver, bool(self._out))
+        if self._logs_paused and self._out_bytes < _LOG_BACKLOG_BYTES // 2:
+            self._logs_paused = False
+            for rank in self._ranks.values():
+                self._watch_outputs(rank)
+
+    # -- the loop's own business -----------------------------------------------------------------------------------
+
+    def _watch(self, source: Any, callback: Callable[[int], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def _want_write(self, sock: socket.socket, wanted: bool) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            key = self._selector.get_key(sock)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
+            if key.events != events:
+                self._selector.modify(sock, events, key.data)
+
+    def _timeout(self) -> float | None:
+        waits = [when for when, _ in self._timers]
+        if self._deadline is not None:
+            waits.append(self._deadline)
+        if any(rank.busy for rank in self._ranks.values()):
+            waits.append(time.monotonic() + TICK_S)
+        return max(0.0, min(waits) - time.monotonic()) if waits else None
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        if self._timers:
+            due = [action for when, action in self._timers if when <= now]
+            self._timers = [entry for entry in self._timers if entry[0] > now]
+            for action in due:
+                action()
+        if self._deadline is not None and now >= self._deadline:
+            self._deadline = None
+            self._tell(frames.AGENT, meta={"ended": f"its ttl of {self._setup['ttl_s']:g} s is over"})
+            raise DriverGone
+        self._oom.tick()
+
+    def _drain_wakeups(self, _mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        reap_orphans(rank.pid for rank in self._ranks.values())
+
+    def _end(self) -> None:
+        if self._setup:
+            kill_tree(os.getpid(), f"ATOLL_POOL_TAG={self._setup['tag']}.{self._setup['node']}")
+            shutil.rmtree(self._setup["tmp_dir"], ignore_errors=True)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+
+
+def main() -> None:
+    """Entry: ``agent CHANNEL_FD DRIVER_PIDFD``."""
+    channel_fd, pidfd = int(sys.argv[1]), int(sys.argv[2])
+    # Low descriptors are what ranks get theirs on; nothing of the agent's own may sit there.
+    taken = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    while taken <= max(CHANNEL_FD, STOP_FD):
+        taken = os.dup(taken)
+    channel = socket.socket(fileno=_moved(channel_fd))
+    if os.getpid() != 1:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+    Agent(channel, _moved(pidfd) if pidfd >= 0 else -1).run()
+
+
+def _moved(fd: int) -> int:
+    """The same descriptor above those that ranks use, close-on-exec."""
+    import fcntl
+
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(fd)
+    return moved

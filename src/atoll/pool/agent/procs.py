@@ -1,0 +1,145 @@
+"""Processes of a rank's tree: finding them, killing them, reaping them, and telling why one died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+# Names that libraries give to shared memory they mean to remove themselves. A process that is killed can't.
+_SHM_PREFIXES = ("psm_", "torch_", "nccl-", "sem.mp-", "pym-", "cuda.shm.", "__KMP_REGISTERED_LIB_")
+TICK_S = 0.5
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def prctl(option: int, value: int) -> None:
+    """One prctl call, e.g. to become a subreaper."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def tree(root: int, tag: str) -> list[int]:
+    """Every process below ``root``, and every one whose environment carries ``tag``; ``root`` itself first.
+
+    A grandchild that was orphaned by a double fork or left its session is found by the tag it inherited.
+    """
+    parents = _parents()
+    found = {root}
+    grew = True
+    while grew:
+        grew = False
+        for pid, ppid in parents.items():
+            if ppid in found and pid not in found:
+                found.add(pid)
+                grew = True
+    needle = tag.encode()
+    for pid in parents:
+        if pid not in found and _environ_has(pid, needle):
+            found.add(pid)
+    found.discard(os.getpid())
+    return sorted(found, key=lambda pid: (pid != root, pid))
+
+
+def kill_tree(root: int, tag: str) -> None:
+    """SIGKILL a rank and everything below it; what it forks meanwhile is found in the next round."""
+    shm: set[str] = set()
+    for _round in range(10):
+        pids = [pid for pid in tree(root, tag) if _alive(pid)]
+        if not pids:
+            break
+        for pid in pids:
+            shm |= shared_memory_names(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    for name in shm:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join("/dev/shm", name))
+
+
+def shared_memory_names(pid: int) -> set[str]:
+    """Library-made shared-memory files that a process maps."""
+    names: set[str] = set()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        for line in maps:
+            at = line.find(b"/dev/shm/")
+            if at >= 0:
+                name = line[at + 9 :].rstrip(b"\n").removesuffix(b" (deleted)").decode(errors="replace")
+                if name.startswith(_SHM_PREFIXES):
+                    names.add(name)
+    return names
+
+
+def reap_orphans(known: Iterable[int]) -> None:
+    """Collect children that are not ranks: grandchildren whose parents died before them."""
+    ours = set(known)
+    while True:
+        try:
+            ready = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ready is None or ready.si_pid in ours:
+            return
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(ready.si_pid, os.WNOHANG)
+
+
+class OomCounter:
+    """Tells whether the kernel killed a process for memory: its count of such kills is readable by anyone."""
+
+    def __init__(self) -> None:
+        self._before = self._latest = _oom_kills()
+        self._ticked = time.monotonic()
+
+    def tick(self) -> None:
+        """Call often: the count half a second to a second ago is what a death is held against."""
+        now = time.monotonic()
+        passed = now - self._ticked
+        if passed < TICK_S:
+            return
+        self._ticked = now
+        latest = _oom_kills()
+        self._before = self._latest if passed < 2 * TICK_S else latest
+        self._latest = latest
+
+    def rose(self) -> bool:
+        """Did the kernel kill anything for memory since the tick before last?"""
+        now = _oom_kills()
+        rose = now > self._before
+        self._before = self._latest = now
+        return rose
+
+
+def _oom_kills() -> int:
+    with contextlib.suppress(OSError), open("/proc/vmstat", "rb") as stat:
+        for line in stat:
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _parents() -> dict[int, int]:
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stat:
+                # The command name may hold spaces and brackets: what counts comes after the last bracket.
+                parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
+    return parents
+
+
+def _environ_has(pid: int, needle: bytes) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
+        return needle in environ.read().split(b"\0")
+    return False
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False

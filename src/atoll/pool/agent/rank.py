@@ -1,0 +1,150 @@
+"""One rank as its agent sees it: a process, its channel, its output, its stack file and its stop word."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+from collections import deque
+from typing import Any
+
+from atoll.wire.frames import Parser
+
+STACK_SIGNAL = signal.SIGRTMIN
+CANCEL_SIGNAL = signal.SIGRTMIN + 1
+# Where a rank finds what the agent gave it.
+CHANNEL_FD, STACK_FD, STOP_FD = 3, 4, 5
+_TAIL_BYTES = 1 << 14
+_WORD = struct.Struct("<Q")
+
+
+class Output:
+    """One captured stream of a rank: where it is read, its log file, and the end of what it said."""
+
+    def __init__(self, reader: int, path: str, is_stderr: bool) -> None:
+        self.reader = reader
+        self.is_stderr = is_stderr
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.tail = bytearray()
+
+    def read(self) -> bytes | None:
+        """What there is; empty bytes at the end; None when there is nothing just now."""
+        try:
+            data = os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+        if data:
+            self._keep(data)
+        return data
+
+    def _keep(self, data: bytes) -> None:
+        # A full disk must not stop training: the driver still gets every byte.
+        with contextlib.suppress(OSError):
+            os.write(self._file, data)
+        self.tail += data
+        if len(self.tail) > 2 * _TAIL_BYTES:
+            del self.tail[:-_TAIL_BYTES]
+
+    def close(self) -> None:
+        """Close the pipe and the log file."""
+        os.close(self.reader)
+        os.close(self._file)
+
+
+class Rank:
+    """A running rank. ``busy`` is the number of the call it runs, 0 when idle."""
+
+    def __init__(self, spec: dict[str, Any], setup: dict[str, Any]) -> None:
+        self.rank: int = spec["rank"]
+        self.local_rank: int = spec["local_rank"]
+        self.busy = 0
+        self.killed = False
+        self.out: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self.parser = Parser()
+        self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{self.rank}"
+        log = os.path.join(setup["log_dir"], f"rank{self.rank}")
+        self._spawn(spec, setup, log)
+
+    def _spawn(self, spec: dict[str, Any], setup: dict[str, Any], log: str) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        out_read, out_write = os.pipe2(os.O_CLOEXEC)
+        err_read, err_write = os.pipe2(os.O_CLOEXEC)
+        self.stack_file = os.memfd_create("atoll-stacks", os.MFD_CLOEXEC)
+        fcntl.fcntl(self.stack_file, fcntl.F_SETFL, os.O_APPEND)
+        self.stop_file = os.memfd_create("atoll-stop", os.MFD_CLOEXEC)
+        os.write(self.stop_file, _WORD.pack(0))
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        key, _, value = self.tag.partition("=")
+        env = {**setup["env"], **spec["env"], key: value, "ATOLL_POOL_TAG": f"{setup['tag']}.{setup['node']}"}
+        if os.getpid() != 1:  # as PID 1 of a namespace the kernel takes ranks down with the agent; else they ask for it
+            env["ATOLL_PDEATHSIG"] = "1"
+        # Signals that Python ignores, and the agent's mask, must not be inherited by the user's code.
+        self.pid = os.posix_spawn(
+            setup["python"],
+            [setup["python"], *setup["argv"]],
+            {os.fsencode(k): os.fsencode(v) for k, v in env.items()},
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, source, target)
+                for source, target in (
+                    (null, 0),
+                    (out_write, 1),
+                    (err_write, 2),
+                    (theirs.fileno(), CHANNEL_FD),
+                    (self.stack_file, STACK_FD),
+                    (self.stop_file, STOP_FD),
+                )
+            ],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+        )
+        self.pidfd = os.pidfd_open(self.pid)
+        for fd in (out_write, err_write, null):
+            os.close(fd)
+        theirs.close()
+        self.sock = ours
+        for fd in (out_read, err_read):
+            os.set_blocking(fd, False)
+        self.outputs = (Output(out_read, log + ".out", False), Output(err_read, log + ".err", True))
+
+    def cancel(self, call: int) -> None:
+        """Raise in the rank's main thread if it still runs that call."""
+        os.pwrite(self.stop_file, _WORD.pack(call), 0)
+        self._signal(CANCEL_SIGNAL)
+
+    def ask_stack(self) -> None:
+        """Have the rank write every thread's Python stack; works while C code holds the GIL."""
+        os.ftruncate(self.stack_file, 0)
+        self._signal(STACK_SIGNAL)
+
+    def read_stack(self) -> str:
+        """What the rank wrote since it was asked."""
+        return os.pread(self.stack_file, 1 << 18, 0).decode(errors="replace")
+
+    def log_tail(self, lines: int = 20) -> list[str]:
+        """The last lines it wrote: standard error's, or standard output's where that was silent."""
+        out, err = (bytes(output.tail).decode(errors="replace") for output in self.outputs)
+        text = err if err.strip() else out
+        return [line.rpartition("\r")[2][:2000] for line in text.splitlines() if line.strip()][-lines:]
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def close(self) -> None:
+        """Give up every descriptor of a rank that is gone."""
+        self.sock.close()
+        self.parser.close()
+        for output in self.outputs:
+            output.close()
+        for fd in (self.stack_file, self.stop_file, self.pidfd):
+            os.close(fd)
+        for _data, fds in self.out:
+            for fd in fds:
+                os.close(fd)

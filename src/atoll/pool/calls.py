@@ -1,0 +1,319 @@
+"""A call as its caller sees it: a future, a list of results by rank, or a stream of values."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from atoll.core import events
+from atoll.core.errors import AtollError, RemoteError, SerializationError
+from atoll.pool.job import Failure, Job, Request
+from atoll.wire import frames
+from atoll.wire.codec import loads
+from atoll.wire.frames import Frame
+from atoll.wire.segments import decode_parts
+
+R = TypeVar("R")
+_CREDIT_EVERY = 8
+
+
+class Backend(Protocol):
+    """What carries calls out: a gang in this process, or the keeper of a named pool."""
+
+    world_size: int
+
+    def submit(self, job: Job) -> None: ...
+    def cancel(self, job: Job, error: BaseException) -> None: ...
+    def credit(self, job: Job, rank: int, num: int) -> None: ...
+    def close_stream(self, job: Job, rank: int) -> None: ...
+
+
+class RankResults(list[R], Generic[R]):
+    """What a broadcast returned, ordered by global rank.
+
+    Attributes:
+        metrics: every ``sky.report`` of the call, in order of arrival.
+        checkpoint: path of the last checkpoint reported, or None.
+        job_id: id of the call.
+    """
+
+    def __init__(
+        self, values: Sequence[R], nodes: Sequence[int], metrics: list[dict[str, Any]], checkpoint: str | None, job_id: str
+    ) -> None:
+        super().__init__(values)
+        self._nodes = list(nodes)
+        self.metrics = metrics
+        self.checkpoint = checkpoint
+        self.job_id = job_id
+
+    def by_node(self) -> dict[int, list[R]]:
+        """The results of each node, by node index, ordered by local rank."""
+        grouped: dict[int, list[R]] = {}
+        for node, value in zip(self._nodes, self, strict=True):
+            grouped.setdefault(node, []).append(value)
+        return grouped
+
+
+class CallFuture(Future[R], Generic[R]):
+    """A ``concurrent.futures.Future`` that can also be cancelled while it runs.
+
+    ``metrics`` holds every ``sky.report`` so far, ``checkpoint`` the path of the last checkpoint reported,
+    ``job_id`` the id of the call.
+    """
+
+    def __init__(self, backend: Backend, request: Request, node_of: Sequence[int], on_event: Callable[[events.Event], object] | None) -> None:
+        super().__init__()
+        self.metrics: list[dict[str, Any]] = []
+        self.checkpoint: str | None = None
+        self.job_id = request.job_id
+        self.job = Job(request, _FutureSink(self))
+        self._backend = backend
+        self._node_of = node_of
+        self._on_event = on_event
+        self._streams: dict[int, Stream[Any]] = {}
+        self._decoded: tuple[Any, BaseException | None] | None = None
+        self._decode_lock = threading.Lock()
+        self.set_running_or_notify_cancel()
+
+    # -- the caller's side ----------------------------------------------------------------------------------------
+
+    def result(self, timeout: float | None = None) -> R:
+        """The value, or for a broadcast the list of values by rank; raises what the call raised."""
+        value, error = self._outcome(super().result(timeout))
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        result: R = value
+        return result
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raised, or None."""
+        try:
+            raw = super().result(timeout)
+        except CancelledError:
+            raise
+        return self._outcome(raw)[1]
+
+    def cancel(self) -> bool:
+        """Stop the call, also while it runs; False if it had ended."""
+        if self.done():
+            return False
+        self._backend.cancel(self.job, CancelledError())
+        return True
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank and node that a call on one rank went to."""
+        rank = self.job.ranks[0]
+        return rank, self._node_of[rank]
+
+    def cancelled(self) -> bool:
+        """Was it cancelled?"""
+        return super().cancelled() or (self.done() and isinstance(self.exception(), CancelledError))
+
+    def _outcome(self, raw: Any) -> tuple[Any, BaseException | None]:
+        """Unpickle once, in the thread that asks: what it imports or runs must not hold up the reader."""
+        with self._decode_lock:
+            if self._decoded is None:
+                self._decoded = raw() if callable(raw) else (raw, None)
+            return self._decoded
+
+    # -- the reader's side, see _FutureSink -------------------------------------------------------------------------
+
+    def settle_streams(self, ended: dict[int, Frame]) -> None:
+        """Every rank has begun to stream or returned: the future's value is the streams."""
+        if self.done() or not self._streams:
+            return
+        ranks = self.job.ranks
+        if any(rank not in self._streams and rank not in ended for rank in ranks):
+            return
+        streams = dict(self._streams)
+        parts = {rank: Received(ended[rank]) for rank in ranks if rank not in streams}
+        whole = self.job.whole_gang
+
+        def decode() -> tuple[Any, BaseException | None]:
+            values = [streams[rank] if rank in streams else parts[rank].load() for rank in ranks]
+            return (self._results(values) if whole else values[0]), None
+
+        self.set_result(decode)  # type: ignore[arg-type]  # decoded on first use, see _outcome
+
+    def _results(self, values: list[Any]) -> RankResults[Any]:
+        nodes = [self._node_of[rank] for rank in self.job.ranks]
+        return RankResults(values, nodes, self.metrics, self.checkpoint, self.job_id)
+
+
+class Received:
+    """A payload as it arrived, its descriptor mapped at once, its pickle not yet read."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.head, self.buffers, _ = decode_parts(frame.meta["r"], frame.rest, frame.fds)
+
+    def load(self) -> Any:
+        """The value."""
+        return loads(self.head, self.buffers)
+
+
+class _FutureSink:
+    """Hears a job's frames and completes its future."""
+
+    def __init__(self, future: CallFuture[Any]) -> None:
+        # The job is held by the gang while it runs; its future should live as long.
+        self.future = future
+
+    def started(self, ranks: tuple[int, ...]) -> None:
+        """A repetition begins with nothing streamed."""
+
+    def frame(self, frame: Frame, rank: int, node: int) -> None:
+        """A stream began, or a value or report came."""
+        future = self.future
+        if frame.kind == frames.STREAM:
+            future._streams[rank] = Stream(future._backend, future.job, rank)
+            future.settle_streams(future.job.results)
+        elif frame.kind == frames.VALUE:
+            future._streams[rank].arrived(Received(frame))
+        elif frame.kind == frames.REPORT:
+            metrics = Received(frame).load()
+            checkpoint = frame.meta.get("checkpoint")
+            future.metrics.append({**metrics, "rank": rank})
+            future.checkpoint = checkpoint or future.checkpoint
+            if future._on_event is not None:
+                event = events.MetricsReported(
+                    job_id=future.job_id, rank=rank, node=node, metrics=metrics, checkpoint=checkpoint
+                )
+                with contextlib.suppress(Exception):
+                    future._on_event(event)
+
+    def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
+        """Complete the future and end its streams."""
+        future, job = self.future, self.future.job
+        streams = future._streams
+        fault = _Fault(failures, error) if failures or error is not None else None
+        if fault is None and not streams:
+            parts = {rank: Received(results[rank]) for rank in job.ranks}
+
+            def decode() -> tuple[Any, BaseException | None]:
+                try:
+                    values = [parts[rank].load() for rank in job.ranks]
+                except Exception as problem:  # noqa: BLE001 - whatever the pickle runs: say which result it was
+                    return None, _unloadable(problem, "the result")
+                return (future._results(values) if job.whole_gang else values[0]), None
+
+            future.set_result(decode)
+            return
+        for rank, frame in results.items():
+            if rank in streams or fault is not None:
+                for fd in frame.fds:
+                    os.close(fd)
+        for stream in streams.values():
+            stream.ended(fault)
+        if fault is None:
+            future.settle_streams(results)
+        elif not future.done():
+            future.set_result(lambda: (None, fault.error()))
+
+
+class _Fault:
+    """Why a call failed; the exception is rebuilt when somebody asks for it."""
+
+    def __init__(self, failures: list[Failure], error: BaseException | None) -> None:
+        deaths = [failure for failure in failures if failure.is_death]
+        self._first = error or (deaths[0].error if deaths else None)
+        self._parts = [
+            (failure.rank, failure.node, Received(failure.frame)) for failure in failures if failure.frame is not None
+        ]
+
+    def error(self) -> BaseException:
+        """The exception: a lost process before what it made others raise, else the first that was raised."""
+        others = self._parts
+        if self._first is not None:
+            main = self._first
+        else:
+            main = _rebuild(*self._parts[0])
+            others = self._parts[1:]
+        if others and not isinstance(main, CancelledError):
+            for rank, node, part in others:
+                other = _rebuild(rank, node, part)
+                text = str(other).partition("\n")[0]
+                with contextlib.suppress(Exception):
+                    main.add_note(f"rank {rank} raised too: {type(other).__name__}: {text}")
+        return main
+
+
+def _rebuild(rank: int, node: int, part: Received) -> BaseException:
+    from atoll.wire.exceptions import unpack_exception
+
+    try:
+        return unpack_exception(part.head, part.buffers, rank=rank, node=node)
+    except Exception as problem:  # noqa: BLE001 - an exception that can't even be named is still a failure
+        return RemoteError("an exception", str(problem), rank=rank, node=node, remote_traceback="")
+
+
+def _unloadable(problem: Exception, what: str) -> AtollError:
+    error = SerializationError(f"{what} arrived but could not be loaded here: {type(problem).__name__}: {problem}")
+    error.__cause__ = problem
+    return error
+
+
+class Stream(Iterator[R], Generic[R]):
+    """Values of a generator function as they are produced. Closing it, or dropping it, closes the generator.
+
+    The rank runs at most a few values ahead. An exception arrives after the values before it; silence is not an
+    end: it waits as long as the generator does.
+    """
+
+    def __init__(self, backend: Backend, job: Job, rank: int) -> None:
+        self._queue: queue.SimpleQueue[Received | _Fault | None] = queue.SimpleQueue()
+        self._owed = 0
+        self._over = False
+        self._backend = backend
+        self._job = job
+        self._rank = rank
+        self._finalizer = weakref.finalize(self, backend.close_stream, job, rank)
+        self._finalizer.atexit = False
+
+    def arrived(self, value: Received) -> None:
+        """A value came."""
+        self._queue.put(value)
+
+    def ended(self, fault: _Fault | None) -> None:
+        """The generator ended, well or not."""
+        self._finalizer.detach()
+        self._queue.put(fault)
+
+    def __iter__(self) -> Stream[R]:
+        return self
+
+    def __next__(self) -> R:
+        if self._over:
+            raise StopIteration
+        item = self._queue.get()
+        if isinstance(item, Received):
+            self._owed += 1
+            if self._owed >= _CREDIT_EVERY:
+                self._backend.credit(self._job, self._rank, self._owed)
+                self._owed = 0
+            value: R = item.load()
+            return value
+        self._over = True
+        if item is not None:
+            raise item.error()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop early: the remote generator is closed, and what it produced since is dropped."""
+        self._over = True
+        self._finalizer()
+
+    def __enter__(self) -> Stream[R]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

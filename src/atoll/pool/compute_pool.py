@@ -1,0 +1,433 @@
+"""``ComputePool``: a set of nodes that start together, run calls, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import sysconfig
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, overload
+
+from atoll.core import events
+from atoll.core.errors import ConfigError, PoolClosed, UsageError
+from atoll.core.paths import atoll_home
+from atoll.pool.calls import Backend, CallFuture, RankResults
+from atoll.pool.gang import Gang, GangSpec
+from atoll.pool.image import Image
+from atoll.pool.job import Request
+from atoll.pool.logs import LogRouter, Logs
+from atoll.pool.mapping import Mapped
+from atoll.pool.overlay import Environment, resolve
+from atoll.pool.shipping import name_of, pack_arguments, ship, unwrap
+from atoll.providers.accelerators import AcceleratorSpec
+from atoll.providers.base import Plan, Provider
+from atoll.providers.local import Local
+from atoll.wire.segments import Arena
+
+R = TypeVar("R")
+T = TypeVar("T")
+_KEEP_LOGS = 50
+_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class _Stoppable(Backend, Protocol):
+    arena: Arena
+
+    def stop(self) -> None: ...
+
+
+class ComputePool:
+    """Nodes that a provider starts together, with a rank on each accelerator, or one on each CPU node.
+
+    Use it as a context manager, or call ``up()`` and ``down()``. ``f(x) @ pool`` runs a call on every rank,
+    ``f(x) >> pool`` on one.
+
+    Args:
+        provider: where nodes come from; this machine by default.
+        nodes: how many.
+        accelerator: accelerators of each node, in any spelling: ``"A100"``, ``"A100:2"``, ``sky.NVIDIA.A100``. None
+            takes what the machine has.
+        image: packages and variables of the ranks.
+        pip, env: added to the image's, and winning over them.
+        workers_per_node: ranks a node runs; ``"auto"`` is one for each accelerator, else one.
+            ``nproc_per_node`` is the same.
+        timeout: seconds a call may take; None sets no limit.
+        ttl: seconds the pool may live; after that it ends by itself.
+        retries: how often a call that lost a rank is started again, as a whole gang.
+        hang_timeout: seconds without progress after which a call fails naming the ranks that did not arrive.
+        name: keep the pool warm after the block under this name, for other processes to attach to.
+        idle: seconds a named pool stays up with nothing to do; 600 by default.
+        on_event: called with each event (``atoll.core.events``), in the pool's reader thread.
+        logs: ``"all"``, ``"head"`` for rank 0 only, ``"quiet"``, or a callable that takes each ``LogLine``. Files
+            under ``ATOLL_HOME/logs`` have everything whichever it is.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        ProvisionError: a node could not be started; those that had were released.
+        ImageError: packages could not be installed.
+    """
+
+    def __init__(
+        self,
+        provider: Provider | None = None,
+        nodes: int = 1,
+        accelerator: str | AcceleratorSpec | Mapping[str, int] | None = None,
+        image: Image | None = None,
+        pip: str | Sequence[str] | None = None,
+        env: Mapping[str, object] | None = None,
+        workers_per_node: int | Literal["auto", "gpu"] = "auto",
+        timeout: float | None = None,
+        ttl: float | None = None,
+        retries: int = 0,
+        hang_timeout: float | None = None,
+        name: str | None = None,
+        idle: float | None = None,
+        on_event: Callable[[events.Event], object] | None = None,
+        *,
+        nproc_per_node: int | Literal["auto", "gpu"] | None = None,
+        logs: Logs = "all",
+    ) -> None:
+        if nproc_per_node is not None:
+            if workers_per_node != "auto" and workers_per_node != nproc_per_node:
+                raise ConfigError(
+                    f"workers_per_node={workers_per_node!r} and nproc_per_node={nproc_per_node!r} are two names of "
+                    f"one setting; give one"
+                )
+            workers_per_node = nproc_per_node
+        self.provider: Provider = provider if provider is not None else Local()
+        self.nodes = _count("nodes", nodes, 1)
+        self.accelerator = AcceleratorSpec.parse(accelerator)
+        if self.accelerator is not None and self.accelerator.mig is not None:
+            raise ConfigError(
+                f"mig={self.accelerator.mig!r}: MIG slices are not supported by this version; leave mig out to use "
+                f"whole cards"
+            )
+        self.image = image if image is not None else Image()
+        self.pip = pip
+        self.env = dict(env or {})
+        self.workers_per_node = _workers(workers_per_node)
+        self.timeout = _seconds("timeout", timeout)
+        self.ttl = _seconds("ttl", ttl)
+        self.retries = _count("retries", retries, 0)
+        self.hang_timeout = _seconds("hang_timeout", hang_timeout)
+        self.name = name
+        self.idle = _seconds("idle", idle)
+        if idle is not None and name is None:
+            raise ConfigError(f"idle={idle!r} keeps a named pool warm; give the pool a name= as well, or leave idle out")
+        self.logs: Logs = logs
+        self.id = ""
+        self._on_event = on_event
+        self._backend: _Stoppable | None = None
+        self._node_of: list[int] = []
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._finalizer: weakref.finalize[[], ComputePool] | None = None
+        LogRouter(logs, lambda rank: 0, 1)  # refuses a wrong `logs` here, where it was written
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """What ``up()`` would start, without starting it."""
+        return self.provider.plan(
+            nodes=self.nodes, accelerator=self.accelerator, workers_per_node=self.workers_per_node
+        )
+
+    def up(self) -> ComputePool:
+        """Start the nodes and wait until every rank is ready. Does nothing on a pool that is up."""
+        with self._lock:
+            if self._backend is None:
+                self._backend = self._start()
+                self._finalizer = weakref.finalize(self, self._backend.stop)
+        return self
+
+    def down(self) -> None:
+        """End every rank and release every node. Does nothing on a pool that is down."""
+        with self._lock:
+            backend, self._backend = self._backend, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if backend is not None:
+            backend.stop()
+
+    def __enter__(self) -> ComputePool:
+        self.up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    def _start(self) -> _Stoppable:
+        plan = self.plan()
+        for line in plan.lines:
+            self._say(line)
+        progress = _Progress(self._say)
+        environment = resolve(self.image, pip=self.pip, env=self.env, has_gpu=plan.has_gpu, progress=progress)
+        for line in environment.lines:
+            self._say(line)
+        self._node_of = [node.node for node in plan.nodes for _ in range(node.num_ranks)]
+        self.id = secrets.token_hex(4)
+        spec = self._spec(plan, environment)
+        gang = Gang(spec, LogRouter(self.logs, self._node_of.__getitem__, plan.world_size), self._on_event)
+        gang.start()
+        return gang
+
+    def _spec(self, plan: Plan, environment: Environment) -> GangSpec:
+        home = atoll_home()
+        _prune(home / "logs")
+        return GangSpec(
+            provider=self.provider,
+            plan=plan,
+            pool_id=self.id,
+            python=environment.python,
+            env=_environment(environment, plan.world_size),
+            path=self._rank_path(environment),
+            cwd=os.getcwd(),
+            log_dir=str(home / "logs" / self.id),
+            job_dir=str(home / "jobs"),
+            tmp_root=tempfile.gettempdir(),
+            source_root=_SOURCE_ROOT,
+            hang_timeout_s=self.hang_timeout,
+            ttl_s=self.ttl,
+        )
+
+    def _rank_path(self, environment: Environment) -> tuple[str, ...]:
+        """What a rank can import from: what this process can, as it is now."""
+        self._extra_path = (*environment.paths,)
+        self._own_python = os.path.realpath(environment.python) == os.path.realpath(sys.executable)
+        return self._path()
+
+    def _path(self) -> tuple[str, ...]:
+        here = tuple(os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path if isinstance(entry, str))
+        if not self._own_python:
+            installed = tuple(os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
+            return (*self._extra_path, *(p for p in here if not os.path.realpath(p).startswith(installed)))
+        return (*self._extra_path, *here, *(() if _SOURCE_ROOT in here else (_SOURCE_ROOT,)))
+
+    def _say(self, line: str) -> None:
+        if self.logs != "quiet":
+            print(f"atoll: {line}", file=sys.stderr)
+
+    # -- facts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_up(self) -> bool:
+        """Can calls be made?"""
+        return self._backend is not None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the pool."""
+        return self._running().world_size
+
+    @property
+    def log_dir(self) -> Path:
+        """Where every rank's output is kept, as ``rank{N}.out`` and ``rank{N}.err``."""
+        self._running()
+        return atoll_home() / "logs" / self.id
+
+    def __repr__(self) -> str:
+        state = f"up, {self._backend.world_size} ranks" if self._backend is not None else "down"
+        return f"<ComputePool {self.name or self.id or self.provider.name}: {self.nodes} nodes, {state}>"
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> RankResults[R]:
+        """Run on every rank at once; the same as ``function(...) @ pool``."""
+        return self._wait(self.submit_call(function, args, kwargs, whole_gang=True))
+
+    def run_one(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+        """Run on one rank, as a world of one; the same as ``function(...) >> pool``."""
+        result: R = self._wait(self.submit_call(function, args, kwargs, whole_gang=False))
+        return result
+
+    @overload
+    def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> CallFuture[R]: ...
+    @overload
+    def submit(self, function: Callable[..., R], /, *args: Any, everywhere: Literal[True], **kwargs: Any) -> CallFuture[RankResults[R]]: ...
+    def submit(self, function: Callable[..., Any], /, *args: Any, everywhere: bool = False, **kwargs: Any) -> Any:
+        """Start a call on one rank, or with ``everywhere=True`` on every rank, and go on.
+
+        Returns a ``concurrent.futures.Future`` whose ``cancel()`` also stops a call that runs.
+        """
+        return self.submit_call(function, args, kwargs, whole_gang=everywhere)
+
+    def map(
+        self,
+        function: Callable[..., R],
+        /,
+        *iterables: Iterable[Any],
+        ordered: bool = True,
+        chunksize: int | None = None,
+    ) -> Iterator[R]:
+        """Run the function on each item, spread over the ranks, each a world of one.
+
+        Args:
+            iterables: one for each argument; may be endless, they are read as ranks become free.
+            ordered: give results in the order of the items; False gives them as they complete.
+            chunksize: items sent at a time; None adapts it to how long they take.
+
+        Raises:
+            what the function raised, at that item's place; items after it are dropped.
+        """
+        if not iterables:
+            raise UsageError("map needs at least one iterable of items: pool.map(f, items)")
+        self._running()
+        items = zip(*iterables, strict=False)
+        return Mapped(self._submit_chunk(function), function, items, self.world_size, ordered, chunksize)
+
+    def _submit_chunk(self, function: Callable[..., Any]) -> Callable[[Callable[..., Any], tuple[Any, ...]], CallFuture[Any]]:
+        options = getattr(function, "__atoll_options__", None)
+        return lambda chunk, args: self.submit_call(chunk, args, {}, whole_gang=False, options=options)
+
+    def submit_call(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        whole_gang: bool,
+        options: Any = None,
+    ) -> CallFuture[Any]:
+        """Start a call; what the operators and the methods above are made of."""
+        backend = self._running()
+        options = options if options is not None else getattr(function, "__atoll_options__", None)
+        raw = unwrap(function)
+        shipped = ship(raw, backend.arena)
+        timeout = getattr(options, "timeout", None)
+        retries = getattr(options, "retries", None)
+        request = Request(
+            function=shipped,
+            arguments=backend.arena.encode(pack_arguments(raw, args, kwargs)),
+            whole_gang=whole_gang,
+            name=name_of(raw),
+            timeout_s=timeout if timeout is not None else self.timeout,
+            retries=retries if retries is not None else self.retries,
+            path=self._path(),
+        )
+        future: CallFuture[Any] = CallFuture(backend, request, self._node_of, self._on_event)
+        backend.submit(future.job)
+        return future
+
+    def wait(self, futures: Sequence[CallFuture[Any]]) -> list[Any]:
+        """The results of several calls in their order; the first failure cancels the others."""
+        try:
+            return [self._wait(future) for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            wait_for(futures, 2.0)
+            raise
+
+    def _wait(self, future: CallFuture[Any]) -> Any:
+        try:
+            return future.result()
+        except (KeyboardInterrupt, CancelledError):
+            if not future.done():
+                future.cancel()
+                wait_for([future], 2.0)
+            raise
+
+    def _running(self) -> _Stoppable:
+        backend = self._backend
+        if backend is None:
+            raise PoolClosed(
+                "the pool is not up: make calls inside `with sky.ComputePool(...) as pool:`, or call pool.up() first"
+            )
+        return backend
+
+    # -- what people type by mistake --------------------------------------------------------------------------------
+
+    __array_ufunc__ = None  # so that NumPy leaves `array @ pool` to us
+
+    def __rmatmul__(self, other: object) -> NoReturn:
+        raise UsageError(_mistake(other, "@"))
+
+    def __rrshift__(self, other: object) -> NoReturn:
+        raise UsageError(_mistake(other, ">>"))
+
+    def __rand__(self, other: object) -> NoReturn:
+        raise UsageError(_mistake(other, ">>"))
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a ComputePool lives in the process that made it and can't travel to a rank: a task that waited for its "
+            "own pool could wait for ever. Dispatch from the driver, or use pool.map there"
+        )
+
+
+def _mistake(other: object, operator: str) -> str:
+    if isinstance(other, (list, tuple)) and other and all(hasattr(item, "__atoll_pending__") for item in other):
+        return f"several calls run side by side as `sky.gather(*calls) {operator} pool`, not as a {type(other).__name__}"
+    if hasattr(other, "__atoll_function__"):
+        return f"`{name_of(other)} {operator} pool` names the function without calling it: write `{name_of(other)}(...) {operator} pool`"
+    if callable(other):
+        return f"`{name_of(other)} {operator} pool`: decorate it with @sky.compute and call it: `{name_of(other)}(...) {operator} pool`"
+    return (
+        f"{type(other).__name__} on the left of `{operator} pool` is a value, not a pending call: the function ran "
+        f"here. Did you forget @sky.compute? Or write pool.run(function, ...)"
+    )
+
+
+def _count(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}: expected a whole number, {least} or more")
+    return value
+
+
+def _seconds(name: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"{name}={value!r}: expected seconds, more than 0, or None")
+    return float(value)
+
+
+def _workers(value: object) -> int | str:
+    if value in ("auto", "gpu"):
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number, 1 or more")
+    return value
+
+
+def _environment(environment: Environment, world_size: int) -> dict[str, str]:
+    """The user's environment with what a rank needs; what the user set himself stays."""
+    env = dict(os.environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    env.update(environment.env)
+    return env
+
+
+def _prune(folder: Path) -> None:
+    """Keep the logs of the last pools only."""
+    with contextlib.suppress(OSError):
+        old = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime)[:-_KEEP_LOGS]
+        import shutil
+
+        for entry in old:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+class _Progress:
+    """Shows what takes long, one line a step."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def __call__(self, line: str) -> None:
+        self._say(line)
+
+

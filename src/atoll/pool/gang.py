@@ -1,0 +1,732 @@
+"""A gang of ranks seen from the driver: starts nodes, sends calls, notices what fails, and stops everything.
+
+One reader thread takes every frame; calls are sent from whichever thread makes them. ``_lock`` guards all state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.core import events
+from atoll.core.errors import (
+    AtollError,
+    CallTimeout,
+    HangError,
+    NodeLost,
+    PoolClosed,
+    ProvisionError,
+    WorkerDied,
+    name_ranks,
+)
+from atoll.pool.hangs import hung, summary
+from atoll.pool.job import Failure, Job
+from atoll.pool.logs import LogRouter
+from atoll.pool.scheduler import Scheduler
+from atoll.providers.base import Node, NodePlan, Plan, Provider
+from atoll.wire import frames
+from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
+from atoll.wire.segments import Arena
+
+_RANK_FIELD = struct.Struct("<I")
+_RANK_AT = 8
+_SOFT_STOP_S = 0.15  # after a failure the other ranks get this long to end by themselves,
+_HARD_STOP_S = 0.45  # and are killed after this long
+_GIVE_UP_S = 0.9  # the call ends by now, whatever still has to die
+_HANG_WARNING_S = 600.0
+_MAX_EARLY_DEATHS = 3
+Watcher = Callable[[events.Event], object]
+
+
+@dataclass(slots=True)
+class RankState:
+    """What the driver knows of a rank."""
+
+    rank: int
+    node: int
+    pid: int = 0
+    port: int = 0
+    main_thread: int = 0
+    ready: bool = False
+    has_torch: bool = False
+    starts: int = 0
+    early_deaths: int = 0
+    sent: set[str] = field(default_factory=set)
+    path: tuple[str, ...] | None = None
+
+
+@dataclass(slots=True)
+class NodeState:
+    """A node and the channel to its agent."""
+
+    plan: NodePlan
+    handle: Node | None = None
+    parser: Parser = field(default_factory=Parser)
+    send_lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: str | None = None  # why its agent said it ends
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GangSpec:
+    """Everything a gang is started from."""
+
+    provider: Provider
+    plan: Plan
+    pool_id: str
+    python: str
+    env: Mapping[str, str]
+    path: tuple[str, ...]
+    cwd: str
+    log_dir: str
+    job_dir: str
+    tmp_root: str
+    source_root: str
+    hang_timeout_s: float | None = None
+    ttl_s: float | None = None
+    start_timeout_s: float = 60.0
+
+
+class Gang:
+    """Ranks on nodes. ``submit`` a job; its sink hears what comes of it."""
+
+    def __init__(self, spec: GangSpec, logs: LogRouter, on_event: Watcher | None = None) -> None:
+        self.spec = spec
+        self.arena = Arena()
+        self.logs = logs
+        self._on_event = on_event
+        self.world_size = spec.plan.world_size
+        self.ranks: list[RankState] = []
+        self.nodes = [NodeState(plan) for plan in spec.plan.nodes]
+        for node in spec.plan.nodes:
+            for _ in range(node.num_ranks):
+                self.ranks.append(RankState(len(self.ranks), node.node))
+        self.log_job: Callable[[Job | None, int, bool, bytes], bool] | None = None
+        self._scheduler: Scheduler[Job] = Scheduler(self.world_size)
+        self._jobs: dict[int, Job] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closing = False
+        self._broken: BaseException | None = None
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._reader: threading.Thread | None = None
+        self._reviver: threading.Thread | None = None
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every node and wait until each rank is ready; on any failure release all and raise."""
+        started = time.monotonic()
+        try:
+            for node in self.nodes:
+                try:
+                    self._start_node(node)
+                except Exception as error:
+                    raise ProvisionError(
+                        f"node {node.plan.node} of {len(self.nodes)} could not be started on "
+                        f"{self.spec.provider.name}: {error}",
+                        node=node.plan.node,
+                    ) from error
+            self._reader = threading.Thread(target=self._read, name=f"atoll-{self.spec.pool_id}", daemon=True)
+            self._reader.start()
+            self._wait_ready(started + self.spec.start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        took = time.monotonic() - started
+        self._tell(
+            events.PoolStarted(
+                pool_id=self.spec.pool_id, nodes=len(self.nodes), world_size=self.world_size, took_s=took
+            )
+        )
+
+    def _start_node(self, state: NodeState) -> None:
+        handle = self.spec.provider.start(state.plan, agent_command(self.spec.source_root))
+        state.handle, state.parser, state.ended = handle, Parser(), None
+        with state.send_lock:
+            send_all(handle.channel, pack(frames.SETUP, meta=self._setup(state.plan)))
+        self._selector.register(handle.channel, selectors.EVENT_READ, state)
+        self._poke()
+
+    def _setup(self, plan: NodePlan) -> dict[str, Any]:
+        spec = self.spec
+        ranks = [state for state in self.ranks if state.node == plan.node]
+        return {
+            "node": plan.node,
+            "tag": spec.pool_id,
+            "python": spec.python,
+            "argv": ["-c", _BOOT.format(root=spec.source_root, module="atoll.pool.worker.main")],
+            "env": {**spec.env, **plan.env},
+            "cwd": spec.cwd,
+            "log_dir": spec.log_dir,
+            "tmp_dir": os.path.join(spec.tmp_root, f"atoll-{spec.pool_id}-n{plan.node}"),
+            "ttl_s": spec.ttl_s,
+            "ranks": [
+                {"rank": state.rank, "local_rank": local, "env": self._rank_env(plan, state.rank, local, len(ranks))}
+                for local, state in enumerate(ranks)
+            ],
+        }
+
+    def _rank_env(self, plan: NodePlan, rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:
+        import json
+
+        spec = self.spec
+        head = spec.plan.nodes[0]
+        setup = {
+            "rank": rank,
+            "local_rank": local_rank,
+            "node": plan.node,
+            "addr": plan.addr,
+            "head_addr": head.addr,
+            "world_size": self.world_size,
+            "local_world_size": local_world_size,
+            "total_nodes": len(self.nodes),
+            "peers": [node.addr for node in spec.plan.nodes],
+            "accelerator": plan.accelerator,
+            "accelerators": plan.num_accelerators,
+            "simulated": spec.plan.simulated,
+            "pool_id": spec.pool_id,
+            "path": list(spec.path),
+        }
+        tmp = os.path.join(spec.tmp_root, f"atoll-{spec.pool_id}-n{plan.node}")
+        return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": spec.env.get("TMPDIR", tmp), "ATOLL_POOL_ID": spec.pool_id}
+
+    def _wait_ready(self, deadline: float) -> None:
+        with self._changed:
+            while not all(state.ready for state in self.ranks):
+                if self._broken is not None:
+                    raise self._broken
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = [state.rank for state in self.ranks if not state.ready]
+                    raise ProvisionError(
+                        f"{name_ranks(missing)} did not come up within {self.spec.start_timeout_s:g} s; "
+                        f"their output is in {self.spec.log_dir}"
+                    )
+                self._changed.wait(left)
+
+    def stop(self) -> None:
+        """Fail what runs, end every rank, release every node. Safe to call twice, and from any thread but ours."""
+        with self._lock:
+            first = not self._closing
+            self._closing = True
+            jobs = [*self._jobs.values(), *self._scheduler.drain()]
+            closed = PoolClosed("the pool was shut down before the call finished")
+            for job in jobs:
+                self._end(job, job.error or self._broken or closed)
+        for node in self.nodes:
+            self._send(node, pack(frames.SHUTDOWN))
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._poke()
+            self._reader.join(5.0)
+        if self._reviver is not None:
+            self._reviver.join(5.0)
+        for node in self.nodes:
+            handle, node.handle = node.handle, None
+            if handle is not None:
+                handle.stop()
+        if first:
+            self._selector.close()
+            os.close(self._wake)
+            self.arena.close()
+            self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
+
+    @property
+    def usable(self) -> bool:
+        """Can calls be made?"""
+        return not self._closing and self._broken is None
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Queue a call; its sink hears the rest."""
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            if self._closing:
+                raise PoolClosed("the pool is shut down; make the call inside its `with` block, or call .up() first")
+            self._scheduler.add(job)
+            self._dispatch()
+
+    def cancel(self, job: Job, error: BaseException) -> None:
+        """Stop a call wherever it is; it ends with this error within a second."""
+        with self._lock:
+            if job.done:
+                return
+            job.error = job.error or error
+            if self._scheduler.remove(job):
+                self._end(job, job.error)
+            else:
+                self._stop_ranks(job, soft_s=0.0)
+
+    def credit(self, job: Job, rank: int, num: int) -> None:
+        """Let a streaming rank produce that many values more."""
+        self._to_rank(job, rank, frames.CREDIT, {"n": num})
+
+    def close_stream(self, job: Job, rank: int) -> None:
+        """The consumer wants no more: the rank's generator is closed."""
+        self._to_rank(job, rank, frames.CLOSE)
+
+    def _to_rank(self, job: Job, rank: int, kind: int, meta: dict[str, Any] | None = None) -> None:
+        with self._lock:
+            if not job.done and rank not in job.ended:
+                self._send(self._node_of(rank), pack(kind, rank, job.number, meta))
+
+    def _dispatch(self) -> None:
+        while (started := self._scheduler.next()) is not None:
+            self._start_job(*started)
+
+    def _start_job(self, job: Job, ranks: tuple[int, ...]) -> None:
+        job.begin(next(self._numbers), ranks)
+        self._jobs[job.number] = job
+        self._send_call(job)
+        job.sink.started(ranks)
+        if job.request.timeout_s is not None:
+            number, limit = job.number, job.request.timeout_s
+            self._after(limit, lambda: self._timed_out(job, number, limit))
+        if self._on_event is not None:
+            self._tell(events.CallStarted(job_id=job.request.job_id, ranks=ranks))
+        self._watch_for_hang(job)
+
+    def _send_call(self, job: Job) -> None:
+        request = job.request
+        base = job.meta(self.ranks[0].port, os.path.join(self.spec.job_dir, request.job_id, "checkpoints"))
+        if job.whole_gang and all(state.has_torch for state in self.ranks):
+            base["g"] = 1
+        elif job.whole_gang and any(state.has_torch for state in self.ranks):
+            base["g"] = 1  # some have torch from an earlier call: the others import it, so that all agree
+        batches: dict[int, list[tuple[bytes, tuple[int, ...]]]] = {}
+        packed: dict[tuple[bool, bool], tuple[bytearray, tuple[int, ...]]] = {}
+        for rank in job.ranks:
+            state = self.ranks[rank]
+            with_function = request.function.digest not in state.sent
+            with_path = request.path is not None and state.path != request.path
+            key = (with_function, with_path)
+            if key not in packed:
+                packed[key] = _pack_call(job, base, with_function, with_path)
+            if with_function and request.function.cacheable:
+                state.sent.add(request.function.digest)
+            if with_path:
+                state.path = request.path
+            data, fds = packed[key]
+            _RANK_FIELD.pack_into(data, _RANK_AT, rank)
+            batches.setdefault(state.node, []).append((bytes(data), fds))
+        for node, batch in batches.items():
+            self._send_batch(self.nodes[node], batch)
+
+    def _send_batch(self, node: NodeState, batch: Sequence[tuple[bytes, tuple[int, ...]]]) -> None:
+        if all(not fds for _, fds in batch):
+            self._send(node, b"".join(data for data, _ in batch))
+            return
+        for data, fds in batch:
+            self._send(node, data, fds)
+
+    def _send(self, node: NodeState, data: bytes, fds: Sequence[int] = ()) -> None:
+        handle = node.handle
+        if handle is None:
+            return
+        with node.send_lock, contextlib.suppress(OSError):  # a lost node is noticed by the reader
+            send_all(handle.channel, data, fds)
+
+    def _node_of(self, rank: int) -> NodeState:
+        return self.nodes[self.ranks[rank].node]
+
+    # -- the end of a call ------------------------------------------------------------------------------------------
+
+    def _rank_ended(self, job: Job, rank: int) -> None:
+        """The rank is through with the job: settle what that decides."""
+        job.ended.add(rank)
+        if job.wants_group and rank not in job.wants_group and not job.no_group:
+            job.no_group = True
+            for waiting in job.wants_group:
+                if waiting not in job.ended:
+                    self._send(self._node_of(waiting), pack(frames.GROUP, waiting, job.number, {"go": 0}))
+        if not job.unfinished:
+            self._end(job, job.error)
+
+    def _fail(self, job: Job, failure: Failure) -> None:
+        job.failures.append(failure)
+        if len(job.failures) == 1 and job.unfinished:
+            self._stop_ranks(job, soft_s=_SOFT_STOP_S)
+
+    def _stop_ranks(self, job: Job, *, soft_s: float) -> None:
+        """Ask ranks that still run the call to stop, then kill them; the call ends within a second."""
+        if job.stopping:
+            return
+        job.stopping = True
+        number = job.number
+
+        def while_running(action: Callable[[], None]) -> Callable[[], None]:
+            return lambda: action() if self._jobs.get(number) is job else None
+
+        self._after(soft_s, while_running(lambda: self._order(job, frames.CANCEL)))
+        self._after(soft_s + _HARD_STOP_S - _SOFT_STOP_S, while_running(lambda: self._order(job, frames.KILL)))
+        self._after(_GIVE_UP_S, while_running(lambda: self._end(job, job.error)))
+
+    def _order(self, job: Job, kind: int) -> None:
+        for rank in job.unfinished:
+            self._send(self._node_of(rank), pack(kind, rank, job.number))
+
+    def _end(self, job: Job, error: BaseException | None) -> None:
+        if job.done:
+            return
+        self._jobs.pop(job.number, None)
+        if error is None and job.failures and self._retry(job):
+            return
+        job.done = True
+        for encoded in (job.request.arguments, job.request.function.encoded):
+            segment = encoded.segment
+            if segment is None:
+                continue
+            encoded.segment = None
+            if job.kept or job.failures or error is not None:
+                segment.close()
+            else:
+                self.arena.give_back(segment)
+        if self._on_event is not None:
+            failed = str(error or (job.failures[0].error if job.failures else "") or "") or None
+            if failed is None and job.failures:
+                failed = f"rank {job.failures[0].rank} raised"
+            took = time.monotonic() - job.started_s
+            self._tell(events.CallFinished(job_id=job.request.job_id, took_s=took, error=failed))
+        job.sink.done(job.results, job.failures, error)
+
+    def _retry(self, job: Job) -> bool:
+        """A call that lost a rank is started again as a whole, if it may be."""
+        deaths = [failure for failure in job.failures if failure.is_death]
+        if not deaths or job.attempt >= job.request.retries or job.streaming or not self.usable:
+            return False
+        job.attempt += 1
+        for frame in (*job.results.values(), *(f.frame for f in job.failures if f.frame is not None)):
+            for fd in frame.fds:
+                os.close(fd)
+        reason = str(deaths[0].error).partition("\n")[0]
+        self._tell(events.CallRetried(job_id=job.request.job_id, attempt=job.attempt, reason=reason))
+        self.logs.note(f"{job.request.name}: {reason}; starting again, {job.attempt} of {job.request.retries} retries")
+        self._scheduler.add(job, first=True)
+        self._dispatch()
+        return True
+
+    def _timed_out(self, job: Job, number: int, limit: float) -> None:
+        if self._jobs.get(number) is job:
+            self.cancel(job, CallTimeout(limit, job.unfinished))
+
+    # -- hangs ------------------------------------------------------------------------------------------------------
+
+    def _watch_for_hang(self, job: Job) -> None:
+        limit = self.spec.hang_timeout_s
+        period = min(max((limit or _HANG_WARNING_S) / 5, 0.1), 60.0)
+        number = job.number
+
+        def ask() -> None:
+            if self._jobs.get(number) is not job:
+                return
+            for node in {self.ranks[rank].node for rank in job.unfinished}:
+                self._send(self.nodes[node], pack(frames.STACKS, 0, number))
+            self._after(period, ask)
+
+        self._after(period, ask)
+
+    def _on_stacks(self, frame: Frame) -> None:
+        job = self._jobs.get(frame.call)
+        if job is None or job.stopping:
+            return
+        stacks = {int(rank): text for rank, text in frame.meta["stacks"].items()}
+        now = time.monotonic()
+        for rank, text in stacks.items():
+            main = summary(text, self.ranks[rank].main_thread)
+            if rank not in job.progress or job.progress[rank][0] != main:
+                job.progress[rank] = (main, now)
+        silent = {rank: now - since for rank, (_, since) in job.progress.items() if rank not in job.ended}
+        limit = self.spec.hang_timeout_s
+        longest = max(silent.values(), default=0.0)
+        if limit is not None and longest >= limit:
+            shown = {rank: job.progress[rank][0] for rank in silent}
+            missing, waiting = hung(shown, sorted(job.ended))
+            job.error = HangError(limit, missing, waiting, shown)
+            self._order(job, frames.KILL)
+            self._stop_ranks(job, soft_s=0.0)
+        elif not job.warned and longest >= (limit / 2 if limit else _HANG_WARNING_S):
+            job.warned = True
+            stuck = tuple(sorted(rank for rank, quiet in silent.items() if quiet >= longest / 2))
+            shown = {rank: job.progress[rank][0] for rank in stuck}
+            self._tell(
+                events.HangSuspected(job_id=job.request.job_id, ranks=stuck, silent_s=longest, stacks=shown)
+            )
+            text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in shown.items())
+            self.logs.note(f"{name_ranks(stuck)} made no progress for {longest:.0f} s\n{text}")
+
+    # -- frames -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._next_timer()):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                else:
+                    self._read_node(key.data)
+            self._run_timers()
+            with self._lock:
+                if self._closing and not any(self._watched(node) for node in self.nodes):
+                    return
+
+    def _watched(self, node: NodeState) -> bool:
+        return any(key.data is node for key in self._selector.get_map().values())
+
+    def _read_node(self, node: NodeState) -> None:
+        assert node.handle is not None
+        try:
+            data, fds = receive(node.handle.channel)
+            received = node.parser.feed(data, fds) if data else []
+        except (OSError, WireError) as error:
+            data, received = b"", []
+            node.ended = node.ended or str(error)
+        if not data:
+            self._node_lost(node)
+            return
+        with self._lock:
+            for raw in received:
+                self._on_frame(node, raw.parsed())
+
+    def _on_frame(self, node: NodeState, frame: Frame) -> None:
+        job = self._jobs.get(frame.call) if frame.call else None
+        match frame.kind:
+            case frames.RESULT | frames.ERROR:
+                self._on_result(job, frame)
+            case frames.LOG:
+                self._on_log(job, frame)
+            case frames.VALUE | frames.STREAM | frames.REPORT if job is not None and not job.stopping:
+                job.saw(frame.rank)
+                job.streaming = job.streaming or frame.kind == frames.STREAM
+                job.sink.frame(frame, frame.rank, node.plan.node)
+            case frames.WANT_GROUP if job is not None:
+                self._on_want_group(job, frame.rank)
+            case frames.HELLO:
+                self._on_hello(frame)
+            case frames.EXIT:
+                self._on_exit(node, frame)
+            case frames.STACKS:
+                self._on_stacks(frame)
+            case frames.AGENT:
+                self._on_agent(node, frame)
+            case _:
+                for fd in frame.fds:
+                    os.close(fd)
+
+    def _on_result(self, job: Job | None, frame: Frame) -> None:
+        state = self.ranks[frame.rank]
+        state.has_torch = bool(frame.flags & frames.HAS_TORCH)
+        self.logs.flush(frame.rank)
+        self._scheduler.free(frame.rank)
+        if job is None or frame.rank in job.ended:
+            for fd in frame.fds:
+                os.close(fd)
+        else:
+            for line in frame.meta.get("notes", ()):
+                self.logs.note(line, frame.rank)
+            job.kept = job.kept or bool(frame.flags & frames.KEPT)
+            if frame.kind == frames.RESULT:
+                job.results[frame.rank] = frame
+            elif not frame.meta.get("cancelled"):
+                self._fail(job, Failure(frame.rank, state.node, frame=frame))
+            elif not job.failures and job.error is None:
+                job.error = AtollError(f"rank {frame.rank} stopped without being asked to")
+            self._rank_ended(job, frame.rank)
+        self._dispatch()
+
+    def _on_log(self, job: Job | None, frame: Frame) -> None:
+        data = bytes(frame.rest)
+        if job is not None:
+            job.saw(frame.rank)
+        if self.log_job is None or not self.log_job(job, frame.rank, bool(frame.flags), data):
+            self.logs.feed(frame.rank, bool(frame.flags), data)
+
+    def _on_want_group(self, job: Job, rank: int) -> None:
+        job.wants_group.add(rank)
+        if job.no_group or (job.ended - job.wants_group):
+            job.no_group = True
+            self._send(self._node_of(rank), pack(frames.GROUP, rank, job.number, {"go": 0}))
+        elif len(job.wants_group) == len(job.ranks):
+            job.wants_group.clear()  # a decorated function may ask again
+            for member in job.ranks:
+                self._send(self._node_of(member), pack(frames.GROUP, member, job.number, {"go": 1}))
+
+    def _on_hello(self, frame: Frame) -> None:
+        state = self.ranks[frame.rank]
+        state.pid, state.port = frame.meta["pid"], frame.meta["port"]
+        state.main_thread = frame.meta["main_thread"]
+        state.ready, state.has_torch = True, False
+        state.sent, state.path = set(), self.spec.path
+        self._tell(events.RankStarted(rank=state.rank, node=state.node, pid=state.pid, restarts=state.starts))
+        state.starts += 1
+        self._scheduler.free(frame.rank)
+        self._changed.notify_all()
+        self._dispatch()
+
+    def _on_exit(self, node: NodeState, frame: Frame) -> None:
+        state = self.ranks[frame.rank]
+        meta = frame.meta
+        self.logs.flush(frame.rank)
+        job = self._scheduler.running.get(frame.rank)
+        came_up, state.ready = state.ready, False
+        self._scheduler.lost(frame.rank)
+        died = WorkerDied(
+            rank=frame.rank,
+            node=state.node,
+            exit_code=meta["exit_code"],
+            signal=meta["signal"],
+            oom=meta["oom"],
+            log_tail=meta["tail"],
+        )
+        if not meta["killed"] and not self._closing:
+            self._tell(events.RankDied(rank=frame.rank, node=state.node, reason=died.reason))
+        state.early_deaths = 0 if came_up else state.early_deaths + 1
+        if job is not None and not job.done and frame.rank not in job.ended:
+            if not meta["killed"]:
+                self._fail(job, Failure(frame.rank, state.node, error=died))
+            self._rank_ended(job, frame.rank)
+        if state.early_deaths >= (_MAX_EARLY_DEATHS if state.starts else 1):
+            self._break(ProvisionError(f"a rank could not be started: {died}", node=state.node))
+        elif not self._closing:
+            self._send(node, pack(frames.SPAWN, frame.rank))
+
+    def _on_agent(self, node: NodeState, frame: Frame) -> None:
+        if "ended" in frame.meta:
+            node.ended = frame.meta["ended"]
+        elif frame.meta["version"] != frames.VERSION:
+            self._break(
+                ProvisionError(
+                    f"node {node.plan.node} speaks wire version {frame.meta['version']}, this driver "
+                    f"{frames.VERSION}: install the same Atoll on both",
+                    node=node.plan.node,
+                )
+            )
+
+    # -- nodes that go away -----------------------------------------------------------------------------------------
+
+    def _node_lost(self, node: NodeState) -> None:
+        with self._lock:
+            handle, node.handle = node.handle, None
+            assert handle is not None
+            self._selector.unregister(handle.channel)
+            node.parser.close()
+            reason = node.ended or "its agent ended"
+            ranks = [state for state in self.ranks if state.node == node.plan.node]
+            came_up = all(state.starts for state in ranks)
+            lost = NodeLost(node.plan.node, reason)
+            for state in ranks:
+                job = self._scheduler.running.get(state.rank)
+                state.ready = False
+                self._scheduler.lost(state.rank)
+                if job is not None and not job.done and state.rank not in job.ended:
+                    self._fail(job, Failure(state.rank, state.node, error=lost))
+                    self._rank_ended(job, state.rank)
+            closing = self._closing
+            if node.ended is not None and not closing:
+                self._break(PoolClosed(f"node {node.plan.node} ended: {reason}"))
+            elif not came_up and not closing:
+                self._break(ProvisionError(f"node {node.plan.node} ended while it started: {reason}"))
+        handle.stop()
+        if not closing and self._broken is None:
+            self._reviver = threading.Thread(target=self._revive, args=(node,), name="atoll-revive", daemon=True)
+            self._reviver.start()
+
+    def _revive(self, node: NodeState) -> None:
+        node.restarts += 1
+        try:
+            with self._lock:
+                if self._closing:
+                    return
+                self._start_node(node)
+        except Exception as error:  # noqa: BLE001 - whatever a provider raises ends the pool with its reason
+            self._break(PoolClosed(f"node {node.plan.node} was lost and could not be started again: {error}"))
+
+    def _break(self, error: BaseException) -> None:
+        """The pool can't go on: fail everything with this error."""
+        with self._lock:
+            self._broken = self._broken or error
+            for job in [*self._jobs.values(), *self._scheduler.drain()]:
+                if not job.failures:
+                    job.error = job.error or error
+                self._end(job, job.error)
+            self._changed.notify_all()
+
+    # -- timers and events --------------------------------------------------------------------------------------------
+
+    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
+        with self._lock:
+            when = time.monotonic() + delay_s
+            soonest = not self._timers or when < self._timers[0][0]
+            heapq.heappush(self._timers, (when, next(self._timer_numbers), action))
+        if soonest and threading.current_thread() is not self._reader:
+            self._poke()
+
+    def _poke(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    def _next_timer(self) -> float | None:
+        with self._lock:
+            return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+
+    def _run_timers(self) -> None:
+        while True:
+            with self._lock:
+                if not self._timers or self._timers[0][0] > time.monotonic():
+                    return
+                action = heapq.heappop(self._timers)[2]
+                action()
+
+    def _tell(self, event: events.Event) -> None:
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception as error:  # noqa: BLE001 - the user's callback must not stop the pool
+            self.logs.note(f"on_event raised {type(error).__name__}: {error}")
+
+
+_BOOT = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+
+
+def agent_command(source_root: str) -> list[str]:
+    """How an agent is started on this machine. It needs nothing but the standard library."""
+    import sys
+
+    return [sys.executable, "-I", "-S", "-c", _BOOT.format(root=source_root, module="atoll.pool.agent.main")]
+
+
+def _pack_call(
+    job: Job, base: dict[str, Any], with_function: bool, with_path: bool
+) -> tuple[bytearray, tuple[int, ...]]:
+    request = job.request
+    meta = dict(base)
+    parts: list[bytes | memoryview] = []
+    fds: list[int] = []
+    for encoded in ([request.function.encoded] if with_function else []) + [request.arguments]:
+        parts += encoded.inline
+        if encoded.segment is not None:
+            fds.append(encoded.segment.fd)
+    if with_function:
+        meta["ft"] = request.function.encoded.table
+        if request.function.cacheable:
+            meta["k"] = 1
+    if with_path and request.path is not None:
+        meta["path"] = list(request.path)
+    return bytearray(pack(frames.CALL, 0, job.number, meta, parts, len(fds))), tuple(fds)

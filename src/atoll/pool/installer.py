@@ -1,0 +1,272 @@
+"""Runs pip (or uv where there is no pip): asks what would be installed, then installs just that into a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import ImageError
+from atoll.pool.interpreters import find_uv
+from atoll.pool.requirements import canonical_name
+
+Progress = Callable[[str], None]
+
+# Variables that would send pip elsewhere or have it do something else than it is asked for here.
+DROPPED_VARIABLES = frozenset(
+    {
+        "PIP_DRY_RUN",
+        "PIP_EDITABLE",
+        "PIP_FORCE_REINSTALL",
+        "PIP_IGNORE_INSTALLED",
+        "PIP_NO_DEPS",
+        "PIP_PREFIX",
+        "PIP_PYTHON",
+        "PIP_QUIET",
+        "PIP_REPORT",
+        "PIP_REQUIREMENT",
+        "PIP_REQUIRE_VIRTUALENV",
+        "PIP_ROOT",
+        "PIP_TARGET",
+        "PIP_UPGRADE",
+        "PIP_USER",
+    }
+)
+
+# Runs the real command in our process group and ends the whole group, builds of packages included, once the pipe to
+# the driver closes: also a driver killed by SIGKILL leaves no installer behind.
+_KEEPER = """
+import os, signal, sys, threading
+child = os.fork()
+if child == 0:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.execv(sys.argv[1], sys.argv[1:])
+def watch():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=watch, daemon=True).start()
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+os._exit(code if code >= 0 else 128 - code)
+"""
+
+# Whether an interpreter has pip, and the wheel of pip that comes with it (venvs made without pip have this one).
+_FIND_PIP = """
+import glob, importlib.util, os, sysconfig
+print("module" if importlib.util.find_spec("pip") else "")
+folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]
+spec = importlib.util.find_spec("ensurepip")
+if spec and spec.origin:
+    folders.append(os.path.join(os.path.dirname(spec.origin), "_bundled"))
+wheels = [wheel for folder in folders if folder for wheel in glob.glob(os.path.join(folder, "pip-*.whl"))]
+print(wheels[-1] if wheels else "")
+"""
+
+_TOLD = re.compile(r"\s*(Collecting|Downloading|Building|Installing|Resolved|Prepared|Installed|WARNING: Retrying)\b")
+_TAIL_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One package to install: ``spec`` is what pip is told, ``foo==1.2`` or a URL."""
+
+    name: str
+    version: str
+    spec: str
+
+
+@dataclass(frozen=True, slots=True)
+class Installer:
+    """How packages are installed for one interpreter.
+
+    Attributes:
+        command: the start of the command line.
+        python: the interpreter that the packages are for.
+        uv: whether the command is uv's.
+    """
+
+    command: tuple[str, ...]
+    python: str
+    uv: bool
+
+    @classmethod
+    def find(cls, python: str) -> Installer:
+        """pip of ``python`` itself, else uv, else the pip that Python ships for ``ensurepip``.
+
+        Raises:
+            ImageError: there is none of the three.
+        """
+        answer = subprocess.run(
+            [python, "-P", "-c", _FIND_PIP], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        if answer.returncode != 0:
+            raise ImageError(f"{python} cannot be run: {answer.stderr.strip()[-500:] or f'exit {answer.returncode}'}")
+        module, wheel = answer.stdout.split("\n")[:2]
+        uv = find_uv()
+        if module:
+            return cls((python, "-P", "-m", "pip"), python, uv=False)
+        if uv:
+            return cls((uv, "pip"), python, uv=True)
+        if wheel:
+            return cls((python, "-P", f"{wheel}/pip"), python, uv=False)
+        raise ImageError(
+            f"{python} has no pip, and there is no uv on PATH; install one: `{python} -m ensurepip`, or uv from "
+            "https://docs.astral.sh/uv"
+        )
+
+    def plan(
+        self, requirements: Sequence[str], constraints: Sequence[str], work: Path, progress: Progress
+    ) -> list[Pin]:
+        """What would be newly installed, given what the interpreter has. Needs the package index.
+
+        Raises:
+            ImageError: the requirements cannot be met.
+        """
+        limits = self._constraint_options(constraints, work)
+        if self.uv:
+            options = ["install", "--dry-run", "--python", self.python, "--break-system-packages", *limits]
+            return _read_uv_plan(self._run([*options, "--", *requirements], requirements, work, progress))
+        report = work / "report.json"
+        options = ["install", "--dry-run", "--report", str(report), "--no-user", *_PIP_OPTIONS, *limits]
+        self._run([*options, "--", *requirements], requirements, work, progress)
+        return _read_pip_report(report, requirements)
+
+    def install(
+        self, pins: Sequence[Pin], constraints: Sequence[str], target: Path, work: Path, progress: Progress
+    ) -> None:
+        """Install exactly ``pins`` into the folder ``target``.
+
+        Raises:
+            ImageError: a package could not be fetched or built.
+        """
+        specs = [pin.spec for pin in pins]
+        limits = self._constraint_options(constraints, work)
+        if self.uv:
+            options = ["--python", self.python, "--compile-bytecode"]
+        else:
+            options = ["--no-user", "--no-warn-script-location", *_PIP_OPTIONS]
+        command = ["install", "--no-deps", "--target", str(target), *options, *limits, "--", *specs]
+        self._run(command, specs, work, progress)
+
+    def _constraint_options(self, constraints: Sequence[str], work: Path) -> list[str]:
+        options = []
+        if constraints:
+            path = work / "constraints.txt"
+            path.write_text("".join(f"{line}\n" for line in constraints), encoding="utf-8")
+            options += ["-c", str(path)]
+        if self.uv:  # pip reads this variable by itself
+            options += [part for path in os.environ.get("PIP_CONSTRAINT", "").split() for part in ("-c", path)]
+        return options
+
+    def _run(self, arguments: list[str], wanted: Sequence[str], work: Path, progress: Progress) -> list[str]:
+        """Run the installer; its lines. Whatever ends this call, no process of it is left."""
+        scratch = work / "tmp"
+        scratch.mkdir(exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
+        environment |= {"TMPDIR": str(scratch), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+        lines: deque[str] = deque(maxlen=5000)
+        process = subprocess.Popen(
+            # A session of its own: Ctrl-C reaches the driver only, which then ends the whole group.
+            [sys.executable, "-I", "-S", "-c", _KEEPER, *self.command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                if _TOLD.match(line):
+                    progress(line.strip())
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        if code != 0:
+            raise ImageError(_failure("uv" if self.uv else "pip", code, wanted, lines))
+        return list(lines)
+
+
+_PIP_OPTIONS = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--root-user-action", "ignore"]
+
+
+def _read_pip_report(report: Path, requirements: Sequence[str]) -> list[Pin]:
+    pins = []
+    for item in json.loads(report.read_text(encoding="utf-8"))["install"]:
+        name, version = item["metadata"]["name"], item["metadata"]["version"]
+        spec = _location(item["download_info"], requirements) if item["is_direct"] else f"{name}=={version}"
+        pins.append(Pin(canonical_name(name), version, spec))
+    return sorted(pins, key=lambda pin: pin.name)
+
+
+def _location(download: dict[str, Any], requirements: Sequence[str]) -> str:
+    """A URL for pip from what its report says of a download (PEP 610: a repository is named by its commit)."""
+    url: str = download["url"]
+    scheme, _, place = url.partition("://")
+    if "@" not in place.split("/", maxsplit=1)[0]:
+        # pip strips user and password from its report; fetching needs them.
+        for user, host in re.findall(r"://([^/@\s]+)@([^/\s]+)", " ".join(requirements)):
+            if place.split("/", maxsplit=1)[0] == host:
+                url = f"{scheme}://{user}@{place}"
+    if "vcs_info" in download:
+        url = f"{download['vcs_info']['vcs']}+{url}@{download['vcs_info']['commit_id']}"
+    return f"{url}#subdirectory={download['subdirectory']}" if "subdirectory" in download else url
+
+
+def _read_uv_plan(lines: Sequence[str]) -> list[Pin]:
+    pins = []
+    for line in lines:
+        found = re.fullmatch(r"\s*\+ ([A-Za-z0-9._-]+)==(\S+)(?: \(from (.+)\))?\s*", line)
+        if found:
+            name, version, url = found.groups()
+            pins.append(Pin(canonical_name(name), version, url or f"{name}=={version}"))
+    return sorted(pins, key=lambda pin: pin.name)
+
+
+def _failure(tool: str, code: int, wanted: Sequence[str], lines: Sequence[str]) -> str:
+    said = [line for line in lines if line.strip() and not line.startswith("[notice]")]
+    text = "\n".join(said)
+    # The requirement that the installer complains about, where it names one.
+    complaints = "\n".join(
+        line for line in said if re.search("error|could not|no matching|conflict|unsatisf", line, re.I)
+    )
+    blamed = [each for each in wanted if re.split(r"[\s\[<>=!~;@(]", each)[0].casefold() in complaints.casefold()]
+    named = re.sub(r"://[^/@\s]+@", "://****@", ", ".join(repr(each) for each in blamed or wanted))
+    tail = "\n".join(f"  {line}" for line in said[-_TAIL_LINES:]) or "  (nothing)"
+    return f"{tool} could not install {named} (exit code {code}). Its last lines:\n{tail}\n{_next_step(text)}"
+
+
+def _next_step(text: str) -> str:
+    if re.search(r"no such option: --(report|dry-run)", text):
+        return "This pip is too old (22.2 or newer is needed): upgrade it with `python -m pip install --upgrade pip`."
+    if re.search(
+        r"connection|name resolution|timed out|unreachable|name or service|dns error|connect error", text, re.I
+    ):
+        return (
+            "The package index could not be reached: check the network and proxy, or point PIP_INDEX_URL or "
+            "PIP_FIND_LINKS (UV_INDEX_URL, UV_FIND_LINKS for uv) at one that can be."
+        )
+    if re.search(r"no matching distribution|could not find a version|not found in the package registry", text, re.I):
+        return (
+            "Check the name and version, and that it exists for this Python and platform; on a machine without "
+            "network, point PIP_INDEX_URL or PIP_FIND_LINKS at an index that has it."
+        )
+    if re.search(r"conflict|unsatisfiable", text, re.I):
+        return "Loosen one of the versions in pip= or constraints= (PIP_CONSTRAINT counts too)."
+    return "Try the same requirement with `python -m pip install` to see the whole output."

@@ -1,0 +1,123 @@
+"""Python interpreters of this machine: the running one, and others by version."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.core.errors import ImageError
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python.
+
+    Attributes:
+        python: path of its executable.
+        version: full version, e.g. ``"3.12.1"``.
+        folders: where its packages are.
+        running: whether it is the one that runs this code.
+    """
+
+    python: str
+    version: str
+    folders: tuple[str, ...]
+    running: bool
+
+    @property
+    def minor(self) -> str:
+        """``"3.12"`` of ``"3.12.1"``."""
+        return ".".join(self.version.split(".")[:2])
+
+    def state(self) -> list[tuple[str, int]]:
+        """Changes whenever a package is installed, removed or replaced: the folders and their mtimes in ns."""
+        return [(folder, os.stat(folder).st_mtime_ns) for folder in self.folders if os.path.isdir(folder)]
+
+
+def running_interpreter() -> Interpreter:
+    """The interpreter that runs this code, with the package folders of its import path."""
+    folders = tuple(
+        dict.fromkeys(path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
+    )
+    return Interpreter(sys.executable, platform.python_version(), folders, running=True)
+
+
+def find_interpreter(minor: str) -> Interpreter:
+    """A Python ``minor`` (e.g. ``"3.12"``) of this machine: on PATH, of pyenv, or of uv.
+
+    Raises:
+        ImageError: there is none; the message says how to get one.
+    """
+    for candidate in dict.fromkeys(_candidates(minor)):
+        version = _version(candidate)
+        if version is not None and version.startswith(f"{minor}."):
+            return Interpreter(candidate, version, (), running=False)
+    raise ImageError(
+        f'Image(python="{minor}"): this machine has no Python {minor} (looked on PATH, in pyenv and with uv); install '
+        f"it with `uv python install {minor}` or `pyenv install {minor}`, or leave python= out to use "
+        f"{platform.python_version()}"
+    )
+
+
+def find_uv() -> str | None:
+    """The uv that started this process (``uv run``), the one on PATH, or the one beside the running interpreter."""
+    for program in (os.environ.get("UV"), "uv", os.path.join(os.path.dirname(sys.executable), "uv")):
+        found = shutil.which(program) if program else None
+        if found:
+            return os.path.abspath(found)
+    return None
+
+
+def make_venv(base: Interpreter, folder: Path) -> None:
+    """A bare virtual environment, without pip, that can be moved afterwards.
+
+    Raises:
+        ImageError: the interpreter cannot make one.
+    """
+    answer = _answer([base.python, "-I", "-m", "venv", "--without-pip", "--symlinks", str(folder)])
+    if answer.returncode != 0:
+        said = (answer.stderr.strip() or answer.stdout.strip())[-500:]
+        raise ImageError(
+            f"{base.python} could not make a virtual environment: {said}\n"
+            f"On Debian and Ubuntu: apt-get install python{base.minor}-venv"
+        )
+
+
+def _candidates(minor: str) -> Iterator[str]:
+    # pyenv's own folders first: its shims on PATH start nothing unless that version is switched on.
+    root = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
+    yield from sorted(glob.glob(f"{glob.escape(root)}/versions/{minor}.*/bin/python"), key=_release, reverse=True)
+    for folder in os.get_exec_path():
+        found = shutil.which(f"python{minor}", path=folder)
+        if found:
+            yield os.path.abspath(found)
+    uv = find_uv()
+    if uv:
+        answer = _answer([uv, "python", "find", "--no-project", minor])
+        if answer.returncode == 0 and answer.stdout.strip():
+            yield answer.stdout.strip()
+
+
+def _release(path: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", Path(path).parts[-3]))
+
+
+def _version(python: str) -> str | None:
+    """The version an executable reports, or None where it does not run (a pyenv shim of a version not in use)."""
+    try:
+        answer = _answer([python, "-I", "-c", "import platform; print(platform.python_version())"])
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _answer(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)

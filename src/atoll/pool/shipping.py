@@ -1,0 +1,207 @@
+"""Making a function and its arguments ready to send.
+
+A function that a rank can import by name travels by name, so that it runs the code in the file as it is then.
+Everything else travels by value: functions of ``__main__``, of notebooks and test modules, lambdas, closures.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.machinery
+import inspect
+import itertools
+import sys
+import weakref
+import zipimport
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from atoll.pool.job import Shipped
+from atoll.wire.codec import Payload, dumps
+from atoll.wire.segments import Arena
+
+_CACHEABLE_BYTES = 1 << 20
+_STANDARD_LOADERS = (
+    importlib.machinery.SourceFileLoader,
+    importlib.machinery.SourcelessFileLoader,
+    importlib.machinery.ExtensionFileLoader,
+    importlib.machinery.BuiltinImporter,
+    importlib.machinery.FrozenImporter,
+    zipimport.zipimporter,
+)
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_unique = itertools.count()
+# Pure functions by identity, with the code and defaults they had: an edited function is another one.
+_pure: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, Any, Any, Payload]] = weakref.WeakKeyDictionary()
+
+
+class ByName:
+    """Stands for a function in a payload; becomes the function itself when it is loaded."""
+
+    def __init__(self, module: str, qualname: str) -> None:
+        self.module = module
+        self.qualname = qualname
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return resolve, (self.module, self.qualname)
+
+
+def resolve(module: str, qualname: str) -> Callable[..., Any]:
+    """The function of that name, imported, without what decorators put around it."""
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return unwrap(found)
+
+
+def unwrap(function: Any) -> Callable[..., Any]:
+    """What ``@sky.compute`` was put on; anything else as it is."""
+    raw: Callable[..., Any] = getattr(function, "__atoll_function__", function)
+    return raw
+
+
+def ship(function: Callable[..., Any], arena: Arena) -> Shipped:
+    """Make a function ready to send; raises ``SerializationError`` naming what in it can't travel."""
+    pure = isinstance(function, FunctionType) and _is_pure(function)
+    payload = _pure_payload(function) if pure and isinstance(function, FunctionType) else _payload(function)
+    cacheable = not payload.buffers and len(payload.head) <= _CACHEABLE_BYTES
+    if cacheable:
+        digest = hashlib.blake2b(payload.head, digest_size=12).hexdigest()
+    else:
+        digest = f"#{next(_unique)}"
+    return Shipped(digest, arena.encode(payload), cacheable, pure and cacheable)
+
+
+def pack_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
+    """Pickle a call's arguments; a failure names the one that can't travel."""
+    return dumps(
+        (tuple(args), dict(kwargs)),
+        what=f"the arguments of {name_of(function)}",
+        roots=lambda: [(f"argument {name!r} of {name_of(function)}", value) for name, value in _named(function, args, kwargs)],
+    )
+
+
+def name_of(function: Any) -> str:
+    """What to call a function in messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return name.replace("<locals>.", "")
+
+
+def _payload(function: Callable[..., Any]) -> Payload:
+    _register_by_value()
+    by_name = importable(function)
+    return dumps(by_name or function, what=f"the function {name_of(function)}")
+
+
+def _pure_payload(function: FunctionType) -> Payload:
+    state = (function.__code__, function.__defaults__, function.__kwdefaults__)
+    cached = _pure.get(function)
+    if cached is not None and cached[0] is state[0] and cached[1:3] == state[1:]:
+        return cached[3]
+    payload = _payload(function)
+    _pure[function] = (*state, payload)
+    return payload
+
+
+def _is_pure(function: FunctionType) -> bool:
+    """Does it hold nothing that could differ between two calls? Then it is pickled and rebuilt once.
+
+    A function that can be imported is never pure: the file may be edited.
+    """
+    cached = _pure.get(function)
+    if cached is not None and cached[0] is function.__code__:
+        return not function.__closure__ and not _custom_attributes(function)
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return (
+        not function.__closure__
+        and not _custom_attributes(function)
+        and all(type(value) in _SCALARS for value in defaults)
+        and not _uses_globals(function.__code__, function.__globals__)
+        and importable(function) is None
+    )
+
+
+def _custom_attributes(function: FunctionType) -> bool:
+    return any(name != "__wrapped__" for name in function.__dict__)
+
+
+def _uses_globals(code: CodeType, names: Mapping[str, Any]) -> bool:
+    if any(name in names for name in code.co_names):
+        return True
+    return any(_uses_globals(const, names) for const in code.co_consts if isinstance(const, CodeType))
+
+
+def importable(function: Any) -> ByName | None:
+    """The function's name, if a rank would find the same function under it."""
+    module_name = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if not module_name or not qualname or module_name == "__main__" or "<" in qualname:
+        return None
+    module = sys.modules.get(module_name)
+    if module is None or not isinstance(function, FunctionType) or not module_importable(module):
+        return None
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return ByName(module_name, qualname) if unwrap(found) is function else None
+
+
+def module_importable(module: ModuleType) -> bool:
+    """Would ``import`` on a rank find this module, and by the ordinary machinery?"""
+    spec = getattr(module, "__spec__", None)
+    if spec is None:
+        return False
+    if "site-packages" in (spec.origin or ""):
+        return True
+    return isinstance(spec.loader, _STANDARD_LOADERS) and _on_path(module.__name__, spec.origin)
+
+
+@functools.lru_cache(1024)
+def _on_path(name: str, origin: str | None) -> bool:
+    if origin in (None, "built-in", "frozen"):
+        return True
+    parent, _, _ = name.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    try:
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin == origin
+
+
+_registered: set[str] = set()
+_num_modules = 0
+
+
+def _register_by_value() -> None:
+    """Modules loaded by other machinery, such as test modules under pytest, travel by value."""
+    global _num_modules
+    if len(sys.modules) == _num_modules:
+        return
+    import cloudpickle
+
+    _num_modules = len(sys.modules)
+    for name, module in list(sys.modules.items()):
+        if name in _registered or name == "__main__" or not isinstance(module, ModuleType):
+            continue
+        spec = getattr(module, "__spec__", None)
+        if spec is None or not getattr(module, "__file__", None):
+            continue
+        _registered.add(name)
+        if not isinstance(spec.loader, _STANDARD_LOADERS) and not module_importable(module):
+            cloudpickle.register_pickle_by_value(module)
+
+
+def _named(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    try:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        return [*((str(index), value) for index, value in enumerate(args)), *kwargs.items()]
+    return list(bound.arguments.items())

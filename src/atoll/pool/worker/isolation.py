@@ -1,0 +1,136 @@
+"""Keeps one call's settings from reaching the next: environment, cwd, path, seeds, default devices, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import sysconfig
+from types import ModuleType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class Isolation:
+    """Restores what a call may change. Made once, when the rank starts; ``restore`` runs after every call."""
+
+    def __init__(self) -> None:
+        self.refresh()
+        self._modules = UserModules()
+
+    def refresh(self) -> None:
+        """Take the present state as the one to come back to."""
+        self._env = dict(os.environ)
+        self._cwd = os.getcwd()
+        self._path = list(sys.path)
+        self._argv = list(sys.argv)
+        self._umask = os.umask(0o022)
+        os.umask(self._umask)
+        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def before_call(self) -> None:
+        """Forget modules of the user whose files were edited since they were imported."""
+        self._modules.forget_edited()
+
+    def restore(self) -> None:
+        """Put everything back, and give the next call random numbers of its own."""
+        if os.environ != self._env:
+            for key in os.environ.keys() - self._env.keys():
+                del os.environ[key]
+            for key, value in self._env.items():
+                if os.environ.get(key) != value:
+                    os.environ[key] = value
+        with contextlib.suppress(OSError):
+            os.chdir(self._cwd)
+        sys.path[:] = self._path
+        sys.argv[:] = self._argv
+        os.umask(self._umask)
+        for number, handler in self._handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for name in ("random", "numpy.random"):
+            if name in sys.modules:
+                sys.modules[name].seed()
+        torch = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "seed"):
+            restore_torch(torch)
+
+
+_torch_threads: list[int] = []
+
+
+def note_torch(torch: Any) -> None:
+    """Remember torch's settings as they are before any call changes them; run right after its import."""
+    _torch_threads[:] = [torch.get_num_threads()]
+
+
+def restore_torch(torch: Any) -> None:
+    """torch's process-wide settings, back to how it starts."""
+    torch.seed()
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    if _torch_threads and torch.get_num_threads() != _torch_threads[0]:
+        torch.set_num_threads(_torch_threads[0])
+
+
+class UserModules:
+    """Modules that are the user's own files, with the state those files had when they were imported."""
+
+    def __init__(self) -> None:
+        paths = sysconfig.get_paths()
+        names = ("stdlib", "platstdlib", "purelib", "platlib")
+        ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        self._not_users = tuple({os.path.realpath(paths[n]) + os.sep for n in names} | {ours + os.sep})
+        self._seen: set[str] = set()
+        self._files: dict[str, tuple[str, int, int]] = {}
+
+    def note_new(self) -> None:
+        """Look at what was imported since the last time."""
+        if len(sys.modules) == len(self._seen):
+            return
+        for name in sys.modules.keys() - self._seen:
+            path = getattr(sys.modules[name], "__file__", None)
+            if path and path.endswith(".py") and name != "__main__" and self._is_users(path):
+                with contextlib.suppress(OSError):
+                    stat = os.stat(path)
+                    self._files[name] = (path, stat.st_mtime_ns, stat.st_size)
+        self._seen = set(sys.modules)
+
+    def forget_edited(self) -> None:
+        """If any of the user's files changed, import all of the user's modules anew: they may hold each other."""
+        self.note_new()
+        if not any(self._changed(*entry) for entry in self._files.values()):
+            return
+        for name, (path, mtime_ns, _size) in self._files.items():
+            module: ModuleType | None = sys.modules.pop(name, None)
+            if module is not None:
+                self._drop_bytecode(path, mtime_ns)
+        self._files.clear()
+        self._seen = set(sys.modules)
+        importlib.invalidate_caches()
+
+    def _is_users(self, path: str) -> bool:
+        real = os.path.realpath(path)
+        return not real.startswith(self._not_users) and f"{os.sep}site-packages{os.sep}" not in real
+
+    @staticmethod
+    def _changed(path: str, mtime_ns: int, size: int) -> bool:
+        try:
+            stat = os.stat(path)
+        except OSError:
+            return True
+        return (stat.st_mtime_ns, stat.st_size) != (mtime_ns, size)
+
+    @staticmethod
+    def _drop_bytecode(path: str, mtime_ns: int) -> None:
+        # Cached bytecode is matched by whole seconds and size: an edit within one second would run the old code.
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mtime_ns // 10**9 == mtime_ns // 10**9:
+                os.unlink(importlib.util.cache_from_source(path))

@@ -1,0 +1,314 @@
+"""The gang's torch process group.
+
+A function that imports torch on a broadcast finds the group made. All ranks agree first, through the driver: the
+group exists when every rank of the call has imported torch, and does not when one has returned without it. Rank 0
+serves the store on the port it reserved when it started, so nothing can take the port in between.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from atoll.core import context
+from atoll.core.errors import ConfigError
+from atoll.pool.worker import isolation
+from atoll.wire import frames
+
+if TYPE_CHECKING:
+    from atoll.pool.worker.main import Worker
+
+
+@dataclass(slots=True)
+class _State:
+    """What this process holds for groups; stores outlive calls, groups do not."""
+
+    worker: Worker | None = None
+    armed: bool = False  # the running call wants a group as soon as torch is there
+    ours: bool = False  # the present group was made by us
+    num_groups: int = 0
+    stores: dict[tuple[str, int], Any] | None = None
+    audited: bool = False
+
+
+_state = _State()
+
+
+def before_call(worker: Worker, all_have_torch: bool) -> None:
+    """Get ready for a broadcast: make the group now if torch is loaded everywhere, else when it is imported."""
+    _state.worker = worker
+    _state.armed = True
+    worker.at_end.append(_after_call)
+    if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchFinder())
+    if "torch" in sys.modules:
+        _on_torch()
+    elif all_have_torch:
+        import torch  # noqa: F401 - some ranks have it from an earlier call: all must come to the same answer
+
+
+def explicit(backend: str | None, timeout_s: float | None) -> None:
+    """Make the group that a framework decorator asks for, over one rank too; raises where it can't be had."""
+    ctx = context.current()
+    if ctx is None or _state.worker is None:
+        return
+    _state.armed = False
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _make(backend, timeout_s)
+
+
+def attach(worker: Worker) -> None:
+    """Let a decorated function in a world of one find its worker."""
+    _state.worker = worker
+    worker.at_end.append(_after_call)
+
+
+def backend_for(asked: str | None, *, simulated: bool, local_world_size: int) -> str:
+    """NCCL where each rank has its own GPU, else Gloo. An explicit ``nccl`` becomes Gloo only in simulation."""
+    import torch
+
+    own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+    if asked is None:
+        return "nccl" if own_gpu else "gloo"
+    if "nccl" in asked and not own_gpu:
+        if simulated:
+            return "gloo"
+        raise ConfigError(
+            f"backend={asked!r} needs a GPU for each of the {local_world_size} ranks of this node, and "
+            f"{torch.cuda.device_count()} are visible; use backend='gloo' or leave it out"
+        )
+    return asked
+
+
+class _TorchFinder(MetaPathFinder):
+    """Runs ``_on_torch`` after the top-level ``torch`` has been imported whole."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AfterImport(spec.loader)
+        return spec
+
+
+class _AfterImport(Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        isolation.note_torch(module)
+        _on_torch()
+
+
+def _on_torch() -> None:
+    """torch is loaded and a call runs: its device becomes current, and its group is made if the others come too."""
+    worker, ctx = _state.worker, context.current()
+    if worker is None or ctx is None:
+        return
+    import torch
+
+    if not torch.distributed.is_available():
+        return
+    _own_group_for_callers(torch)
+    if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(ctx.local_rank)
+    if not _state.armed or ctx.world_size == 1:
+        return
+    _state.armed = False
+    if not torch.distributed.is_initialized():
+        _make(None, None)
+
+
+def _make(backend: str | None, timeout_s: float | None) -> None:
+    worker, ctx = _state.worker, context.current()
+    assert worker is not None and ctx is not None
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(ctx.local_rank)
+    store = _agreed_store(worker, ctx)
+    if store is None:
+        return
+    _own_group_for_callers(torch)
+    options: dict[str, Any] = {}
+    seconds = timeout_s if timeout_s is not None else _seconds(os.environ.get("NCCL_SOCKET_TIMEOUT"))
+    if seconds is not None:
+        options["timeout"] = timedelta(seconds=seconds)
+    chosen = backend_for(backend, simulated=ctx.simulated, local_world_size=ctx.local_world_size)
+    _state.num_groups += 1
+    prefixed = dist.PrefixStore(f"atoll/{worker.call}/{_state.num_groups}", store)
+    _original_init(dist)(chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options)
+    _state.ours = True
+    worker.made_group = True
+    _watch_late_settings()
+
+
+def _agreed_store(worker: Worker, ctx: context.CallContext) -> Any | None:
+    """The gang's store once every rank wants it; None when one has returned without."""
+    import torch.distributed as dist
+
+    if ctx.world_size == 1:
+        return dist.HashStore()
+    if ctx.rank == 0:
+        _store(worker, ctx)  # serve before anybody is told to connect
+    worker.send(frames.WANT_GROUP)
+    while True:
+        frame = worker.next_frame()
+        if frame.kind == frames.GROUP and frame.call == worker.call:
+            return _store(worker, ctx) if frame.meta["go"] else None
+
+
+def _store(worker: Worker, ctx: context.CallContext) -> Any:
+    """Rank 0's store: the server there, a client elsewhere; kept between calls of the same gang."""
+    import torch.distributed as dist
+
+    stores = _state.stores if _state.stores is not None else {}
+    _state.stores = stores
+    key = (ctx.head_addr, ctx.head_port)
+    if key not in stores:
+        stores.clear()
+        timeout = timedelta(seconds=300)
+        if ctx.rank == 0:
+            # The store takes the descriptor over, so it gets one of its own.
+            fd = os.dup(worker.port_socket.fileno())
+            stores[key] = dist.TCPStore(
+                *key, ctx.world_size, True, timeout, wait_for_workers=False, master_listen_fd=fd
+            )
+        else:
+            stores[key] = dist.TCPStore(*key, ctx.world_size, False, timeout, wait_for_workers=False)
+    return stores[key]
+
+
+def _own_group_for_callers(torch: Any) -> None:
+    """A function that calls ``init_process_group`` gets its own group, also when ours was there before it.
+
+    Rank 0 already serves a store on MASTER_PORT, so a call that would make one there is given that store.
+    """
+    dist, c10d = torch.distributed, torch.distributed.distributed_c10d
+    if hasattr(dist.init_process_group, "_atoll_original"):
+        return
+    original = dist.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        worker, ctx = _state.worker, context.current()
+        if worker is None or ctx is None:
+            return original(*args, **kwargs)
+        if _state.ours and dist.is_initialized():
+            dist.destroy_process_group()
+            _state.ours = False
+        _state.armed = False
+        by_environment = len(args) < 2 and kwargs.get("init_method") in (None, "env://") and not kwargs.get("store")
+        if by_environment and _environment_is_ours(ctx):
+            kwargs.pop("init_method", None)
+            _state.num_groups += 1
+            base = dist.HashStore() if ctx.world_size == 1 else _store(worker, ctx)
+            kwargs["store"] = dist.PrefixStore(f"caller/{worker.call}/{_state.num_groups}", base)
+            for name, mine in (("rank", ctx.rank), ("world_size", ctx.world_size)):
+                if kwargs.get(name, -1) == -1:
+                    kwargs[name] = mine
+        if ctx.simulated:
+            args, kwargs = _simulated_backend(args, kwargs)
+        original(*args, **kwargs)
+        _watch_late_settings()
+
+    init_process_group._atoll_original = original  # type: ignore[attr-defined]
+    init_process_group.__doc__ = original.__doc__
+    dist.init_process_group = c10d.init_process_group = init_process_group
+
+
+def _environment_is_ours(ctx: context.CallContext) -> bool:
+    wanted = {"MASTER_ADDR": ctx.head_addr, "MASTER_PORT": str(ctx.head_port), "WORLD_SIZE": str(ctx.world_size)}
+    return all(os.environ.get(key) == value for key, value in wanted.items())
+
+
+def _simulated_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Explicit ``nccl`` becomes Gloo where the GPUs are simulated."""
+    if args and args[0] == "nccl":
+        return ("gloo", *args[1:]), kwargs
+    if kwargs.get("backend") == "nccl":
+        return args, {**kwargs, "backend": "gloo"}
+    return args, kwargs
+
+
+def _original_init(dist: Any) -> Any:
+    return getattr(dist.init_process_group, "_atoll_original", dist.init_process_group)
+
+
+def _after_call() -> None:
+    """Leave whatever group the call left behind."""
+    _state.armed = False
+    _state.ours = False
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _seconds(text: str | None) -> float | None:
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"NCCL_SOCKET_TIMEOUT={text!r} is no number of seconds; write e.g. 600") from error
+
+
+def _watch_late_settings() -> None:
+    """Notice ``os.environ["NCCL_…"] = …`` inside a function, once groups are in play."""
+    if not _state.audited:
+        _state.audited = True
+        sys.addaudithook(_on_audit)
+
+
+def _on_audit(event: str, args: tuple[Any, ...]) -> None:
+    if event != "os.putenv" or not _state.worker or not _state.worker.call or not args[0].startswith(b"NCCL_"):
+        return
+    name = os.fsdecode(args[0])
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    if name == "NCCL_SOCKET_TIMEOUT":
+        seconds = _seconds(os.fsdecode(args[1]))
+        if seconds is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))  # type: ignore[attr-defined]
+    elif _has_communicator(dist):
+        print(
+            f"atoll: {name} was set after NCCL had made a communicator in this process, so it has no effect; "
+            f"pass it as env={{'{name}': …}} of the pool",
+            file=sys.stderr,
+        )
+
+
+_communicator_seen = False
+
+
+def _has_communicator(dist: Any) -> bool:
+    """Has this process made an NCCL communicator? NCCL reads its variables then, and never again."""
+    global _communicator_seen
+    if not _communicator_seen and dist.get_backend() == "nccl":
+        import torch
+
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+        _communicator_seen = bool(backend._is_initialized())
+    return _communicator_seen

@@ -1,0 +1,354 @@
+"""Accelerators by name: every way of asking for one ends as an ``AcceleratorSpec``.
+
+``"A100"``, ``"a100:2"``, ``"A100-80GB"``, ``{"A100": 2}``, ``NVIDIA.A100``, ``NVIDIA.A100(count=2)`` and
+``Accelerator.NVIDIA.A100(count=8, mig="3g.40gb")`` are the spellings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from atoll.core.errors import ConfigError
+
+# Vendor -> name -> memory sizes in GB that the card is sold with (the first is the usual one).
+_CATALOG: dict[str, dict[str, tuple[int, ...]]] = {
+    "NVIDIA": {
+        "T4": (16,),
+        "L4": (24,),
+        "L40": (48,),
+        "L40S": (48,),
+        "P4": (8,),
+        "P100": (16, 12),
+        "V100": (16, 32),
+        "A2": (16,),
+        "A10": (24,),
+        "A10G": (24,),
+        "A16": (16,),
+        "A30": (24,),
+        "A40": (48,),
+        "A100": (40, 80),
+        "H100": (80, 94, 96),
+        "H200": (141,),
+        "GH200": (96, 144),
+        "B200": (180, 192),
+        "B300": (288,),
+        "GB200": (186, 192),
+        "GB300": (288,),
+        "RTX2080Ti": (11,),
+        "RTX3060": (12,),
+        "RTX3070": (8,),
+        "RTX3080": (10, 12),
+        "RTX3090": (24,),
+        "RTX4070": (12,),
+        "RTX4080": (16,),
+        "RTX4090": (24,),
+        "RTX5080": (16,),
+        "RTX5090": (32,),
+        "RTX6000": (24,),
+        "RTX6000-Ada": (48,),
+        "RTX4000-Ada": (20,),
+        "RTXA4000": (16,),
+        "RTXA5000": (24,),
+        "RTXA6000": (48,),
+        "RTXPRO6000": (96,),
+    },
+    "AMD": {
+        "MI100": (32,),
+        "MI210": (64,),
+        "MI250": (128,),
+        "MI250X": (128,),
+        "MI300A": (128,),
+        "MI300X": (192,),
+        "MI325X": (256,),
+        "MI350X": (288,),
+        "MI355X": (288,),
+    },
+    "AWS": {"Inferentia": (8,), "Inferentia2": (32,), "Trainium": (32,), "Trainium2": (96,)},
+    "Habana": {"Gaudi": (32,), "Gaudi2": (96,), "Gaudi3": (128,)},
+    "Google": {"tpu-v2": (8,), "tpu-v3": (16,), "tpu-v4": (32,), "tpu-v5e": (16,), "tpu-v5p": (95,), "tpu-v6e": (32,)},
+}
+
+# MIG profile -> slices of it that one card holds, by card and memory in GB (NVIDIA's MIG user guide).
+_MIG_80: dict[str, int] = {"1g.10gb": 7, "1g.20gb": 4, "2g.20gb": 3, "3g.40gb": 2, "4g.40gb": 1, "7g.80gb": 1}
+MIG_PROFILES: dict[tuple[str, int], dict[str, int]] = {
+    ("A30", 24): {"1g.6gb": 4, "2g.12gb": 2, "4g.24gb": 1},
+    ("A100", 80): _MIG_80,
+    ("A100", 40): {"1g.5gb": 7, "2g.10gb": 3, "3g.20gb": 2, "4g.20gb": 1, "7g.40gb": 1},
+    ("H100", 80): _MIG_80,
+    ("H200", 141): {"1g.18gb": 7, "1g.35gb": 4, "2g.35gb": 3, "3g.71gb": 2, "4g.71gb": 1, "7g.141gb": 1},
+}
+
+_FORMS = '"A100", "A100:2", {"A100": 2} or sky.NVIDIA.A100(count=2)'
+
+
+def _key(name: str) -> str:
+    """What two spellings of one card have in common."""
+    return re.sub(r"[\s_-]", "", name).casefold()
+
+
+_NAMES: dict[str, str] = {_key(name): name for cards in _CATALOG.values() for name in cards}
+_MEMORY: dict[str, tuple[int, ...]] = {name: sizes for cards in _CATALOG.values() for name, sizes in cards.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorSpec:
+    """Accelerators of one kind, for each node.
+
+    A spec can be called to ask for more of it: ``NVIDIA.A100(count=2)``.
+
+    Attributes:
+        name: canonical name, e.g. ``"A100"``.
+        count: accelerators of each node, at least 1.
+        memory_gb: memory of one card in GB where it was asked for, else None.
+        mig: MIG profile that every card is split into, e.g. ``"3g.40gb"``, or None.
+
+    Raises:
+        ConfigError: a name, count, memory size or profile that does not exist.
+    """
+
+    name: str
+    count: int = 1
+    memory_gb: int | None = None
+    mig: str | None = None
+
+    def __post_init__(self) -> None:
+        name, memory_gb = _split_memory(self.name)
+        object.__setattr__(self, "name", _known_name(name))
+        if self.memory_gb is None:
+            object.__setattr__(self, "memory_gb", memory_gb)
+        if type(self.count) is not int or self.count < 1:
+            raise ConfigError(f"{self.name} count={self.count!r}: expected a whole number of accelerators, 1 or more")
+        if self.memory_gb is not None and self.memory_gb not in _MEMORY[self.name]:
+            sizes = " or ".join(f"{size}GB" for size in _MEMORY[self.name])
+            raise ConfigError(f"{self.name} memory {self.memory_gb}GB: this card comes with {sizes}")
+        if self.mig is not None:
+            mig_workers(self)
+
+    def __call__(
+        self, count: int | None = None, memory: str | int | None = None, mig: str | None = None
+    ) -> AcceleratorSpec:
+        """The same card with another count, memory size (``"80GB"`` or 80) or MIG profile."""
+        return replace(
+            self,
+            count=self.count if count is None else count,
+            memory_gb=self.memory_gb if memory is None else _parse_memory(self.name, memory),
+            mig=self.mig if mig is None else mig,
+        )
+
+    def __str__(self) -> str:
+        memory = f"-{self.memory_gb}GB" if self.memory_gb is not None else ""
+        return f"{self.name}{memory}:{self.count}" + (f" (mig {self.mig})" if self.mig else "")
+
+    @property
+    def vendor(self) -> str:
+        """``"NVIDIA"``, ``"AMD"``, ``"AWS"``, ``"Google"`` or ``"Habana"``."""
+        return next(vendor for vendor, cards in _CATALOG.items() if self.name in cards)
+
+    @classmethod
+    def parse(cls, value: object) -> AcceleratorSpec | None:
+        """The spec that any accepted spelling stands for; None for None.
+
+        Raises:
+            ConfigError: something that is no accelerator; the message names the nearest one.
+        """
+        if value is None or isinstance(value, AcceleratorSpec):
+            return value
+        if isinstance(value, str):
+            return _parse_text(value)
+        if isinstance(value, Mapping):
+            return _parse_mapping(value)
+        raise ConfigError(f"accelerator={value!r} ({type(value).__name__}): expected {_FORMS}")
+
+
+def mig_workers(spec: AcceleratorSpec) -> int:
+    """Slices of ``spec.mig`` on one card: 2 for ``A100(mig="3g.40gb")``; 1 where no profile was asked for.
+
+    Raises:
+        ConfigError: a card that cannot be split, or a profile it does not have.
+    """
+    if spec.mig is None:
+        return 1
+    # The larger card first: where the memory was left open, a profile both have means the newer one.
+    tables = [
+        table
+        for (name, memory_gb), table in sorted(MIG_PROFILES.items(), key=lambda item: -item[0][1])
+        if name == spec.name and spec.memory_gb in (None, memory_gb)
+    ]
+    for table in tables:
+        if spec.mig in table:
+            return table[spec.mig]
+    if not tables:
+        splittable = ", ".join(sorted({name for name, _ in MIG_PROFILES}))
+        raise ConfigError(f"{spec.name} mig={spec.mig!r}: this card has no MIG profiles; cards that do: {splittable}")
+    profiles = [profile for table in tables for profile in table]
+    raise ConfigError(f"{spec.name} mig={spec.mig!r}: no such profile; this card has {', '.join(profiles)}")
+
+
+def canonical_gpu_name(product: str) -> str:
+    """The name used here for a driver's product name: ``"NVIDIA H100 80GB HBM3"`` is ``"H100"``.
+
+    A card that is not in the catalog keeps its product name, without the maker and without spaces.
+    """
+    words = re.sub(r"\b(NVIDIA|AMD|Tesla|GeForce|Quadro|Instinct|Graphics|Generation)\b", " ", product, flags=re.I)
+    parts = [part for part in re.split(r"[\s-]+", words) if part]
+    # The longest run of leading words that names a card: "RTX 6000 Ada" before "RTX 6000". A Ti, SUPER, D or laptop
+    # model that the catalog lacks is another card than its namesake.
+    for length in range(min(len(parts), 4), 0, -1):
+        known = _NAMES.get(_key("".join(parts[:length])))
+        if known is not None and not {"ti", "super", "d", "laptop"} & {part.casefold() for part in parts[length:]}:
+            return known
+    return "-".join(parts) or product
+
+
+def _parse_text(text: str) -> AcceleratorSpec:
+    name, colon, count = text.strip().partition(":")
+    if colon and not re.fullmatch(r"\s*\d+\s*", count):
+        raise ConfigError(f"accelerator={text!r}: after the colon stands a whole number of accelerators, as in A100:2")
+    return AcceleratorSpec(name.strip(), int(count) if colon else 1)
+
+
+def _parse_mapping(value: Mapping[Any, Any]) -> AcceleratorSpec:
+    if len(value) != 1:
+        raise ConfigError(f"accelerator={dict(value)!r}: expected exactly one kind of accelerator, as in {_FORMS}")
+    ((name, count),) = value.items()
+    if not isinstance(name, str):
+        raise ConfigError(f"accelerator={dict(value)!r}: expected a name as the key, as in {_FORMS}")
+    if count is None:  # YAML reads {A100:2} as the key "A100:2" without a value
+        return _parse_text(name)
+    return AcceleratorSpec(name, count)
+
+
+def _split_memory(name: object) -> tuple[str, int | None]:
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(f"accelerator name {name!r}: expected {_FORMS}")
+    found = re.fullmatch(r"(.+?)[-_\s](\d+)\s*GB?", name.strip(), flags=re.I)
+    return (found[1], int(found[2])) if found else (name.strip(), None)
+
+
+def _parse_memory(name: str, memory: str | int) -> int:
+    found = re.fullmatch(r"(\d+)\s*(GB?)?", str(memory).strip(), flags=re.I)
+    if found is None or isinstance(memory, bool):
+        raise ConfigError(f'{name} memory={memory!r}: expected gigabytes, as in memory="80GB"')
+    return int(found[1])
+
+
+def _known_name(name: str) -> str:
+    known = _NAMES.get(_key(name))
+    if known is None:
+        raise ConfigError(f"accelerator {name!r} is not known{_nearest(name, list(_NAMES.values()))}")
+    return known
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    by_key = {_key(known): known for known in names}
+    near = get_close_matches(_key(name), by_key, n=1, cutoff=0.5)
+    return f"; did you mean {by_key[near[0]]}?" if near else f"; known ones are {', '.join(names)}"
+
+
+class _Vendor(type):
+    """Says which card was meant where ``NVIDIA.A1000`` names none."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        known = [attribute for attribute in vars(cls) if not attribute.startswith("_")]
+        if name.startswith("_"):  # copy, pickle and inspect probe for these
+            raise AttributeError(name)
+        raise AttributeError(f"{cls.__name__} has no accelerator {name!r}{_nearest(name, known)}")
+
+
+class NVIDIA(metaclass=_Vendor):
+    """NVIDIA's GPUs. Each is a value and can be called: ``NVIDIA.A100``, ``NVIDIA.A100(count=2, mig="3g.40gb")``."""
+
+    T4 = AcceleratorSpec("T4")
+    L4 = AcceleratorSpec("L4")
+    L40 = AcceleratorSpec("L40")
+    L40S = AcceleratorSpec("L40S")
+    P4 = AcceleratorSpec("P4")
+    P100 = AcceleratorSpec("P100")
+    V100 = AcceleratorSpec("V100")
+    A2 = AcceleratorSpec("A2")
+    A10 = AcceleratorSpec("A10")
+    A10G = AcceleratorSpec("A10G")
+    A16 = AcceleratorSpec("A16")
+    A30 = AcceleratorSpec("A30")
+    A40 = AcceleratorSpec("A40")
+    A100 = AcceleratorSpec("A100")
+    H100 = AcceleratorSpec("H100")
+    H200 = AcceleratorSpec("H200")
+    GH200 = AcceleratorSpec("GH200")
+    B200 = AcceleratorSpec("B200")
+    B300 = AcceleratorSpec("B300")
+    GB200 = AcceleratorSpec("GB200")
+    GB300 = AcceleratorSpec("GB300")
+    RTX2080Ti = AcceleratorSpec("RTX2080Ti")
+    RTX3060 = AcceleratorSpec("RTX3060")
+    RTX3070 = AcceleratorSpec("RTX3070")
+    RTX3080 = AcceleratorSpec("RTX3080")
+    RTX3090 = AcceleratorSpec("RTX3090")
+    RTX4070 = AcceleratorSpec("RTX4070")
+    RTX4080 = AcceleratorSpec("RTX4080")
+    RTX4090 = AcceleratorSpec("RTX4090")
+    RTX5080 = AcceleratorSpec("RTX5080")
+    RTX5090 = AcceleratorSpec("RTX5090")
+    RTX6000 = AcceleratorSpec("RTX6000")
+    RTX6000_Ada = AcceleratorSpec("RTX6000-Ada")
+    RTX4000_Ada = AcceleratorSpec("RTX4000-Ada")
+    RTXA4000 = AcceleratorSpec("RTXA4000")
+    RTXA5000 = AcceleratorSpec("RTXA5000")
+    RTXA6000 = AcceleratorSpec("RTXA6000")
+    RTXPRO6000 = AcceleratorSpec("RTXPRO6000")
+
+
+class AMD(metaclass=_Vendor):
+    """AMD's accelerators."""
+
+    MI100 = AcceleratorSpec("MI100")
+    MI210 = AcceleratorSpec("MI210")
+    MI250 = AcceleratorSpec("MI250")
+    MI250X = AcceleratorSpec("MI250X")
+    MI300A = AcceleratorSpec("MI300A")
+    MI300X = AcceleratorSpec("MI300X")
+    MI325X = AcceleratorSpec("MI325X")
+    MI350X = AcceleratorSpec("MI350X")
+    MI355X = AcceleratorSpec("MI355X")
+
+
+class AWS(metaclass=_Vendor):
+    """Amazon's accelerators."""
+
+    Inferentia = AcceleratorSpec("Inferentia")
+    Inferentia2 = AcceleratorSpec("Inferentia2")
+    Trainium = AcceleratorSpec("Trainium")
+    Trainium2 = AcceleratorSpec("Trainium2")
+
+
+class Habana(metaclass=_Vendor):
+    """Intel's Gaudi accelerators."""
+
+    Gaudi = AcceleratorSpec("Gaudi")
+    Gaudi2 = AcceleratorSpec("Gaudi2")
+    Gaudi3 = AcceleratorSpec("Gaudi3")
+
+
+class Google(metaclass=_Vendor):
+    """Google's TPUs."""
+
+    TPUv2 = AcceleratorSpec("tpu-v2")
+    TPUv3 = AcceleratorSpec("tpu-v3")
+    TPUv4 = AcceleratorSpec("tpu-v4")
+    TPUv5e = AcceleratorSpec("tpu-v5e")
+    TPUv5p = AcceleratorSpec("tpu-v5p")
+    TPUv6e = AcceleratorSpec("tpu-v6e")
+
+
+class Accelerator(metaclass=_Vendor):
+    """All accelerators by maker: ``Accelerator.NVIDIA.A100(count=8)``, ``Accelerator.AMD.MI300X``."""
+
+    NVIDIA = NVIDIA
+    AMD = AMD
+    AWS = AWS
+    Habana = Habana
+    Google = Google

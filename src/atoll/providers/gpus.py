@@ -1,0 +1,120 @@
+"""The NVIDIA GPUs of this machine that this process may use, read without importing any framework."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from atoll.providers.accelerators import canonical_gpu_name
+
+_QUERY = ["--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+# A driver in trouble answers late or never; without persistence mode a healthy one takes seconds.
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this machine.
+
+    Attributes:
+        index: its index as ``nvidia-smi`` counts (PCI bus order).
+        uuid: its UUID, which ``CUDA_VISIBLE_DEVICES`` takes too.
+        name: canonical name, e.g. ``"H100"``.
+        memory_gb: its memory in GiB.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    """GPUs of this machine that this process may use, in the order of ``CUDA_VISIBLE_DEVICES``.
+
+    Attributes:
+        gpus: the GPUs.
+        reason: why there is none, or None where there is one.
+    """
+
+    gpus: tuple[Gpu, ...]
+    reason: str | None
+
+
+# What was found, by (the nvidia-smi that answered, CUDA_VISIBLE_DEVICES).
+_reports: dict[tuple[str | None, str | None], GpuReport] = {}
+
+
+def local_gpus() -> tuple[Gpu, ...]:
+    """GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` leaves to this process; empty where there is none."""
+    return gpu_report().gpus
+
+
+def gpu_report() -> GpuReport:
+    """The same with the reason where there is none. Asked once per process and value of ``CUDA_VISIBLE_DEVICES``."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    program = shutil.which("nvidia-smi")
+    key = (program, visible)
+    if key not in _reports:
+        _reports[key] = _look(program, visible)
+    return _reports[key]
+
+
+def _look(program: str | None, visible: str | None) -> GpuReport:
+    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
+        return GpuReport((), f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU")
+    if program is None:
+        return GpuReport((), "nvidia-smi is not on PATH")
+    try:
+        answer = subprocess.run(
+            [program, *_QUERY],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return GpuReport((), f"nvidia-smi did not answer within {_TIMEOUT_S:g} s")
+    except OSError as error:
+        return GpuReport((), f"nvidia-smi could not be started: {error}")
+    if answer.returncode != 0:
+        said = (answer.stderr.strip() or answer.stdout.strip() or "no output").splitlines()[-1]
+        return GpuReport((), f"nvidia-smi failed with exit code {answer.returncode}: {said}")
+    gpus = tuple(gpu for gpu in map(_parse_line, answer.stdout.splitlines()) if gpu is not None)
+    if not gpus:
+        return GpuReport((), f"nvidia-smi lists no GPU: {answer.stdout.strip() or 'no output'}")
+    chosen = gpus if visible is None else _visible(gpus, visible)
+    return GpuReport(chosen, None if chosen else f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU of this machine")
+
+
+def _parse_line(line: str) -> Gpu | None:
+    fields = [field.strip() for field in line.split(",")]
+    if len(fields) != 4 or not fields[0].isdigit():
+        return None
+    index, uuid, name, memory_mib = fields
+    try:
+        memory_gb = float(memory_mib) / 1024
+    except ValueError:  # "[N/A]" on cards that share the host's memory
+        memory_gb = 0.0
+    return Gpu(int(index), uuid, canonical_gpu_name(name), memory_gb)
+
+
+def _visible(gpus: tuple[Gpu, ...], visible: str) -> tuple[Gpu, ...]:
+    """CUDA's rule: indices or UUIDs (a unique beginning will do); the first that names nothing ends the list."""
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdigit():
+            found = [gpu for gpu in gpus if gpu.index == int(entry)]
+        else:
+            found = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+        if len(found) != 1:
+            break
+        if found[0] in chosen:  # CUDA hides everything where a device is named twice
+            return ()
+        chosen.append(found[0])
+    return tuple(chosen)

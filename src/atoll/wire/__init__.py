@@ -1,0 +1,1 @@
+"""Channels, framing and the payload codec."""

@@ -1,0 +1,500 @@
+"""The payload codec: Python objects to bytes plus raw buffers, and back.
+
+A payload is a pickle protocol 5 stream (the *head*) and the large buffers it refers to, in order. NumPy arrays and
+torch tensors put their memory into buffers, so that it is never copied on the way out and arrays are built on the
+received memory in place. Functions and classes that the other side cannot import (``__main__``, a notebook, a test
+function) travel by value, by cloudpickle.
+
+Three facts to know:
+
+- A large ``bytes``, ``bytearray`` or ``str`` stays in the head: the C pickler saves these exact types before it asks
+  anybody, so they cannot become buffers. They are copied once into the head and once out of it.
+- Buffers below ``INLINE_BYTES`` stay in the head too. Arrays are writable after ``loads`` either way, if they were.
+- Nothing received is unpickled here before the caller has authenticated its sender: that is the caller's duty.
+
+Neither torch, NumPy nor cloudpickle is imported until an object needs it.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import pickle
+import sys
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.core.errors import AtollError, SerializationError
+from atoll.wire.tensors import TORCH_HANDLERS, same
+
+INLINE_BYTES = 16 * 1024
+"""Buffers smaller than this travel inside the head: a segment of their own would cost more than the copy."""
+
+_PLAIN_SCALARS = frozenset({type(None), bool, int, float})
+_PLAIN_ITEMS = 64
+_PLAIN_LENGTH = 64 * 1024
+_PASSES = 3
+
+Roots = Callable[[], Iterable[tuple[str, object]]]
+
+
+@dataclass(slots=True)
+class Payload:
+    """One object, ready to travel.
+
+    Attributes:
+        head: the pickle protocol 5 stream.
+        buffers: out-of-band buffers in order, each a flat contiguous view of bytes (format ``B``).
+        notes: lines that the user should see, each once.
+    """
+
+    head: bytes
+    buffers: list[memoryview]
+    notes: list[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the head and all buffers together."""
+        return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -> Payload:
+    """Serialise ``obj``.
+
+    Args:
+        obj: anything.
+        what: names ``obj`` in error messages.
+        roots: called on failure only; named parts of ``obj`` that a path may start from instead of ``what``,
+            such as ``("argument 'cfg'", cfg)``.
+
+    Raises:
+        SerializationError: something in ``obj`` cannot travel; the message has the path to it, its type and what
+            to do instead.
+        AtollError: an object refused for a reason of its own; a note tells where it sits.
+    """
+    if _is_plain(obj):
+        return Payload(pickle.dumps(obj, protocol=5), [], [])
+    pickler_type = _pickler_type()
+    plan: dict[int, Any] = {}
+    for last_pass in (False,) * (_PASSES - 1) + (True,):
+        chunks: list[bytes] = []
+        pickler = pickler_type(chunks, plan, last_pass)
+        try:
+            pickler.dump(obj)
+        except MemoryError:
+            raise
+        except Exception as exc:  # any object's own reduction code runs here and may raise whatever it likes
+            starts = [*(roots() if roots is not None else ()), (what, obj)]
+            refusal = _refusal(exc, pickler.last, starts)
+            if refusal is exc:
+                raise
+            raise refusal from exc
+        if pickler.tensors is None or not pickler.tensors.grew:
+            break
+    return Payload(b"".join(chunks), pickler.buffers, pickler.notes)
+
+
+def loads(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
+    """Rebuild the object of a payload.
+
+    Args:
+        head: the pickle stream.
+        buffers: one buffer for each of the payload's, in order. Arrays and tensors are built on them without a copy
+            and are writable if the buffer is; start them at multiples of 64 bytes. A tensor on a read-only buffer
+            is copied, because torch has no read-only tensors.
+
+    Raises:
+        Exception: whatever rebuilding raises, such as ModuleNotFoundError for a class that cannot be imported here.
+    """
+    return pickle.loads(head, buffers=buffers)
+
+
+def _is_plain(obj: object) -> bool:
+    """Whether plain pickle gives what cloudpickle would: a few exact builtin scalars in exact builtin containers.
+
+    It must not be asked of anything else: plain pickle sends a function of ``__main__`` by reference.
+    """
+    todo: list[Any] = [obj]
+    for item in todo:  # grows while it is walked; a cycle ends at the limit
+        kind = type(item)
+        if kind in _PLAIN_SCALARS:
+            continue
+        if kind is str or kind is bytes:
+            if len(item) > _PLAIN_LENGTH:
+                return False
+        elif (kind is not tuple and kind is not list and kind is not dict) or len(item) > _PLAIN_ITEMS:
+            return False
+        else:
+            todo += item
+            if kind is dict:
+                todo += item.values()
+        if len(todo) > _PLAIN_ITEMS:
+            return False
+    return True
+
+
+# --- the pickler ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _pickler_type() -> Any:
+    """cloudpickle's pickler with reducers for what it does not handle, or not the way a call needs it."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        def __init__(self, chunks: list[bytes], plan: dict[int, Any], last_pass: bool) -> None:
+            # A list instead of a BytesIO: a large bytes object is passed to write() as it is, and copied only once.
+            super().__init__(_Sink(chunks.append), protocol=5, buffer_callback=self.take_buffer)
+            self.buffers: list[memoryview] = []
+            self.notes: list[str] = []
+            self.last: object = None
+            self.tensors: Any = None
+            self.kinds = _static_handlers.copy()
+            self.plan = plan
+            self.last_pass = last_pass
+
+        def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+            """Keep a buffer out of band; True leaves it in the stream."""
+            raw = buffer.raw()
+            if raw.nbytes < INLINE_BYTES:
+                return True
+            self.buffers.append(raw)
+            return False
+
+        def note(self, line: str) -> None:
+            if line not in self.notes:
+                self.notes.append(line)
+
+        def reducer_override(self, obj: Any) -> Any:
+            # The C pickler asks here before it saves anything but exact builtins. If it fails, the object asked
+            # about last is the one that failed.
+            self.last = obj
+            kind = type(obj)
+            try:
+                handler = self.kinds[kind]
+            except KeyError:
+                handler = self.kinds[kind] = _handler(kind)
+            return NotImplemented if handler is None else handler(self, obj)
+
+        # What cloudpickle does with functions and classes; it leaves everything else to its dispatch table.
+        by_cloudpickle = cloudpickle.Pickler.reducer_override
+
+    return Pickler
+
+
+class _Sink:
+    """A file that only has ``write``."""
+
+    __slots__ = ("write",)
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self.write = write
+
+
+# Classes sent by value come back as the very class they were sent from, and cloudpickle would then write the state
+# that travelled over the original: methods replaced by copies, class attributes reset. Only classes that were made
+# here from a payload take state from a payload.
+_native_classes: weakref.WeakSet[type] = weakref.WeakSet()
+_made_classes: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _reduce_class(pickler: Any, cls: Any) -> Any:
+    reduced = pickler.by_cloudpickle(cls)
+    if type(reduced) is not tuple or len(reduced) != 6:
+        return reduced
+    if cls not in _made_classes:
+        _native_classes.add(cls)
+    return (*reduced[:5], functools.partial(set_class_state, reduced[5]))
+
+
+def _reduce_function(pickler: Any, function: Any) -> Any:
+    reduced = pickler.by_cloudpickle(function)
+    if reduced is not NotImplemented and "_torchdynamo_orig_callable" in function.__dict__:
+        pickler.note("a function compiled with torch.compile arrives as the original function")
+        return same, (function._torchdynamo_orig_callable,)
+    return reduced
+
+
+def set_class_state(setter: Callable[[type, Any], Any], cls: type, state: Any) -> None:
+    """Used in payloads: fill a class that was sent by value, unless it was defined in this process."""
+    if cls not in _native_classes:
+        _made_classes.add(cls)
+        setter(cls, state)
+
+
+Handler = Callable[[Any, Any], Any]
+
+
+def _handler(kind: type) -> Handler | None:
+    """The reducer for a type, found by the names in its MRO so that no framework has to be imported to ask."""
+    if issubclass(kind, type):
+        return _reduce_class
+    for base in kind.__mro__:
+        module: Any = base.__module__
+        if not isinstance(module, str):  # a class may call its module anything
+            continue
+        if module == "torch" or module.startswith("torch."):
+            handler = TORCH_HANDLERS.get(base.__qualname__)
+        else:
+            handler = _OTHERS.get((module, base.__qualname__))
+        if handler is not None:
+            return handler
+    return None
+
+
+def _reduce_array(pickler: Any, obj: Any) -> Any:
+    """An array that is not contiguous: one copy into a buffer. NumPy would make two, and change the byte order."""
+    numpy = sys.modules["numpy"]
+    if type(obj) is not numpy.ndarray or obj.nbytes == 0 or obj.flags.forc or obj.dtype.hasobject:
+        return NotImplemented
+    return numpy.ascontiguousarray(obj).__reduce_ex__(5)
+
+
+def _reduce_memoryview(pickler: Any, obj: memoryview) -> Any:
+    contiguous = obj if obj.c_contiguous else memoryview(obj.tobytes()).cast("B")
+    return rebuild_memoryview, (pickle.PickleBuffer(contiguous), obj.format, obj.shape)
+
+
+def rebuild_memoryview(data: Any, format: str, shape: tuple[int, ...]) -> memoryview:
+    """Used in payloads: a memoryview arrives as a memoryview over the received bytes."""
+    flat: Any = memoryview(data).cast("B")
+    # memoryview.cast takes no shape without elements, and none is needed then
+    view: memoryview = flat.cast(format) if 0 in shape else flat.cast(format, shape)
+    return view
+
+
+def _reduce_exception(pickler: Any, obj: Any) -> Any:
+    from atoll.wire.exceptions import reduce_exception
+
+    return reduce_exception(obj)
+
+
+def _reduce_text_file(pickler: Any, obj: Any) -> Any:
+    if obj is sys.stdout or obj is sys.stderr:
+        return NotImplemented  # cloudpickle sends these as the other side's own
+    raise SerializationError("it belongs to this process. Pass the path and open it inside the function")
+
+
+def _refuse_thread(pickler: Any, obj: Any) -> Any:
+    raise SerializationError("a thread belongs to the process that started it. Start it inside the function")
+
+
+_OTHERS: dict[tuple[str, str], Handler] = {
+    ("numpy", "ndarray"): _reduce_array,
+    ("builtins", "memoryview"): _reduce_memoryview,
+    ("builtins", "BaseException"): _reduce_exception,
+    ("_io", "TextIOWrapper"): _reduce_text_file,
+    ("threading", "Thread"): _refuse_thread,
+}
+# Types that nearly every payload has, looked up once.
+_static_handlers: dict[type, Handler | None] = {
+    types.FunctionType: _reduce_function,
+    types.BuiltinFunctionType: None,
+    types.CodeType: None,
+    types.CellType: None,
+    types.ModuleType: None,
+    types.MethodType: None,
+    type: _reduce_class,
+}
+
+
+# --- saying what cannot travel, and where it sits ------------------------------------------------------------------
+
+_SEARCH_S = 2.0
+_SEARCH_OBJECTS = 200_000
+_SEARCH_DEPTH = 40
+_SEARCH_BREADTH = 10_000
+
+_INSTEAD = {
+    "generator": "Pass a list of its values, or create the generator inside the function",
+    "coroutine": "Await it first, or create it inside the function",
+    "async_generator": "Create it inside the function",
+    "_thread.lock": "Create the lock inside the function",
+    "_thread.RLock": "Create the lock inside the function",
+    "socket.socket": "Open the connection inside the function",
+    "frame": "Pass the values it holds",
+    "traceback": "Pass traceback.format_exception(...) instead",
+    "module": "Import it inside the function",
+}
+
+
+def _refusal(exc: Exception, culprit: object, starts: list[tuple[str, object]]) -> AtollError:
+    """The error to raise for a failed ``dumps``; never fails itself."""
+    what = starts[-1][0]
+    if isinstance(exc, RecursionError) or isinstance(exc.__cause__, RecursionError):
+        return SerializationError(
+            f"{what} cannot travel between processes: its objects are nested too deeply for pickle. "
+            "Flatten it (for example a list with indices instead of linked objects), or raise sys.setrecursionlimit"
+        )
+    where = _locate(culprit, starts)
+    if isinstance(exc, AtollError) and not isinstance(exc, SerializationError):
+        exc.add_note(f"found at {where}")
+        return exc
+    if isinstance(exc, SerializationError):
+        reason = str(exc)
+    else:
+        reason = f"{type(exc).__name__}: {message_of(exc)}".rstrip(".") + f". {_next_step(culprit)}"
+    return SerializationError(f"{where} cannot travel between processes: {reason}")
+
+
+def _next_step(culprit: object) -> str:
+    if isinstance(culprit, io.IOBase):
+        return "Pass the path and open it inside the function"
+    for base in type(culprit).__mro__:
+        step = _INSTEAD.get(type_name(base))
+        if step is not None:
+            return step
+    return "Create it inside the function, or leave it out of what is sent (a class does so in __getstate__)"
+
+
+def _locate(culprit: object, starts: list[tuple[str, object]]) -> str:
+    """``argument 'cfg' → ['opts'] → .lock (a _thread.lock)``."""
+    what = starts[-1][0]
+    if culprit is None:
+        return what
+    name = f"class {type_name(culprit)}" if isinstance(culprit, type) else _article(type_name(type(culprit)))
+    if isinstance(culprit, io.IOBase):
+        name = f"an open file, {brief(getattr(culprit, 'name', None), 400)}, {name}"
+    path = find_path(culprit, starts)
+    return f"{what}, somewhere inside it {name}," if path is None else f"{path} ({name})"
+
+
+def find_path(target: object, starts: list[tuple[str, object]]) -> str | None:
+    """The shortest way from one of the named starts to ``target``; None where a bounded search finds none.
+
+    It only follows references and runs no object's pickling code. Bounded in time, depth, breadth and number.
+    """
+    deadline = time.monotonic() + _SEARCH_S
+    trail: list[tuple[object, str, int, int]] = [(obj, label, -1, 0) for label, obj in starts]
+    seen = {id(obj) for _, obj in starts}
+    for position in range(_SEARCH_OBJECTS):
+        if position >= len(trail):
+            return None
+        obj, _, _, depth = trail[position]
+        if obj is target:
+            return _spell(trail, position)
+        if time.monotonic() > deadline:
+            return None
+        if depth >= _SEARCH_DEPTH:
+            continue
+        for count, (label, child) in enumerate(_safe_children(obj)):
+            if child is target:
+                trail.append((child, label, position, depth + 1))
+                return _spell(trail, len(trail) - 1)
+            if count >= _SEARCH_BREADTH:
+                break
+            if type(child) not in _PLAIN_SCALARS and id(child) not in seen:
+                seen.add(id(child))
+                trail.append((child, label, position, depth + 1))
+    return None
+
+
+def _spell(trail: list[tuple[object, str, int, int]], position: int) -> str:
+    steps: list[str] = []
+    while position >= 0:
+        _, label, position, _ = trail[position]
+        steps.append(label)
+    return " → ".join(reversed(steps))
+
+
+def _safe_children(obj: object) -> Iterator[tuple[str, object]]:
+    try:
+        yield from _children(obj)
+    except Exception:  # noqa: BLE001 - the search reads objects of any kind; one that cannot be read is just not searched
+        return
+
+
+def _children(obj: Any) -> Iterator[tuple[str, object]]:
+    """What pickling ``obj`` would reach next, each with the way it is written."""
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"[{brief(key)}]", value
+            yield f"key {brief(key)}", key
+    elif isinstance(obj, list | tuple | set | frozenset | collections.deque):
+        fields = getattr(obj, "_fields", None)
+        for index, value in enumerate(obj):
+            yield (f".{fields[index]}" if fields else f"[{index}]"), value
+    if isinstance(obj, types.FunctionType):
+        yield from _function_children(obj)
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+        yield ".__func__", obj.__func__
+    elif isinstance(obj, functools.partial):
+        yield ".func", obj.func
+        yield ".args", obj.args
+        yield ".keywords", obj.keywords
+    elif isinstance(obj, type):
+        if obj.__module__ == "__main__" or "<locals>" in obj.__qualname__:
+            for name, value in vars(obj).items():
+                yield f".{name}", value
+        return
+    elif isinstance(obj, staticmethod | classmethod):
+        yield ".__func__", obj.__func__
+    elif isinstance(obj, BaseException):
+        yield ".args", obj.args
+    elif isinstance(obj, types.ModuleType):
+        return
+    for name, value in list(getattr(obj, "__dict__", {}).items()):
+        yield f".{name}", value
+    for base in type(obj).__mro__:
+        for name, member in list(vars(base).items()):
+            if isinstance(member, types.MemberDescriptorType) and not name.startswith("__"):
+                try:
+                    yield f".{name}", member.__get__(obj)
+                except AttributeError:
+                    continue
+    yield f"its class {type(obj).__qualname__}", type(obj)
+
+
+def _function_children(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    name = function.__qualname__
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f"variable '{variable}' that {name}() uses", cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    yield f"defaults of {name}()", function.__defaults__
+    yield f"defaults of {name}()", function.__kwdefaults__
+    for variable in _global_names(function.__code__):
+        if variable in function.__globals__:
+            yield f"global '{variable}' that {name}() uses", function.__globals__[variable]
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def type_name(kind: type) -> str:
+    """``_thread.lock``, ``list``: the name of a type as a user would write it."""
+    module = kind.__module__
+    return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def brief(value: object, length: int = 60) -> str:
+    """``repr(value)``, cut to a length, of any object."""
+    try:
+        text = repr(value)
+    except BaseException:  # noqa: BLE001 - a hostile __repr__, sys.exit() in it included, must not hide the error that is being explained
+        text = f"<{type(value).__qualname__}>"
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def message_of(exc: BaseException) -> str:
+    """``str(exc)`` of any exception."""
+    try:
+        return str(exc)
+    except BaseException:  # noqa: BLE001 - as above, a hostile __str__ must not hide the error that is being explained
+        return "<its message cannot be shown>"

@@ -1,0 +1,165 @@
+"""Payloads on a local channel: small ones inside the frame, large ones in a memory file passed beside it.
+
+A rank maps the file privately, so its arrays are writable, cost no copy, and a write touches only the page it
+hits. The driver keeps a file for the next call once every rank has let go of it: pages already touched are what
+makes the second call fast.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.wire.codec import Payload
+
+_INLINE_BYTES = 1 << 17  # below this, copying through the socket costs less than making a memory file
+_ALIGN = 64
+_KEEP_BYTES = 2 << 30  # memory files kept for reuse, together
+_KEEP_S = 30.0  # an unused one is let go at the next call after this long
+
+
+@dataclass(slots=True)
+class Segment:
+    """A memory file; ``capacity`` bytes of it are allocated."""
+
+    fd: int
+    capacity: int
+    idle_since: float = 0.0
+
+    def close(self) -> None:
+        """Give the file up; mappings of it stay valid."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A payload ready to send: ``table`` goes into the frame's JSON, ``inline`` into its rest, ``segment`` beside it."""
+
+    table: dict[str, Any]
+    inline: list[bytes | memoryview] = field(default_factory=list)
+    segment: Segment | None = None
+
+    @property
+    def inline_bytes(self) -> int:
+        """Bytes this adds to the frame."""
+        return sum(map(len, self.inline))
+
+
+class Arena:
+    """Memory files for sending, kept warm between calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[Segment] = []
+        self._lock = threading.Lock()
+
+    def encode(self, payload: Payload) -> Encoded:
+        """Lay a payload out for sending; large ones are copied once, into a memory file."""
+        sizes = [len(buffer) for buffer in payload.buffers]
+        table: dict[str, Any] = {"h": len(payload.head), "b": sizes} if sizes else {"h": len(payload.head)}
+        total = len(payload.head) + sum(sizes)
+        if total <= _INLINE_BYTES:
+            return Encoded(table, [payload.head, *payload.buffers])
+        parts = [memoryview(payload.head), *payload.buffers]
+        segment = self._take(sum(_aligned(len(part)) for part in parts))
+        offset = 0
+        try:
+            for part in parts:
+                _write(segment.fd, part, offset)
+                offset += _aligned(len(part))
+        except BaseException:
+            segment.close()
+            raise
+        table["m"] = 1
+        return Encoded(table, [], segment)
+
+    def give_back(self, segment: Segment) -> None:
+        """Nobody maps this file any more: keep it for the next call."""
+        segment.idle_since = time.monotonic()
+        with self._lock:
+            self._free.append(segment)
+        self.trim()
+
+    def trim(self, older_than_s: float = _KEEP_S) -> None:
+        """Let go of files that have not been used for a while, or are too many."""
+        now = time.monotonic()
+        with self._lock:
+            self._free.sort(key=lambda segment: segment.idle_since, reverse=True)
+            kept: list[Segment] = []
+            total = 0
+            for segment in self._free:
+                total += segment.capacity
+                if total > _KEEP_BYTES or now - segment.idle_since > older_than_s:
+                    segment.close()
+                    total -= segment.capacity
+                else:
+                    kept.append(segment)
+            self._free = kept
+
+    def close(self) -> None:
+        """Give every file up."""
+        with self._lock:
+            free, self._free = self._free, []
+        for segment in free:
+            segment.close()
+
+    def _take(self, size: int) -> Segment:
+        with self._lock:
+            fitting = [s for s in self._free if size <= s.capacity <= 2 * size + (1 << 20)]
+            if fitting:
+                best = min(fitting, key=lambda segment: segment.capacity)
+                self._free.remove(best)
+                return best
+        self.trim()
+        fd = os.memfd_create("atoll", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        return Segment(fd, size)
+
+
+def decode_parts(
+    table: dict[str, Any], rest: memoryview, fds: Sequence[int]
+) -> tuple[memoryview, list[memoryview], weakref.ref[Any] | None]:
+    """Head and buffers of a payload as received, and a reference that dies when nothing maps its file any more.
+
+    Takes ownership of the descriptor.
+    """
+    sizes = [table["h"], *table.get("b", ())]
+    if not table.get("m"):
+        # Frames are immutable bytes; buffers are copied so that arrays built on them can be written to.
+        parts = []
+        offset = 0
+        for index, size in enumerate(sizes):
+            part = rest[offset : offset + size]
+            parts.append(part if index == 0 else memoryview(bytearray(part)))
+            offset += size
+        return parts[0], parts[1:], None
+    total = sum(map(_aligned, sizes))
+    try:
+        mapping = mmap.mmap(fds[0], total, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fds[0])
+    view = memoryview(mapping)
+    parts = []
+    offset = 0
+    for size in sizes:
+        parts.append(view[offset : offset + size])
+        offset += _aligned(size)
+    return parts[0], parts[1:], weakref.ref(mapping)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN or _ALIGN
+
+
+def _write(fd: int, part: memoryview, offset: int) -> None:
+    while len(part):
+        written = os.pwrite(fd, part[: 1 << 30], offset)
+        part = part[written:]
+        offset += written
