@@ -40,6 +40,8 @@ _WHERE = {
     "ComputeFunction": "atoll.functions.compute",
     "Pending": "atoll.functions.compute",
     "Group": "atoll.functions.compute",
+    "result": "atoll.pool.detached",
+    "named_pools": "atoll.pool.attached",
     "report": "atoll.functions.report",
     "latest_checkpoint": "atoll.functions.report",
     "DistributedSampler": "atoll.functions.sampler",

@@ -13,7 +13,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 from atoll.core.errors import ConfigError, NeverDispatched, UsageError
 from atoll.pool.calls import CallFuture, RankResults
 from atoll.pool.compute_pool import ComputePool
-from atoll.pool.shipping import name_of
+from atoll.pool.shipping import importable, name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +55,8 @@ class ComputeFunction(Generic[P, R]):
         return f"<compute function {name_of(self.__atoll_function__)}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ComputeFunction, (self.__atoll_function__, self.__atoll_options__)
+        raw = self.__atoll_function__
+        return ComputeFunction, (importable(raw) or raw, self.__atoll_options__)
 
 
 @overload
@@ -136,6 +137,14 @@ class Pending(Generic[R]):
         self._used = True
         raise UsageError(_precedence(other, self))
 
+    def __rmatmul__(self, left: object) -> NoReturn:
+        self._used = True
+        raise UsageError(_wrong_side(left, "@", self))
+
+    def __rrshift__(self, left: object) -> NoReturn:
+        self._used = True
+        raise UsageError(_wrong_side(left, ">>", self))
+
     def submit(self, pool: ComputePool) -> CallFuture[R]:
         """Start the call on one rank and go on; the same as ``pool.submit(function, ...)``."""
         self._used = True
@@ -164,6 +173,11 @@ class Pending(Generic[R]):
 
     def __repr__(self) -> str:
         return f"{name_of(self.function.__atoll_function__)}(...)"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # A notebook keeps what a cell ends with, so no warning would ever come: it is said where the result would be.
+        self._used = True
+        printer.text(f"{self} has not run: dispatch it, `{self} @ pool` for every rank or `{self} >> pool` for one")
 
     def __del__(self) -> None:
         if not getattr(self, "_used", True) and not sys.is_finalizing():
@@ -249,6 +263,11 @@ def _as_completed(futures: list[CallFuture[Any]]) -> Iterator[Any]:
     finally:
         for future in left:
             future.cancel()
+
+
+def _wrong_side(left: object, operator: str, call: Pending[Any]) -> str:
+    what = "pool" if isinstance(left, ComputePool) else type(left).__name__
+    return f"`{what} {operator} {call}`: the call stands on the left and the pool on the right, `{call} {operator} pool`"
 
 
 def _precedence(left: object, right: object) -> str:

@@ -33,8 +33,9 @@ class Integrated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is None:
             return self.function(*args, **kwargs)
-        from atoll.pool.worker.torch_group import explicit
+        from atoll.pool.worker.torch_group import disarm, explicit
 
+        disarm()  # the group asked for here is the only one to make
         import torch
 
         if self.framework == "transformers" and not torch.cuda.is_available():

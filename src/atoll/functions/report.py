@@ -59,20 +59,24 @@ def latest_checkpoint() -> Path | None:
     context = current()
     if context is None or context.checkpoint_dir is None:
         return None
-    whole = _whole(Path(context.checkpoint_dir), context.world_size)
+    found = _all(Path(context.checkpoint_dir).parent)
+    whole = _whole(found, context.world_size)
     if not whole:
         return None
-    parts = whole[max(whole)]
+    parts = found[whole[-1]]
     return parts.get(context.rank) or next(iter(parts.values()))
 
 
 def _keep(source: Path, context: CallContext) -> Path:
-    """Copy a checkpoint into the job's folder as one atomic thing."""
+    """Copy a checkpoint into the job's folder as one atomic thing.
+
+    ``{attempt}/{step}/rank{N}/NAME``: steps are counted from the start of an attempt, so that the parts of one step
+    meet whatever an earlier attempt left unfinished.
+    """
     assert context.checkpoint_dir is not None
-    root = Path(context.checkpoint_dir)
-    mine = _parts(root, context.rank)
-    number = max([*mine, *_whole(root, context.world_size)], default=0) + 1
-    step = root / f"{number:08d}"
+    attempt = Path(context.checkpoint_dir)
+    mine = [step for number, step in _all(attempt.parent, context.rank) if number == attempt.name]
+    step = attempt / f"{int(max(mine, default='0')) + 1:08d}"
     step.mkdir(parents=True, exist_ok=True, mode=0o700)
     target = step / f"rank{context.rank}" / source.name
     aside = step / f".rank{context.rank}.{os.getpid()}"
@@ -85,31 +89,40 @@ def _keep(source: Path, context: CallContext) -> Path:
     _sync(aside)
     os.rename(aside, target.parent)
     fsync_folder(step)
-    for old in sorted(_parts(root, context.rank))[:-_KEEP]:
-        shutil.rmtree(root / f"{old:08d}" / f"rank{context.rank}", ignore_errors=True)
-        with contextlib.suppress(OSError):
-            (root / f"{old:08d}").rmdir()
+    _forget_old(attempt.parent, context)
     return target
 
 
-def _parts(root: Path, rank: int) -> dict[int, Path]:
-    return {number: parts[rank] for number, parts in _all(root).items() if rank in parts}
+Step = tuple[str, str]  # the names of its attempt's folder and its own
 
 
-def _all(root: Path) -> dict[int, dict[int, Path]]:
-    found: dict[int, dict[int, Path]] = {}
-    for path in root.glob("*/rank*/*") if root.is_dir() else ():
-        if path.parents[1].name.isdigit():
-            found.setdefault(int(path.parents[1].name), {})[int(path.parent.name.removeprefix("rank"))] = path
+def _forget_old(root: Path, context: CallContext) -> None:
+    """Drop this rank's parts of steps before the last whole ones; a slower rank may yet need those."""
+    whole = _whole(_all(root), context.world_size)
+    if len(whole) < _KEEP:
+        return
+    for step in _all(root, context.rank):
+        if step < whole[-_KEEP]:
+            folder = root.joinpath(*step)
+            shutil.rmtree(folder / f"rank{context.rank}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _all(root: Path, rank: int | None = None) -> dict[Step, dict[int, Path]]:
+    """Every part by step and rank, or those of one rank. What is still being copied has another name."""
+    found: dict[Step, dict[int, Path]] = {}
+    for path in root.glob(f"*/*/rank{'*' if rank is None else rank}/*") if root.is_dir() else ():
+        step = (path.parents[2].name, path.parents[1].name)
+        found.setdefault(step, {})[int(path.parent.name.removeprefix("rank"))] = path
     return found
 
 
-def _whole(root: Path, world_size: int) -> dict[int, dict[int, Path]]:
-    """Checkpoints that are complete: reported by every rank, or, where only one rank ever reports, by that one."""
-    found = _all(root)
+def _whole(found: dict[Step, dict[int, Path]], world_size: int) -> list[Step]:
+    """Complete checkpoints, oldest first: reported by every rank, or by the only rank that ever reports one."""
     reporters = {rank for parts in found.values() for rank in parts}
     needed = len(reporters) if len(reporters) == 1 else world_size
-    return {number: parts for number, parts in found.items() if len(parts) >= needed}
+    return sorted(step for step, parts in found.items() if len(parts) >= needed)
 
 
 def _sync(folder: Path) -> None:

@@ -72,10 +72,9 @@ class CallFuture(Future[R], Generic[R]):
         self.metrics: list[dict[str, Any]] = []
         self.checkpoint: str | None = None
         self.job_id = request.job_id
-        self.job = Job(request, _FutureSink(self))
+        self.job = Job(request, _FutureSink(self, on_event))
         self._backend = backend
         self._node_of = node_of
-        self._on_event = on_event
         self._streams: dict[int, Stream[Any]] = {}
         self._decoded: tuple[Any, BaseException | None] | None = None
         self._decode_lock = threading.Lock()
@@ -135,26 +134,37 @@ class CallFuture(Future[R], Generic[R]):
         ranks = self.job.ranks
         if any(rank not in self._streams and rank not in ended for rank in ranks):
             return
-        streams = dict(self._streams)
-        parts = {rank: Received(ended[rank]) for rank in ranks if rank not in streams}
-        whole = self.job.whole_gang
+        streams, self._streams = self._streams, {}
+        self.settle({**streams, **{rank: Received.of(ended.pop(rank)) for rank in ranks if rank not in streams}})
+
+    def settle(self, parts: dict[int, Any]) -> None:
+        """Complete with what the ranks sent; payloads are read on first use, see ``_outcome``."""
+        # Not a word of `self` in here: a future that holds itself would keep its values until a garbage collection.
+        ranks, whole, job_id = self.job.ranks, self.job.whole_gang, self.job_id
+        nodes, metrics, checkpoint = [self._node_of[rank] for rank in ranks], self.metrics, self.checkpoint
 
         def decode() -> tuple[Any, BaseException | None]:
-            values = [streams[rank] if rank in streams else parts[rank].load() for rank in ranks]
-            return (self._results(values) if whole else values[0]), None
+            try:
+                values = [part.load() if isinstance(part, Received) else part for part in map(parts.pop, ranks)]
+            except Exception as problem:  # noqa: BLE001 - whatever the pickle runs: say which result it was
+                return None, _unloadable(problem, "the result")
+            return (RankResults(values, nodes, metrics, checkpoint, job_id) if whole else values[0]), None
 
         self.set_result(decode)  # type: ignore[arg-type]  # decoded on first use, see _outcome
-
-    def _results(self, values: list[Any]) -> RankResults[Any]:
-        nodes = [self._node_of[rank] for rank in self.job.ranks]
-        return RankResults(values, nodes, self.metrics, self.checkpoint, self.job_id)
 
 
 class Received:
     """A payload as it arrived, its descriptor mapped at once, its pickle not yet read."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.head, self.buffers, _ = decode_parts(frame.meta["r"], frame.rest, frame.fds)
+    def __init__(self, head: memoryview | bytes, buffers: Sequence[Any]) -> None:
+        self.head = head
+        self.buffers = buffers
+
+    @classmethod
+    def of(cls, frame: Frame) -> Received:
+        """The payload of a frame; takes its descriptor over."""
+        head, buffers, _ = decode_parts(frame.meta["r"], frame.rest, frame.fds)
+        return cls(head, buffers)
 
     def load(self) -> Any:
         """The value."""
@@ -164,80 +174,89 @@ class Received:
 class _FutureSink:
     """Hears a job's frames and completes its future."""
 
-    def __init__(self, future: CallFuture[Any]) -> None:
-        # The job is held by the gang while it runs; its future should live as long.
-        self.future = future
+    def __init__(self, future: CallFuture[Any], on_event: Callable[[events.Event], object] | None) -> None:
+        # The gang holds the job while it runs, and so its future; but a future that has its value lives on with its
+        # owner alone: dropping a stream has to end it.
+        self._held: CallFuture[Any] | None = future
+        self._future = weakref.ref(future)
+        self._job_id = future.job_id
+        self._on_event = on_event
+        self._inboxes: dict[int, Inbox] = {}
 
     def started(self, ranks: tuple[int, ...]) -> None:
         """A repetition begins with nothing streamed."""
 
     def frame(self, frame: Frame, rank: int, node: int) -> None:
         """A stream began, or a value or report came."""
-        future = self.future
-        if frame.kind == frames.STREAM:
-            future._streams[rank] = Stream(future._backend, future.job, rank)
+        future = self._future()
+        if frame.kind == frames.VALUE:
+            self._inboxes[rank].put(Received.of(frame))
+        elif frame.kind == frames.STREAM and future is not None:
+            stream: Stream[Any] = Stream(future._backend, future.job, rank)
+            self._inboxes[rank] = stream.inbox
+            future._streams[rank] = stream
             future.settle_streams(future.job.results)
-        elif frame.kind == frames.VALUE:
-            future._streams[rank].arrived(Received(frame))
+            self._release(future)
         elif frame.kind == frames.REPORT:
-            metrics = Received(frame).load()
-            checkpoint = frame.meta.get("checkpoint")
-            future.metrics.append({**metrics, "rank": rank})
-            future.checkpoint = checkpoint or future.checkpoint
-            if future._on_event is not None:
-                event = events.MetricsReported(
-                    job_id=future.job_id, rank=rank, node=node, metrics=metrics, checkpoint=checkpoint
-                )
-                with contextlib.suppress(Exception):
-                    future._on_event(event)
+            self._reported(Received.of(frame).load(), frame.meta.get("checkpoint"), rank, node)
 
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """Complete the future and end its streams."""
-        future, job = self.future, self.future.job
-        streams = future._streams
-        fault = _Fault(failures, error) if failures or error is not None else None
-        if fault is None and not streams:
-            parts = {rank: Received(results[rank]) for rank in job.ranks}
+        fault = Fault.of(failures, error) if failures or error is not None else None
+        future = self._future()
+        if future is not None and not future.done():
+            if fault is not None:
+                future.set_result(lambda: (None, fault.error()))
+            elif self._inboxes:
+                future.settle_streams(results)
+            else:
+                future.settle({rank: Received.of(results.pop(rank)) for rank in future.job.ranks})
+            self._release(future)
+        for frame in results.values():
+            for fd in frame.fds:
+                os.close(fd)
+        for inbox in self._inboxes.values():
+            inbox.put(fault)
 
-            def decode() -> tuple[Any, BaseException | None]:
-                try:
-                    values = [parts[rank].load() for rank in job.ranks]
-                except Exception as problem:  # noqa: BLE001 - whatever the pickle runs: say which result it was
-                    return None, _unloadable(problem, "the result")
-                return (future._results(values) if job.whole_gang else values[0]), None
+    def _reported(self, metrics: dict[str, Any], checkpoint: str | None, rank: int, node: int) -> None:
+        future = self._future()
+        if future is not None:
+            future.metrics.append({**metrics, "rank": rank})
+            future.checkpoint = checkpoint or future.checkpoint
+        if self._on_event is not None:
+            event = events.MetricsReported(
+                job_id=self._job_id, rank=rank, node=node, metrics=metrics, checkpoint=checkpoint
+            )
+            with contextlib.suppress(Exception):
+                self._on_event(event)
 
-            future.set_result(decode)
-            return
-        for rank, frame in results.items():
-            if rank in streams or fault is not None:
-                for fd in frame.fds:
-                    os.close(fd)
-        for stream in streams.values():
-            stream.ended(fault)
-        if fault is None:
-            future.settle_streams(results)
-        elif not future.done():
-            future.set_result(lambda: (None, fault.error()))
+    def _release(self, future: CallFuture[Any]) -> None:
+        if future.done():
+            self._held = None
 
 
-class _Fault:
+class Fault:
     """Why a call failed; the exception is rebuilt when somebody asks for it."""
 
-    def __init__(self, failures: list[Failure], error: BaseException | None) -> None:
-        deaths = [failure for failure in failures if failure.is_death]
-        self._first = error or (deaths[0].error if deaths else None)
-        self._parts = [
-            (failure.rank, failure.node, Received(failure.frame)) for failure in failures if failure.frame is not None
-        ]
+    def __init__(self, first: BaseException | None, parts: list[tuple[int, int, Received]]) -> None:
+        self.first = first
+        self.parts = parts
+
+    @classmethod
+    def of(cls, failures: list[Failure], error: BaseException | None) -> Fault:
+        """Why a job failed; takes the frames' descriptors over."""
+        deaths = [failure.error for failure in failures if failure.error is not None]
+        parts = [(f.rank, f.node, Received.of(f.frame)) for f in failures if f.frame is not None]
+        return cls(error or (deaths[0] if deaths else None), parts)
 
     def error(self) -> BaseException:
         """The exception: a lost process before what it made others raise, else the first that was raised."""
-        others = self._parts
-        if self._first is not None:
-            main = self._first
+        others = self.parts
+        if self.first is not None:
+            main = self.first
         else:
-            main = _rebuild(*self._parts[0])
-            others = self._parts[1:]
+            main = _rebuild(*self.parts[0])
+            others = self.parts[1:]
         if others and not isinstance(main, CancelledError):
             for rank, node, part in others:
                 other = _rebuild(rank, node, part)
@@ -262,6 +281,10 @@ def _unloadable(problem: Exception, what: str) -> AtollError:
     return error
 
 
+# What a stream's rank sent and nobody has taken yet: values, then None or what ended it.
+Inbox = queue.SimpleQueue[Received | Fault | None]
+
+
 class Stream(Iterator[R], Generic[R]):
     """Values of a generator function as they are produced. Closing it, or dropping it, closes the generator.
 
@@ -270,7 +293,7 @@ class Stream(Iterator[R], Generic[R]):
     """
 
     def __init__(self, backend: Backend, job: Job, rank: int) -> None:
-        self._queue: queue.SimpleQueue[Received | _Fault | None] = queue.SimpleQueue()
+        self.inbox: Inbox = queue.SimpleQueue()
         self._owed = 0
         self._over = False
         self._backend = backend
@@ -279,22 +302,13 @@ class Stream(Iterator[R], Generic[R]):
         self._finalizer = weakref.finalize(self, backend.close_stream, job, rank)
         self._finalizer.atexit = False
 
-    def arrived(self, value: Received) -> None:
-        """A value came."""
-        self._queue.put(value)
-
-    def ended(self, fault: _Fault | None) -> None:
-        """The generator ended, well or not."""
-        self._finalizer.detach()
-        self._queue.put(fault)
-
     def __iter__(self) -> Stream[R]:
         return self
 
     def __next__(self) -> R:
         if self._over:
             raise StopIteration
-        item = self._queue.get()
+        item = self.inbox.get()
         if isinstance(item, Received):
             self._owed += 1
             if self._owed >= _CREDIT_EVERY:
@@ -303,6 +317,7 @@ class Stream(Iterator[R], Generic[R]):
             value: R = item.load()
             return value
         self._over = True
+        self._finalizer.detach()
         if item is not None:
             raise item.error()
         raise StopIteration

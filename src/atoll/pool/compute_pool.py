@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, overload
 from atoll.core import events
 from atoll.core.errors import ConfigError, PoolClosed, UsageError
 from atoll.core.paths import atoll_home
+from atoll.pool.attached import Attached, check_name, end_pool
 from atoll.pool.calls import Backend, CallFuture, RankResults
 from atoll.pool.gang import Gang, GangSpec
 from atoll.pool.image import Image
@@ -27,7 +28,7 @@ from atoll.pool.job import Request
 from atoll.pool.logs import LogRouter, Logs
 from atoll.pool.mapping import Mapped
 from atoll.pool.overlay import Environment, resolve
-from atoll.pool.shipping import name_of, pack_arguments, ship, unwrap
+from atoll.pool.shipping import encode, name_of, pack_arguments, ship, unwrap
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Plan, Provider
 from atoll.providers.local import Local
@@ -36,6 +37,7 @@ from atoll.wire.segments import Arena
 R = TypeVar("R")
 T = TypeVar("T")
 _KEEP_LOGS = 50
+_IDLE_S = 600.0
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -119,13 +121,28 @@ class ComputePool:
         self.ttl = _seconds("ttl", ttl)
         self.retries = _count("retries", retries, 0)
         self.hang_timeout = _seconds("hang_timeout", hang_timeout)
-        self.name = name
+        self.name = check_name(name) if name is not None else None
         self.idle = _seconds("idle", idle)
         if idle is not None and name is None:
             raise ConfigError(f"idle={idle!r} keeps a named pool warm; give the pool a name= as well, or leave idle out")
         self.logs: Logs = logs
         self.id = ""
         self._on_event = on_event
+        self._wishes = {
+            key: str(value)
+            for key, value, default in (
+                ("provider", self.provider.name, "local"),
+                ("nodes", nodes, 1),
+                ("accelerator", self.accelerator, None),
+                ("workers_per_node", workers_per_node, "auto"),
+                ("image", self.image, Image()),
+                ("pip", pip, None),
+                ("env", sorted(self.env.items()), []),
+                ("ttl", ttl, None),
+                ("hang_timeout", hang_timeout, None),
+            )
+            if value != default
+        }
         self._backend: _Stoppable | None = None
         self._node_of: list[int] = []
         self._lock = threading.Lock()
@@ -150,7 +167,13 @@ class ComputePool:
         return self
 
     def down(self) -> None:
-        """End every rank and release every node. Does nothing on a pool that is down."""
+        """End every rank and release every node, of a named pool for everybody. Does nothing on a pool that is down."""
+        self._leave()
+        if self.name is not None:
+            end_pool(self.name)
+
+    def _leave(self) -> None:
+        """Let go: an unnamed pool ends, a named one stays up for others."""
         with self._lock:
             backend, self._backend = self._backend, None
         if self._finalizer is not None:
@@ -165,9 +188,25 @@ class ComputePool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.down()
+        self._leave()
 
     def _start(self) -> _Stoppable:
+        if self.name is None:
+            spec = self._spec()
+            gang = Gang(spec, self._router(self._node_of.__getitem__, len(self._node_of)), self._on_event)
+            gang.start()
+            return gang
+        idle_s = self.idle if self.idle is not None else _IDLE_S
+        attached = Attached(self.name, self._wishes, self._spec, idle_s, self._router, self._on_event)
+        self.id, self._node_of = attached.pool_id, attached.node_of
+        self._extra_path, self._own_python = (), True
+        return attached
+
+    def _router(self, node_of: Callable[[int], int], world_size: int) -> LogRouter:
+        return LogRouter(self.logs, node_of, world_size)
+
+    def _spec(self) -> GangSpec:
+        """Everything to start a gang from; builds the image first."""
         plan = self.plan()
         for line in plan.lines:
             self._say(line)
@@ -177,12 +216,6 @@ class ComputePool:
             self._say(line)
         self._node_of = [node.node for node in plan.nodes for _ in range(node.num_ranks)]
         self.id = secrets.token_hex(4)
-        spec = self._spec(plan, environment)
-        gang = Gang(spec, LogRouter(self.logs, self._node_of.__getitem__, plan.world_size), self._on_event)
-        gang.start()
-        return gang
-
-    def _spec(self, plan: Plan, environment: Environment) -> GangSpec:
         home = atoll_home()
         _prune(home / "logs")
         return GangSpec(
@@ -252,15 +285,31 @@ class ComputePool:
         return result
 
     @overload
-    def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> CallFuture[R]: ...
+    def submit(self, function: Callable[..., R], /, *args: Any, detach: Literal[True], everywhere: bool = ..., **kwargs: Any) -> str: ...
     @overload
     def submit(self, function: Callable[..., R], /, *args: Any, everywhere: Literal[True], **kwargs: Any) -> CallFuture[RankResults[R]]: ...
-    def submit(self, function: Callable[..., Any], /, *args: Any, everywhere: bool = False, **kwargs: Any) -> Any:
+    @overload
+    def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> CallFuture[R]: ...
+    def submit(
+        self, function: Callable[..., Any], /, *args: Any, everywhere: bool = False, detach: bool = False, **kwargs: Any
+    ) -> Any:
         """Start a call on one rank, or with ``everywhere=True`` on every rank, and go on.
 
-        Returns a ``concurrent.futures.Future`` whose ``cancel()`` also stops a call that runs.
+        Returns a ``concurrent.futures.Future`` whose ``cancel()`` also stops a call that runs. With ``detach=True``
+        the call outlives this process, in a named pool, and its id is returned: ``sky.result(id)`` gives the result
+        in any process, then or later.
+
+        Raises:
+            ConfigError: ``detach=True`` on a pool without a name.
         """
-        return self.submit_call(function, args, kwargs, whole_gang=everywhere)
+        if not detach:
+            return self.submit_call(function, args, kwargs, whole_gang=everywhere)
+        backend = self._running()
+        if not isinstance(backend, Attached):
+            raise ConfigError(
+                "detach=True needs a pool that outlives this process: give it a name, ComputePool(name='my-pool', ...)"
+            )
+        return backend.submit_detached(self._future(function, args, kwargs, everywhere, None).job)
 
     def map(
         self,
@@ -278,7 +327,7 @@ class ComputePool:
             chunksize: items sent at a time; None adapts it to how long they take.
 
         Raises:
-            what the function raised, at that item's place; items after it are dropped.
+            Exception: what the function raised, at that item's place; items after it are dropped.
         """
         if not iterables:
             raise UsageError("map needs at least one iterable of items: pool.map(f, items)")
@@ -300,6 +349,18 @@ class ComputePool:
         options: Any = None,
     ) -> CallFuture[Any]:
         """Start a call; what the operators and the methods above are made of."""
+        future = self._future(function, args, kwargs, whole_gang, options)
+        self._running().submit(future.job)
+        return future
+
+    def _future(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        whole_gang: bool,
+        options: Any,
+    ) -> CallFuture[Any]:
         backend = self._running()
         options = options if options is not None else getattr(function, "__atoll_options__", None)
         raw = unwrap(function)
@@ -308,16 +369,14 @@ class ComputePool:
         retries = getattr(options, "retries", None)
         request = Request(
             function=shipped,
-            arguments=backend.arena.encode(pack_arguments(raw, args, kwargs)),
+            arguments=encode(pack_arguments(raw, args, kwargs), backend.arena),
             whole_gang=whole_gang,
             name=name_of(raw),
             timeout_s=timeout if timeout is not None else self.timeout,
             retries=retries if retries is not None else self.retries,
             path=self._path(),
         )
-        future: CallFuture[Any] = CallFuture(backend, request, self._node_of, self._on_event)
-        backend.submit(future.job)
-        return future
+        return CallFuture(backend, request, self._node_of, self._on_event)
 
     def wait(self, futures: Sequence[CallFuture[Any]]) -> list[Any]:
         """The results of several calls in their order; the first failure cancels the others."""

@@ -29,13 +29,13 @@ from atoll.core.errors import (
     WorkerDied,
     name_ranks,
 )
-from atoll.pool.hangs import hung, summary
+from atoll.pool.hangs import hung, hung_for, summary
 from atoll.pool.job import Failure, Job
 from atoll.pool.logs import LogRouter
 from atoll.pool.scheduler import Scheduler
 from atoll.providers.base import Node, NodePlan, Plan, Provider
 from atoll.wire import frames
-from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
+from atoll.wire.frames import Frame, Parser, RawFrame, WireError, pack, receive, send_all
 from atoll.wire.segments import Arena
 
 _RANK_FIELD = struct.Struct("<I")
@@ -45,7 +45,9 @@ _HARD_STOP_S = 0.45  # and are killed after this long
 _GIVE_UP_S = 0.9  # the call ends by now, whatever still has to die
 _HANG_WARNING_S = 600.0
 _MAX_EARLY_DEATHS = 3
+_LEAVE_S = 2.0  # agents get this long to end; they give their ranks a second
 Watcher = Callable[[events.Event], object]
+Timer = list[Any]  # [when, number, action]; action None: taken back
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class NodeState:
     parser: Parser = field(default_factory=Parser)
     send_lock: threading.Lock = field(default_factory=threading.Lock)
     ended: str | None = None  # why its agent said it ends
-    restarts: int = 0
+    restarts: int = 0  # since a rank of it last came up
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,10 @@ class Gang:
         self._changed = threading.Condition(self._lock)
         self._closing = False
         self._broken: BaseException | None = None
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[Timer] = []
+        self._num_void = 0  # timers taken back that still lie in the heap
         self._timer_numbers = itertools.count()
+        self._hang_watch: Timer | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -221,21 +225,30 @@ class Gang:
                 self._changed.wait(left)
 
     def stop(self) -> None:
-        """Fail what runs, end every rank, release every node. Safe to call twice, and from any thread but ours."""
+        """Fail what runs, end every rank, release every node. Safe to call twice, and from any thread."""
+        if threading.current_thread() is self._reader:  # from a callback, or the garbage collector: it can't await itself
+            threading.Thread(target=self.stop, name="atoll-stop").start()
+            return
         with self._lock:
             first = not self._closing
             self._closing = True
             jobs = [*self._jobs.values(), *self._scheduler.drain()]
             closed = PoolClosed("the pool was shut down before the call finished")
             for job in jobs:
-                self._end(job, job.error or self._broken or closed)
+                self._end(job, job.error or (None if job.failures else self._broken or closed))
         for node in self.nodes:
             self._send(node, pack(frames.SHUTDOWN))
-        if self._reader is not None and self._reader is not threading.current_thread():
-            self._poke()
-            self._reader.join(5.0)
         if self._reviver is not None:
-            self._reviver.join(5.0)
+            self._reviver.join(_LEAVE_S)
+        if self._reader is not None:
+            self._poke()
+            self._reader.join(_LEAVE_S)
+            if self._reader.is_alive():  # an agent that does not answer: end its channel from this side
+                for node in self.nodes:
+                    if node.handle is not None:
+                        with contextlib.suppress(OSError):
+                            node.handle.channel.shutdown(socket.SHUT_RDWR)
+                self._reader.join(_LEAVE_S)
         for node in self.nodes:
             handle, node.handle = node.handle, None
             if handle is not None:
@@ -256,10 +269,11 @@ class Gang:
     def submit(self, job: Job) -> None:
         """Queue a call; its sink hears the rest."""
         with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            if self._closing:
-                raise PoolClosed("the pool is shut down; make the call inside its `with` block, or call .up() first")
+            if self._broken is not None or self._closing:
+                self._release(job, reusable=True)
+                raise self._broken or PoolClosed(
+                    "the pool is shut down; make the call inside its `with` block, or call .up() first"
+                )
             self._scheduler.add(job)
             self._dispatch()
 
@@ -289,7 +303,11 @@ class Gang:
 
     def _dispatch(self) -> None:
         while (started := self._scheduler.next()) is not None:
-            self._start_job(*started)
+            try:
+                self._start_job(*started)
+            except BaseException as error:  # Ctrl-C between two lines: its ranks count as busy and may know nothing of it
+                self.cancel(started[0], error)
+                raise
 
     def _start_job(self, job: Job, ranks: tuple[int, ...]) -> None:
         job.begin(next(self._numbers), ranks)
@@ -298,10 +316,11 @@ class Gang:
         job.sink.started(ranks)
         if job.request.timeout_s is not None:
             number, limit = job.number, job.request.timeout_s
-            self._after(limit, lambda: self._timed_out(job, number, limit))
+            job.timers.append(self._after(limit, lambda: self._timed_out(job, number, limit)))
         if self._on_event is not None:
             self._tell(events.CallStarted(job_id=job.request.job_id, ranks=ranks))
-        self._watch_for_hang(job)
+        if self._hang_watch is None:
+            self._hang_watch = self._after(self._hang_period_s, self._watch_for_hangs)
 
     def _send_call(self, job: Job) -> None:
         request = job.request
@@ -369,14 +388,12 @@ class Gang:
         if job.stopping:
             return
         job.stopping = True
-        number = job.number
-
-        def while_running(action: Callable[[], None]) -> Callable[[], None]:
-            return lambda: action() if self._jobs.get(number) is job else None
-
-        self._after(soft_s, while_running(lambda: self._order(job, frames.CANCEL)))
-        self._after(soft_s + _HARD_STOP_S - _SOFT_STOP_S, while_running(lambda: self._order(job, frames.KILL)))
-        self._after(_GIVE_UP_S, while_running(lambda: self._end(job, job.error)))
+        for delay_s, action in (
+            (soft_s, lambda: self._order(job, frames.CANCEL)),
+            (soft_s + _HARD_STOP_S - _SOFT_STOP_S, lambda: self._order(job, frames.KILL)),
+            (_GIVE_UP_S, lambda: self._end(job, job.error)),
+        ):
+            job.timers.append(self._after(delay_s, action))
 
     def _order(self, job: Job, kind: int) -> None:
         for rank in job.unfinished:
@@ -386,18 +403,13 @@ class Gang:
         if job.done:
             return
         self._jobs.pop(job.number, None)
+        for timer in job.timers:
+            self._take_back(timer)
+        job.timers.clear()
         if error is None and job.failures and self._retry(job):
             return
         job.done = True
-        for encoded in (job.request.arguments, job.request.function.encoded):
-            segment = encoded.segment
-            if segment is None:
-                continue
-            encoded.segment = None
-            if job.kept or job.failures or error is not None:
-                segment.close()
-            else:
-                self.arena.give_back(segment)
+        self._release(job, reusable=not (job.kept or job.failures or error is not None))
         if self._on_event is not None:
             failed = str(error or (job.failures[0].error if job.failures else "") or "") or None
             if failed is None and job.failures:
@@ -405,6 +417,17 @@ class Gang:
             took = time.monotonic() - job.started_s
             self._tell(events.CallFinished(job_id=job.request.job_id, took_s=took, error=failed))
         job.sink.done(job.results, job.failures, error)
+
+    def _release(self, job: Job, *, reusable: bool) -> None:
+        """Let go of the memory files that its arguments and function lie in."""
+        for encoded in (job.request.arguments, job.request.function.encoded):
+            segment, encoded.segment = encoded.segment, None
+            if segment is None:
+                continue
+            if reusable:
+                self.arena.give_back(segment)
+            else:
+                segment.close()
 
     def _retry(self, job: Job) -> bool:
         """A call that lost a rank is started again as a whole, if it may be."""
@@ -428,19 +451,20 @@ class Gang:
 
     # -- hangs ------------------------------------------------------------------------------------------------------
 
-    def _watch_for_hang(self, job: Job) -> None:
-        limit = self.spec.hang_timeout_s
-        period = min(max((limit or _HANG_WARNING_S) / 5, 0.1), 60.0)
-        number = job.number
+    @property
+    def _hang_period_s(self) -> float:
+        """How often stacks are read: often enough that a loop is not always met at the same line."""
+        return min(max((self.spec.hang_timeout_s or _HANG_WARNING_S) / 20, 0.1), 15.0)
 
-        def ask() -> None:
-            if self._jobs.get(number) is not job:
-                return
-            for node in {self.ranks[rank].node for rank in job.unfinished}:
-                self._send(self.nodes[node], pack(frames.STACKS, 0, number))
-            self._after(period, ask)
-
-        self._after(period, ask)
+    def _watch_for_hangs(self) -> None:
+        """Ask for the stacks of every call that runs since the last round; one timer for all, none while idle."""
+        period = self._hang_period_s
+        old = time.monotonic() - period
+        for job in self._jobs.values():
+            if job.started_s <= old and not job.stopping:
+                for node in {self.ranks[rank].node for rank in job.unfinished}:
+                    self._send(self.nodes[node], pack(frames.STACKS, 0, job.number))
+        self._hang_watch = self._after(period, self._watch_for_hangs) if self._jobs else None
 
     def _on_stacks(self, frame: Frame) -> None:
         job = self._jobs.get(frame.call)
@@ -454,7 +478,7 @@ class Gang:
                 job.progress[rank] = (main, now)
         silent = {rank: now - since for rank, (_, since) in job.progress.items() if rank not in job.ended}
         limit = self.spec.hang_timeout_s
-        longest = max(silent.values(), default=0.0)
+        longest = hung_for(silent, {rank: job.progress[rank][0] for rank in silent})
         if limit is not None and longest >= limit:
             shown = {rank: job.progress[rank][0] for rank in silent}
             missing, waiting = hung(shown, sorted(job.ended))
@@ -463,7 +487,7 @@ class Gang:
             self._stop_ranks(job, soft_s=0.0)
         elif not job.warned and longest >= (limit / 2 if limit else _HANG_WARNING_S):
             job.warned = True
-            stuck = tuple(sorted(rank for rank, quiet in silent.items() if quiet >= longest / 2))
+            stuck = tuple(sorted(rank for rank, quiet in silent.items() if quiet >= longest))
             shown = {rank: job.progress[rank][0] for rank in stuck}
             self._tell(
                 events.HangSuspected(job_id=job.request.job_id, ranks=stuck, silent_s=longest, stacks=shown)
@@ -474,6 +498,13 @@ class Gang:
     # -- frames -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # without a reader everybody would wait for ever
+            self._break(PoolClosed(f"the pool's reader failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _serve(self) -> None:
         while True:
             for key, _ in self._selector.select(self._next_timer()):
                 if key.data is None:
@@ -502,7 +533,23 @@ class Gang:
             return
         with self._lock:
             for raw in received:
-                self._on_frame(node, raw.parsed())
+                try:
+                    frame = raw.parsed()
+                except WireError as error:  # bytes of the user's that look like a frame: its rank can't be trusted
+                    self._bad_frame(raw, error)
+                else:
+                    self._on_frame(node, frame)
+
+    def _bad_frame(self, raw: RawFrame, error: WireError) -> None:
+        for fd in raw.fds:
+            os.close(fd)
+        if not 0 <= raw.rank < self.world_size:
+            raise error
+        state = self.ranks[raw.rank]
+        job = self._scheduler.running.get(raw.rank)
+        if job is not None and not job.done and raw.rank not in job.ended:
+            self._fail(job, Failure(raw.rank, state.node, error=WorkerDied(rank=raw.rank, node=state.node, reason=str(error))))
+        self._send(self._node_of(raw.rank), pack(frames.KILL, raw.rank))
 
     def _on_frame(self, node: NodeState, frame: Frame) -> None:
         job = self._jobs.get(frame.call) if frame.call else None
@@ -514,7 +561,10 @@ class Gang:
             case frames.VALUE | frames.STREAM | frames.REPORT if job is not None and not job.stopping:
                 job.saw(frame.rank)
                 job.streaming = job.streaming or frame.kind == frames.STREAM
-                job.sink.frame(frame, frame.rank, node.plan.node)
+                try:
+                    job.sink.frame(frame, frame.rank, node.plan.node)
+                except Exception as error:  # noqa: BLE001 - what a report's pickle runs here is the user's
+                    self.cancel(job, error)
             case frames.WANT_GROUP if job is not None:
                 self._on_want_group(job, frame.rank)
             case frames.HELLO:
@@ -573,6 +623,7 @@ class Gang:
         state.main_thread = frame.meta["main_thread"]
         state.ready, state.has_torch = True, False
         state.sent, state.path = set(), self.spec.path
+        self._node_of(state.rank).restarts = 0
         self._tell(events.RankStarted(rank=state.rank, node=state.node, pid=state.pid, restarts=state.starts))
         state.starts += 1
         self._scheduler.free(frame.rank)
@@ -593,6 +644,7 @@ class Gang:
             signal=meta["signal"],
             oom=meta["oom"],
             log_tail=meta["tail"],
+            reason=meta.get("fault"),
         )
         if not meta["killed"] and not self._closing:
             self._tell(events.RankDied(rank=frame.rank, node=state.node, reason=died.reason))
@@ -605,6 +657,21 @@ class Gang:
             self._break(ProvisionError(f"a rank could not be started: {died}", node=state.node))
         elif not self._closing:
             self._send(node, pack(frames.SPAWN, frame.rank))
+            self._expect([state])
+
+    def _expect(self, ranks: Sequence[RankState]) -> None:
+        """Ranks were started again: they come up in time, or the pool ends saying so."""
+        seen = [(state, state.starts) for state in ranks]
+
+        def check() -> None:
+            late = [state.rank for state, starts in seen if not state.ready and state.starts == starts]
+            if late and not self._closing:
+                limit = self.spec.start_timeout_s
+                self._break(
+                    PoolClosed(f"{name_ranks(late)} did not come up again within {limit:g} s; see {self.spec.log_dir}")
+                )
+
+        self._after(self.spec.start_timeout_s, check)
 
     def _on_agent(self, node: NodeState, frame: Frame) -> None:
         if "ended" in frame.meta:
@@ -630,6 +697,11 @@ class Gang:
             ranks = [state for state in self.ranks if state.node == node.plan.node]
             came_up = all(state.starts for state in ranks)
             lost = NodeLost(node.plan.node, reason)
+            closing = self._closing
+            if node.ended is not None and not closing:
+                self._break(PoolClosed(f"node {node.plan.node} ended: {reason}"))
+            elif not came_up and not closing:
+                self._break(ProvisionError(f"node {node.plan.node} ended while it started: {reason}", node=node.plan.node))
             for state in ranks:
                 job = self._scheduler.running.get(state.rank)
                 state.ready = False
@@ -637,11 +709,6 @@ class Gang:
                 if job is not None and not job.done and state.rank not in job.ended:
                     self._fail(job, Failure(state.rank, state.node, error=lost))
                     self._rank_ended(job, state.rank)
-            closing = self._closing
-            if node.ended is not None and not closing:
-                self._break(PoolClosed(f"node {node.plan.node} ended: {reason}"))
-            elif not came_up and not closing:
-                self._break(ProvisionError(f"node {node.plan.node} ended while it started: {reason}"))
         handle.stop()
         if not closing and self._broken is None:
             self._reviver = threading.Thread(target=self._revive, args=(node,), name="atoll-revive", daemon=True)
@@ -653,7 +720,10 @@ class Gang:
             with self._lock:
                 if self._closing:
                     return
+                if node.restarts > _MAX_EARLY_DEATHS:
+                    raise NodeLost(node.plan.node, f"{node.restarts} times in a row before a rank came up")
                 self._start_node(node)
+                self._expect([state for state in self.ranks if state.node == node.plan.node])
         except Exception as error:  # noqa: BLE001 - whatever a provider raises ends the pool with its reason
             self._break(PoolClosed(f"node {node.plan.node} was lost and could not be started again: {error}"))
 
@@ -669,13 +739,26 @@ class Gang:
 
     # -- timers and events --------------------------------------------------------------------------------------------
 
-    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
+    def _after(self, delay_s: float, action: Callable[[], None]) -> Timer:
         with self._lock:
             when = time.monotonic() + delay_s
             soonest = not self._timers or when < self._timers[0][0]
-            heapq.heappush(self._timers, (when, next(self._timer_numbers), action))
+            timer: Timer = [when, next(self._timer_numbers), action]
+            heapq.heappush(self._timers, timer)
         if soonest and threading.current_thread() is not self._reader:
             self._poke()
+        return timer
+
+    def _take_back(self, timer: Timer) -> None:
+        """The timer will not run; what it held is let go now, its place in the heap when those are half of it."""
+        if timer[2] is None:
+            return
+        timer[2] = None
+        self._num_void += 1
+        if self._num_void > 32 + len(self._timers) // 2:
+            self._timers = [kept for kept in self._timers if kept[2] is not None]
+            heapq.heapify(self._timers)
+            self._num_void = 0
 
     def _poke(self) -> None:
         with contextlib.suppress(OSError):
@@ -690,8 +773,12 @@ class Gang:
             with self._lock:
                 if not self._timers or self._timers[0][0] > time.monotonic():
                     return
-                action = heapq.heappop(self._timers)[2]
-                action()
+                timer = heapq.heappop(self._timers)
+                action, timer[2] = timer[2], None
+                if action is None:
+                    self._num_void -= 1
+                else:
+                    action()
 
     def _tell(self, event: events.Event) -> None:
         if self._on_event is None:

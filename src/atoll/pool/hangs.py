@@ -23,11 +23,25 @@ def summary(dump: str, main_thread: int) -> str:
     return "\n".join(own or lines)
 
 
+def hung_for(silent: Mapping[int, float], stacks: Mapping[int, str]) -> float:
+    """Seconds that the call as a whole makes no progress, of how long each of its running ranks has made none.
+
+    A rank that waits for one that works is in no trouble: those that don't wait count. Where all wait, nobody will
+    ever come, and it is so since the last of them got there.
+    """
+    working = [quiet for rank, quiet in silent.items() if not _waits(stacks[rank])]
+    return max(working) if working else min(silent.values(), default=0.0)
+
+
+def _waits(stack: str) -> bool:
+    return any(part in stack for part in _WAITS)
+
+
 def hung(stacks: Mapping[int, str], ended: Sequence[int]) -> tuple[list[int], list[int]]:
     """Ranks that did not arrive, and ranks that wait in a collective.
 
     Where all that still run wait, those that returned are the ones that will never come.
     """
-    waiting = [rank for rank, stack in sorted(stacks.items()) if any(part in stack for part in _WAITS)]
+    waiting = [rank for rank, stack in sorted(stacks.items()) if _waits(stack)]
     missing = [rank for rank in sorted(stacks) if rank not in waiting]
     return missing or list(ended) or waiting, waiting

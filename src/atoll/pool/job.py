@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,7 +90,7 @@ class Job:
     done: bool = False
     progress: dict[int, tuple[str, float]] = field(default_factory=dict)  # by rank: last stack, and since when
     warned: bool = False
-    timers: list[Callable[[], None]] = field(default_factory=list)
+    timers: list[list[Any]] = field(default_factory=list)  # the gang's, taken back when the call ends
 
     @property
     def whole_gang(self) -> bool:

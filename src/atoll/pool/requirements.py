@@ -6,12 +6,14 @@ import importlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from atoll.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 _NAMED = re.compile(
     r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:\[(?P<extras>[^\]]*)\])?\s*(?P<rest>.*)"
@@ -163,6 +165,8 @@ class Installed:
 
     def _find(self, project: str) -> Distribution | None:
         if project not in self._found:
+            from importlib.metadata import Distribution  # as slow to import as all of this package's own modules
+
             # Half-removed packages leave metadata without a version behind.
             found = Distribution.discover(name=project, path=self._folders)
             self._found[project] = next((each for each in found if each.metadata["Version"]), None)

@@ -16,12 +16,12 @@ import sys
 import weakref
 import zipimport
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from atoll.pool.job import Shipped
 from atoll.wire.codec import Payload, dumps
-from atoll.wire.segments import Arena
+from atoll.wire.segments import Arena, Encoded
 
 _CACHEABLE_BYTES = 1 << 20
 _STANDARD_LOADERS = (
@@ -49,6 +49,17 @@ class ByName:
         return resolve, (self.module, self.qualname)
 
 
+class BoundByName:
+    """Stands for a bound method whose function a rank can import; becomes the method when it is loaded."""
+
+    def __init__(self, function: ByName, owner: object) -> None:
+        self.function = function
+        self.owner = owner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodType, (self.function, self.owner)
+
+
 def resolve(module: str, qualname: str) -> Callable[..., Any]:
     """The function of that name, imported, without what decorators put around it."""
     found: Any = importlib.import_module(module)
@@ -72,7 +83,14 @@ def ship(function: Callable[..., Any], arena: Arena) -> Shipped:
         digest = hashlib.blake2b(payload.head, digest_size=12).hexdigest()
     else:
         digest = f"#{next(_unique)}"
-    return Shipped(digest, arena.encode(payload), cacheable, pure and cacheable)
+    return Shipped(digest, encode(payload, arena), cacheable, pure and cacheable)
+
+
+def encode(payload: Payload, arena: Arena) -> Encoded:
+    """Lay a payload out for sending, as it is now: its call may wait while the caller writes to the same arrays."""
+    encoded = arena.encode(payload)
+    encoded.inline = [bytes(part) for part in encoded.inline]
+    return encoded
 
 
 def pack_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
@@ -94,8 +112,11 @@ def name_of(function: Any) -> str:
 
 def _payload(function: Callable[..., Any]) -> Payload:
     _register_by_value()
-    by_name = importable(function)
-    return dumps(by_name or function, what=f"the function {name_of(function)}")
+    what = f"the function {name_of(function)}"
+    if isinstance(function, MethodType):
+        by_name = importable(function.__func__)
+        return dumps(BoundByName(by_name, function.__self__) if by_name else function, what=what)
+    return dumps(importable(function) or function, what=what)
 
 
 def _pure_payload(function: FunctionType) -> Payload:
@@ -113,15 +134,12 @@ def _is_pure(function: FunctionType) -> bool:
 
     A function that can be imported is never pure: the file may be edited.
     """
-    cached = _pure.get(function)
-    if cached is not None and cached[0] is function.__code__:
-        return not function.__closure__ and not _custom_attributes(function)
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return (
         not function.__closure__
         and not _custom_attributes(function)
         and all(type(value) in _SCALARS for value in defaults)
-        and not _uses_globals(function.__code__, function.__globals__)
+        and not _uses_globals(function.__code__, function.__globals__)  # a global may be defined after the first call
         and importable(function) is None
     )
 
@@ -158,7 +176,12 @@ def module_importable(module: ModuleType) -> bool:
         return False
     if "site-packages" in (spec.origin or ""):
         return True
-    return isinstance(spec.loader, _STANDARD_LOADERS) and _on_path(module.__name__, spec.origin)
+    return _is_standard(spec.loader) and _on_path(module.__name__, spec.origin)
+
+
+def _is_standard(loader: object) -> bool:
+    # Built-in and frozen modules (`os` is one) have the loader's class itself.
+    return isinstance(loader, _STANDARD_LOADERS) or loader in _STANDARD_LOADERS
 
 
 @functools.lru_cache(1024)
@@ -193,7 +216,7 @@ def _register_by_value() -> None:
         if spec is None or not getattr(module, "__file__", None):
             continue
         _registered.add(name)
-        if not isinstance(spec.loader, _STANDARD_LOADERS) and not module_importable(module):
+        if not _is_standard(spec.loader) and not module_importable(module):
             cloudpickle.register_pickle_by_value(module)
 
 

@@ -27,6 +27,7 @@ KEPT: Final = 2
 HAS_TORCH: Final = 4
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FDS: Final = 64
+_MAX_BODY_BYTES: Final = 1 << 28  # large payloads travel in memory files: a body beyond this is no frame of ours
 _CHUNK: Final = 1 << 18
 
 # Driver to agent.
@@ -88,7 +89,12 @@ def split_body(body: memoryview) -> tuple[dict[str, Any], memoryview]:
         return {}, body
     (num_bytes,) = _LENGTH.unpack_from(body)
     start = _LENGTH.size
-    meta = json.loads(bytes(body[start : start + num_bytes])) if num_bytes else {}
+    try:
+        meta = json.loads(bytes(body[start : start + num_bytes])) if num_bytes else {}
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise WireError(f"the head of a frame is no JSON: {error}") from error
+    if not isinstance(meta, dict):
+        raise WireError(f"the head of a frame is {type(meta).__name__}, not an object")
     return meta, body[start + num_bytes :]
 
 
@@ -117,7 +123,11 @@ class Parser:
         self._fds: deque[int] = deque()
 
     def feed(self, data: bytes, fds: Iterable[int] = ()) -> list[RawFrame]:
-        """Add what was received; returns every frame that is now whole."""
+        """Add what was received; returns every frame that is now whole.
+
+        Raises:
+            WireError: the bytes are no frame; nothing more can be read from this stream.
+        """
         self._data += data
         self._fds.extend(fds)
         frames = []
@@ -125,11 +135,13 @@ class Parser:
         buffer = self._data
         while len(buffer) - offset >= HEADER.size:
             length, kind, flags, num_fds, rank, call = HEADER.unpack_from(buffer, offset)
-            if kind not in NAMES:
-                raise WireError(f"{kind} is no kind of frame")
+            if kind not in NAMES or num_fds > _MAX_FDS or length > _MAX_BODY_BYTES:
+                raise WireError(f"kind {kind}, {num_fds} descriptors, {length} bytes: this is no frame")
             end = offset + HEADER.size + length
             if len(buffer) < end:
                 break
+            if num_fds > len(self._fds):
+                raise WireError(f"a frame of {num_fds} descriptors came with {len(self._fds)}")
             taken = tuple(self._fds.popleft() for _ in range(num_fds))
             frames.append(RawFrame(kind, flags, rank, call, bytes(buffer[offset:end]), taken))
             offset = end

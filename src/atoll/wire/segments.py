@@ -26,11 +26,12 @@ _KEEP_S = 30.0  # an unused one is let go at the next call after this long
 
 @dataclass(slots=True)
 class Segment:
-    """A memory file; ``capacity`` bytes of it are allocated."""
+    """A memory file; ``capacity`` bytes of it are allocated. A foreign one is another process's to use again."""
 
     fd: int
     capacity: int
     idle_since: float = 0.0
+    foreign: bool = False
 
     def close(self) -> None:
         """Give the file up; mappings of it stay valid."""
@@ -82,6 +83,9 @@ class Arena:
 
     def give_back(self, segment: Segment) -> None:
         """Nobody maps this file any more: keep it for the next call."""
+        if segment.foreign:
+            segment.close()
+            return
         segment.idle_since = time.monotonic()
         with self._lock:
             self._free.append(segment)

@@ -25,6 +25,8 @@ from atoll.wire.frames import Parser, RawFrame, WireError, pack, receive, send_s
 _LOG_BACKLOG_BYTES = 8 << 20  # more than this waiting for the driver, and ranks wait before they print on
 _LEAVE_S = 1.0  # what a rank gets to end by itself when the pool goes down
 _STACK_WAIT_S = 0.05
+_CLOSED_S = 0.2  # a rank whose channel is closed gets this long to end by itself: it is probably about to
+_GOODBYES = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _FROM_RANK = frozenset(range(frames.HELLO, frames.WANT_GROUP + 1))
 
 
@@ -55,14 +57,14 @@ class Agent:
         self._wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, lambda *_: self._say_goodbye())
+        for number in _GOODBYES:  # seen by the loop through the wakeup pipe: never in the middle of something
+            signal.signal(number, lambda *_: None)
         self._watch(self._wake_read, self._drain_wakeups)
 
     def run(self) -> None:
         """Serve until the driver goes."""
-        self._tell(frames.AGENT, meta={"version": frames.VERSION, "pid": os.getpid()})
         try:
+            self._tell(frames.AGENT, meta={"version": frames.VERSION, "pid": os.getpid()})
             while True:
                 for key, mask in self._selector.select(self._timeout()):
                     key.data(mask)
@@ -199,17 +201,20 @@ class Agent:
             # Its channel is closed but it lives: nothing more can come from it, so it has to go.
             self._selector.unregister(rank.sock)
             if not rank.killed:
-                self._timers.append((time.monotonic() + 0.2, lambda: self._kill(rank)))
+                self._timers.append((time.monotonic() + _CLOSED_S, lambda: self._expel(rank, "closed its channel to Atoll")))
             return
         self._relay(rank, data, fds)
 
     def _relay(self, rank: Rank, data: bytes, fds: list[int]) -> None:
         try:
-            received = [frame for frame in rank.parser.feed(data, fds) if frame.kind in _FROM_RANK]
+            received = rank.parser.feed(data, fds)
         except WireError:  # the user's code wrote into our descriptor
-            self._kill(rank)
+            self._expel(rank, "wrote into its channel to Atoll (descriptor 3)")
             return
         for frame in received:
+            if frame.kind not in _FROM_RANK or frame.rank != rank.rank:
+                self._expel(rank, "wrote into its channel to Atoll (descriptor 3)")
+                return
             if frame.kind in (frames.RESULT, frames.ERROR):
                 self._drain_outputs(rank)  # what the call printed is shown before it returns
                 rank.busy = 0
@@ -222,13 +227,13 @@ class Agent:
         with contextlib.suppress(OSError):
             while (received := receive(rank.sock))[0]:
                 self._relay(rank, *received)
+        kill_tree(rank.pid, rank.tag)  # before it is reaped: its pid can't have become somebody else's
         _pid, status = os.waitpid(rank.pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        kill_tree(rank.pid, rank.tag)
         self._drain_outputs(rank)
         del self._ranks[rank.rank]
         self._forget(rank)
-        oom = code == -signal.SIGKILL and not rank.killed and self._oom.rose()
+        oom = code == -signal.SIGKILL and not rank.killed and rank.fault is None and self._oom.rose()
         self._tell(
             frames.EXIT,
             rank.rank,
@@ -239,10 +244,18 @@ class Agent:
                 "oom": oom,
                 "tail": rank.log_tail(),
                 "killed": rank.killed,
+                "fault": rank.fault,
             },
         )
         rank.close()
+        reap_orphans(other.pid for other in self._ranks.values())
         self._leave_if_empty()
+
+    def _expel(self, rank: Rank, why: str) -> None:
+        """End a rank that can't be talked to any more."""
+        if self._ranks.get(rank.rank) is rank:
+            rank.fault = why
+            self._kill(rank)
 
     def _kill(self, rank: Rank) -> None:
         kill_tree(rank.pid, rank.tag)
@@ -283,6 +296,8 @@ class Agent:
             self._watch(output.reader, lambda _mask, output=output: self._read_output(rank, output))
 
     def _read_output(self, rank: Rank, output: Output) -> None:
+        if self._ranks.get(rank.rank) is not rank:  # it died in this very round of the loop: its pipes are closed
+            return
         data = output.read()
         if data:
             self._log(rank, output, data)
@@ -291,7 +306,7 @@ class Agent:
 
     def _drain_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
-            while data := output.read():
+            for data in output.drain():
                 self._log(rank, output, data)
 
     def _log(self, rank: Rank, output: Output, data: bytes) -> None:
@@ -368,17 +383,21 @@ class Agent:
         self._oom.tick()
 
     def _drain_wakeups(self, _mask: int) -> None:
+        signals = b""
         with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+            signals = os.read(self._wake_read, 4096)
+        if any(number in signals for number in _GOODBYES):
+            self._say_goodbye()
         reap_orphans(rank.pid for rank in self._ranks.values())
 
     def _end(self) -> None:
         if self._setup:
             kill_tree(os.getpid(), f"ATOLL_POOL_TAG={self._setup['tag']}.{self._setup['node']}")
-            shutil.rmtree(self._setup["tmp_dir"], ignore_errors=True)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
+        if self._setup:  # last, when nobody can write there any more
+            shutil.rmtree(self._setup["tmp_dir"], ignore_errors=True)
 
 
 def main() -> None:

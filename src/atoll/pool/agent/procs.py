@@ -27,15 +27,16 @@ def prctl(option: int, value: int) -> None:
 def tree(root: int, tag: str) -> list[int]:
     """Every process below ``root``, and every one whose environment carries ``tag``; ``root`` itself first.
 
-    A grandchild that was orphaned by a double fork or left its session is found by the tag it inherited.
+    A grandchild that was orphaned is found by the session that ``root`` leads, or where it left that by the tag it
+    inherited.
     """
     parents = _parents()
     found = {root}
     grew = True
     while grew:
         grew = False
-        for pid, ppid in parents.items():
-            if ppid in found and pid not in found:
+        for pid, (ppid, session) in parents.items():
+            if (ppid in found or session == root) and pid not in found:
                 found.add(pid)
                 grew = True
     needle = tag.encode()
@@ -123,13 +124,15 @@ def _oom_kills() -> int:
     return 0
 
 
-def _parents() -> dict[int, int]:
-    parents: dict[int, int] = {}
+def _parents() -> dict[int, tuple[int, int]]:
+    """Parent and session of every process."""
+    parents: dict[int, tuple[int, int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stat:
                 # The command name may hold spaces and brackets: what counts comes after the last bracket.
-                parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
+                fields = stat.read().rpartition(b")")[2].split()
+                parents[int(name)] = int(fields[1]), int(fields[3])
     return parents
 
 

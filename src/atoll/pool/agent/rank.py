@@ -8,17 +8,20 @@ import os
 import signal
 import socket
 import struct
+import termios
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from atoll.wire.frames import Parser
 
 STACK_SIGNAL = signal.SIGRTMIN
 CANCEL_SIGNAL = signal.SIGRTMIN + 1
-# Where a rank finds what the agent gave it.
+# Where a rank finds what the agent gave it, after standard input, output and error.
 CHANNEL_FD, STACK_FD, STOP_FD = 3, 4, 5
 _TAIL_BYTES = 1 << 14
 _WORD = struct.Struct("<Q")
+_WAITING = struct.Struct("i")
 
 
 class Output:
@@ -42,6 +45,13 @@ class Output:
             self._keep(data)
         return data
 
+    def drain(self) -> Iterator[bytes]:
+        """What lies in the pipe now, and no more: whoever writes without end must not hold the agent up."""
+        waiting = _WAITING.unpack(fcntl.ioctl(self.reader, termios.FIONREAD, bytes(_WAITING.size)))[0]
+        while waiting > 0 and (data := self.read()):
+            waiting -= len(data)
+            yield data
+
     def _keep(self, data: bytes) -> None:
         # A full disk must not stop training: the driver still gets every byte.
         with contextlib.suppress(OSError):
@@ -56,6 +66,12 @@ class Output:
         os.close(self._file)
 
 
+def _memory_file(name: str, failed: contextlib.ExitStack) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    failed.callback(os.close, fd)
+    return fd
+
+
 class Rank:
     """A running rank. ``busy`` is the number of the call it runs, 0 when idle."""
 
@@ -64,6 +80,7 @@ class Rank:
         self.local_rank: int = spec["local_rank"]
         self.busy = 0
         self.killed = False
+        self.fault: str | None = None  # what it did that made its agent end it
         self.out: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self.parser = Parser()
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{self.rank}"
@@ -71,47 +88,53 @@ class Rank:
         self._spawn(spec, setup, log)
 
     def _spawn(self, spec: dict[str, Any], setup: dict[str, Any], log: str) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        out_read, out_write = os.pipe2(os.O_CLOEXEC)
-        err_read, err_write = os.pipe2(os.O_CLOEXEC)
-        self.stack_file = os.memfd_create("atoll-stacks", os.MFD_CLOEXEC)
-        fcntl.fcntl(self.stack_file, fcntl.F_SETFL, os.O_APPEND)
-        self.stop_file = os.memfd_create("atoll-stop", os.MFD_CLOEXEC)
-        os.write(self.stop_file, _WORD.pack(0))
-        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
+            self.sock, theirs = socket.socketpair()
+            given.callback(theirs.close)
+            failed.callback(self.sock.close)
+            self.sock.setblocking(False)
+            self.stack_file = _memory_file("atoll-stacks", failed)
+            fcntl.fcntl(self.stack_file, fcntl.F_SETFL, os.O_APPEND)
+            self.stop_file = _memory_file("atoll-stop", failed)
+            os.write(self.stop_file, _WORD.pack(0))
+            self.outputs: list[Output] = []
+            writers = []
+            for suffix in (".out", ".err"):
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                given.callback(os.close, writer)
+                os.set_blocking(reader, False)
+                writers.append(writer)
+                try:
+                    output = Output(reader, log + suffix, suffix == ".err")
+                except OSError:
+                    os.close(reader)
+                    raise
+                failed.callback(output.close)
+                self.outputs.append(output)
+            null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            given.callback(os.close, null)
+            targets = (null, *writers, theirs.fileno(), self.stack_file, self.stop_file)
+            self.pid = self._exec(spec, setup, targets)
+            failed.callback(os.kill, self.pid, signal.SIGKILL)
+            self.pidfd = os.pidfd_open(self.pid)
+            failed.pop_all()
+
+    def _exec(self, spec: dict[str, Any], setup: dict[str, Any], sources: Sequence[int]) -> int:
+        """Start the process; it finds the descriptors as 0, 1, 2, ... in their order."""
         key, _, value = self.tag.partition("=")
         env = {**setup["env"], **spec["env"], key: value, "ATOLL_POOL_TAG": f"{setup['tag']}.{setup['node']}"}
         if os.getpid() != 1:  # as PID 1 of a namespace the kernel takes ranks down with the agent; else they ask for it
             env["ATOLL_PDEATHSIG"] = "1"
         # Signals that Python ignores, and the agent's mask, must not be inherited by the user's code.
-        self.pid = os.posix_spawn(
+        return os.posix_spawn(
             setup["python"],
             [setup["python"], *setup["argv"]],
             {os.fsencode(k): os.fsencode(v) for k, v in env.items()},
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, source, target)
-                for source, target in (
-                    (null, 0),
-                    (out_write, 1),
-                    (err_write, 2),
-                    (theirs.fileno(), CHANNEL_FD),
-                    (self.stack_file, STACK_FD),
-                    (self.stop_file, STOP_FD),
-                )
-            ],
+            file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for target, source in enumerate(sources)],
             setsid=True,
             setsigmask=[],
             setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
         )
-        self.pidfd = os.pidfd_open(self.pid)
-        for fd in (out_write, err_write, null):
-            os.close(fd)
-        theirs.close()
-        self.sock = ours
-        for fd in (out_read, err_read):
-            os.set_blocking(fd, False)
-        self.outputs = (Output(out_read, log + ".out", False), Output(err_read, log + ".err", True))
 
     def cancel(self, call: int) -> None:
         """Raise in the rank's main thread if it still runs that call."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import os
 import signal
 import sys
 import sysconfig
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP),
+    *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGPROF, signal.SIGVTALRM),
+)
 
 
 class Isolation:
@@ -37,6 +43,7 @@ class Isolation:
 
     def restore(self) -> None:
         """Put everything back, and give the next call random numbers of its own."""
+        self._modules.note_new()  # now, not at the next call: a file edited in between has to look edited
         if os.environ != self._env:
             for key in os.environ.keys() - self._env.keys():
                 del os.environ[key]
@@ -80,6 +87,26 @@ def restore_torch(torch: Any) -> None:
         torch.set_num_threads(_torch_threads[0])
 
 
+class _FreshFinder(MetaPathFinder):
+    """Drops bytecode of a user's module that is older than its source.
+
+    Python matches them by whole seconds and size, so a file edited within a second of its import would run old code.
+    """
+
+    def __init__(self, is_users: Callable[[str], bool]) -> None:
+        self._is_users = is_users
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.cached and spec.origin and self._is_users(spec.origin):
+            with contextlib.suppress(OSError):
+                if os.stat(spec.cached).st_mtime_ns <= os.stat(spec.origin).st_mtime_ns:
+                    os.unlink(spec.cached)
+        return spec
+
+
 class UserModules:
     """Modules that are the user's own files, with the state those files had when they were imported."""
 
@@ -90,6 +117,8 @@ class UserModules:
         self._not_users = tuple({os.path.realpath(paths[n]) + os.sep for n in names} | {ours + os.sep})
         self._seen: set[str] = set()
         self._files: dict[str, tuple[str, int, int]] = {}
+        ordinary = sys.meta_path.index(importlib.machinery.PathFinder)
+        sys.meta_path.insert(ordinary, _FreshFinder(self._is_users))
 
     def note_new(self) -> None:
         """Look at what was imported since the last time."""
@@ -117,6 +146,8 @@ class UserModules:
         importlib.invalidate_caches()
 
     def _is_users(self, path: str) -> bool:
+        if path.startswith(self._not_users) or f"{os.sep}site-packages{os.sep}" in path:
+            return False
         real = os.path.realpath(path)
         return not real.startswith(self._not_users) and f"{os.sep}site-packages{os.sep}" not in real
 

@@ -135,7 +135,7 @@ class Worker:
         self.broadcast = bool(meta.get("b"))
         self.made_group = False
         self.isolation.before_call()
-        self._enter(meta)
+        self._enter(meta, frame.call)
         self.call = frame.call
         try:
             try:
@@ -158,8 +158,7 @@ class Worker:
         function, arguments, mapping = self._unpack(frame)
         args, kwargs = arguments
         del arguments
-        if self.broadcast and self.setup["world_size"] > 1:
-            self._around(frame.meta)
+        self._around(frame.meta)
         result = _settle(function(*args, **kwargs))
         if is_stream(result):
             send_stream(self, result)
@@ -197,7 +196,7 @@ class Worker:
 
     # -- a call's parts -------------------------------------------------------------------------------------------
 
-    def _enter(self, meta: dict[str, Any]) -> None:
+    def _enter(self, meta: dict[str, Any], call: int) -> None:
         setup = self.setup
         if "path" in meta:
             sys.path[:] = meta["path"]
@@ -234,7 +233,7 @@ class Worker:
                 seed=meta["s"],
                 simulated=setup["simulated"],
                 pool_id=setup["pool_id"],
-                checkpoint_dir=meta.get("c"),
+                checkpoint_dir=os.path.join(meta["c"], f"{call:08d}"),  # a folder for each attempt, in order
                 send_report=self._report,
             )
         )

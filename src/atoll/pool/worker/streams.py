@@ -26,7 +26,7 @@ def send_stream(worker: Worker, values: Any) -> None:
     worker.send(frames.STREAM)
     credit = WINDOW
     try:
-        for value in values:
+        while True:
             while credit == 0 or worker.frame_waiting():
                 frame = worker.next_frame()
                 if frame.call != worker.call:
@@ -35,7 +35,12 @@ def send_stream(worker: Worker, values: Any) -> None:
                     return
                 if frame.kind == frames.CREDIT:
                     credit += frame.meta["n"]
+            try:
+                value = next(values)
+            except StopIteration:
+                return
             worker.send(frames.VALUE, payload=dumps(value, what="a streamed value"))
+            del value
             credit -= 1
     finally:
         values.close()

@@ -44,7 +44,8 @@ _state = _State()
 def before_call(worker: Worker, all_have_torch: bool) -> None:
     """Get ready for a broadcast: make the group now if torch is loaded everywhere, else when it is imported."""
     _state.worker = worker
-    _state.armed = True
+    _state.armed = worker.broadcast and worker.setup["world_size"] > 1
+    _state.num_groups = 0  # counted within a call: a rank that started later has to come to the same names
     worker.at_end.append(_after_call)
     if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchFinder())
@@ -52,6 +53,11 @@ def before_call(worker: Worker, all_have_torch: bool) -> None:
         _on_torch()
     elif all_have_torch:
         import torch  # noqa: F401 - some ranks have it from an earlier call: all must come to the same answer
+
+
+def disarm() -> None:
+    """Importing torch makes no group in this call."""
+    _state.armed = False
 
 
 def explicit(backend: str | None, timeout_s: float | None) -> None:
@@ -65,12 +71,6 @@ def explicit(backend: str | None, timeout_s: float | None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _make(backend, timeout_s)
-
-
-def attach(worker: Worker) -> None:
-    """Let a decorated function in a world of one find its worker."""
-    _state.worker = worker
-    worker.at_end.append(_after_call)
 
 
 def backend_for(asked: str | None, *, simulated: bool, local_world_size: int) -> str:

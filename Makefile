@@ -1,0 +1,128 @@
+# Every target works on a fresh Debian or Ubuntu with Python 3.11 or newer: it makes .venv where there is none and
+# installs what is missing, or what changed since. pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, a pip.conf, ...)
+# are left as they are. Another interpreter: `make test PYTHON=python3.12`.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all check bench docs clean venv install install-train install-bench
+
+VENV := .venv
+BIN := $(VENV)/bin
+BENCH_VENV := .venv-bench
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Commas cannot stand inside a $(call ...).
+ALL_EXTRAS := dev,train,transformers
+# Test workers; tests marked `serial` run alone afterwards.
+WORKERS ?= 2
+# More for pytest, e.g. `make test ARGS="-k shard -x"`.
+ARGS ?=
+
+# The first Python that is new enough, unless PYTHON names one.
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+endif
+
+# Ranks are processes of their own: more threads a rank than cores only slows all of them.
+export OMP_NUM_THREADS := 1
+
+help:
+	@echo 'make quickstart   train a small model on two local nodes and plot its loss (installs what it needs)'
+	@echo 'make test         the tests, with coverage'
+	@echo 'make test-all     the long tests too'
+	@echo 'make check        ruff, mypy --strict, import contracts, then the tests'
+	@echo 'make bench        call latency and throughput beside Ray and Dask'
+	@echo 'make docs         the documentation, into site/'
+	@echo 'make clean        remove what these made, the environments included'
+
+venv:
+	@if [ -z "$(PYTHON)" ]; then \
+		if command -v python3 >/dev/null 2>&1; then \
+			echo "atoll: Python 3.11 or newer is needed, python3 here is $$(python3 -V 2>&1): name another one with PYTHON=" >&2; \
+		else \
+			echo "atoll: python3 is missing: apt-get install python3 python3-venv" >&2; \
+		fi; exit 1; \
+	fi
+	@if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "atoll: PYTHON=$(PYTHON) is not a Python 3.11 or newer" >&2; exit 1; \
+	fi
+	@if [ ! -x $(BIN)/python ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		if ! "$(PYTHON)" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
+			echo "atoll: python3-venv is missing: apt-get install python3-venv" >&2; exit 1; \
+		fi; \
+		echo "==> making $(VENV) with $$("$(PYTHON)" -V)"; \
+		"$(PYTHON)" -m venv --clear $(VENV); \
+	fi
+
+# A stamp holds the checksum of what was installed: it notices a change either way, whatever the clocks say.
+define install_extras
+	@sum="$$(cat pyproject.toml constraints.txt | cksum)"; \
+	for stamp in $(3); do \
+		if [ "$$(cat $(1)/.atoll-$$stamp 2>/dev/null)" = "$$sum" ]; then exit 0; fi; \
+	done; \
+	echo "==> installing atoll[$(2)] into $(1) (a few minutes where packages are downloaded)"; \
+	start="$$(date +%s)"; \
+	$(1)/bin/python $(PIP_INSTALL) -e ".[$(2)]" || { \
+		echo "atoll: pip could not install atoll[$(2)]; its message is above" >&2; exit 1; }; \
+	echo "$$sum" > $(1)/.atoll-$(firstword $(3)); \
+	echo "==> installed in $$(( $$(date +%s) - start )) s"
+endef
+
+install-train: venv
+	$(call install_extras,$(VENV),train,train dev)
+
+install: venv
+	$(call install_extras,$(VENV),$(ALL_EXTRAS),dev)
+
+quickstart: install-train
+	@echo "==> examples/austen/quickstart.py: a small language model on the Austen novels, two local nodes"
+	@$(BIN)/python examples/austen/quickstart.py
+
+# Both halves run even where the first fails, so that one run tells everything. pytest's exit code 5 is "no test
+# selected", which ARGS can cause in one half; in both it is a failure.
+define run_tests
+	@rm -f .coverage .coverage.*; \
+	echo "==> tests, $(WORKERS) at a time"; \
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not serial$(1)" --cov --cov-report= $(ARGS); first=$$?; \
+	echo "==> tests that need the machine to themselves"; \
+	$(BIN)/python -m pytest -m "not gpu and serial$(1)" --cov --cov-append --cov-report=term $(ARGS); second=$$?; \
+	echo "==> coverage is the driver's side: agents and ranks are programs of their own"; \
+	if [ $$first -eq 5 ]; then exit $$second; fi; \
+	if [ $$first -ne 0 ]; then exit $$first; fi; \
+	if [ $$second -eq 5 ]; then exit 0; fi; \
+	exit $$second
+endef
+
+test: install
+	$(call run_tests, and not long)
+
+test-all: install
+	$(call run_tests,)
+
+check: install
+	@echo "==> ruff check"; $(BIN)/ruff check .
+	@echo "==> ruff format --check"; $(BIN)/ruff format --check .
+	@echo "==> mypy --strict"; $(BIN)/mypy
+	@echo "==> import contracts"; $(BIN)/lint-imports
+	@$(MAKE) --no-print-directory test
+
+install-bench: venv
+	@if [ ! -x $(BENCH_VENV)/bin/python ]; then \
+		echo "==> making $(BENCH_VENV): Ray and Dask stay out of $(VENV)"; $(BIN)/python -m venv $(BENCH_VENV); \
+	fi
+	$(call install_extras,$(BENCH_VENV),bench,bench)
+
+bench: install-bench
+	@echo "==> bench/dispatch.py: Atoll, Ray and Dask in turn"
+	@$(BENCH_VENV)/bin/python bench/dispatch.py $(ARGS)
+
+docs: install
+	@echo "==> mkdocs build --strict, into site/"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "==> open site/index.html"
+
+clean:
+	@echo "==> removing environments, caches and outputs"
+	@rm -rf $(VENV) $(BENCH_VENV) .venv-* site build dist htmlcov outputs .coverage .coverage.* \
+		.pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis src/*.egg-info
+	@find src tests examples bench docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

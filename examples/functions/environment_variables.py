@@ -1,0 +1,24 @@
+"""Environment variables: what every rank of a broadcast finds set, beside what `sky.instance_info()` says.
+
+The guide has a table here and no code, so all of this script is ours.
+"""
+
+import atoll as sky
+from where import accelerator, provider
+
+NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+
+
+@sky.compute
+def variables() -> dict:
+    import os
+
+    return {name: os.environ[name] for name in NAMES}
+
+
+with sky.ComputePool(provider=provider, nodes=2, accelerator=accelerator) as pool:
+    results = variables() @ pool
+    one = variables() >> pool
+
+for name in NAMES:
+    print(f"{name:17}", *(f"{result[name]:>10}" for result in results), f"   on one rank, with >>: {one[name]}")

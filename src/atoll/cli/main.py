@@ -1,0 +1,131 @@
+"""``atoll``: what is up on this machine, and results of detached calls. Imports are late, so that help is fast."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from atoll import __version__
+from atoll.core.errors import AtollError
+
+_HELP = """Train one model on any hardware you can reach.
+
+\b
+I have …                            → type …
+a Python function for every rank    → python train.py    (f(x) @ sky.ComputePool(nodes=2))
+a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
+the id of a detached call           → atoll result ID
+a question about this machine       → atoll gpus
+"""
+
+app = typer.Typer(
+    help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
+)
+pools = typer.Typer(help="Named pools that stay warm between scripts.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(pools, name="pools")
+
+Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Say which Atoll this is.")] = False) -> None:
+    """Options of the command itself."""
+    if version:
+        print(f"atoll {__version__}")
+        raise typer.Exit
+
+
+@pools.command("ls")
+def pools_ls(output: Output = "table") -> None:
+    """List the named pools that are up."""
+    from atoll.pool.attached import named_pools
+
+    found = named_pools()
+    if _as_json(output):
+        print(json.dumps(found, indent=2))
+        return
+    if not found:
+        print("no named pool is up; `sky.ComputePool(name='my-pool', ...)` starts one")
+        return
+    print(f"{'NAME':20} {'RANKS':>5} {'PID':>8} {'UP':>8}  DIFFERS FROM THE DEFAULTS IN")
+    for pool in found:
+        wishes = ", ".join(f"{key}={value}" for key, value in pool["wishes"].items())
+        age = _age(time.time() - pool["started"])
+        print(f"{pool['name']:20} {pool['world_size']:5} {pool['pid']:8} {age:>8}  {wishes}")
+
+
+@pools.command("down")
+def pools_down(
+    names: Annotated[list[str] | None, typer.Argument(help="Names, as `atoll pools ls` shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Every named pool.")] = False,
+) -> None:
+    """End named pools, for every process that uses them."""
+    from atoll.pool.attached import end_pool, named_pools
+
+    up = [pool["name"] for pool in named_pools()]
+    wanted = up if everything else names or []
+    if not wanted and not everything:
+        raise typer.BadParameter("name a pool, or give --all; `atoll pools ls` lists them")
+    missing = [name for name in wanted if not end_pool(name)]
+    for name in wanted:
+        print(f"{name}: " + ("no such pool is up" if name in missing else "ended"))
+    if missing:
+        raise typer.Exit(102)
+
+
+@app.command()
+def result(
+    job_id: Annotated[str, typer.Argument(help="What pool.submit(..., detach=True) returned.")],
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait; as long as it runs by default.")] = None,
+) -> None:
+    """Wait for a detached call and print its result."""
+    from atoll.pool.detached import result as fetch
+
+    print(repr(fetch(job_id, timeout)))
+
+
+@app.command()
+def gpus(output: Output = "table") -> None:
+    """Show the GPUs of this machine that a pool would use."""
+    from atoll.providers.gpus import gpu_report
+
+    report = gpu_report()
+    if _as_json(output):
+        rows = [
+            {"index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "memory_gb": gpu.memory_gb} for gpu in report.gpus
+        ]
+        print(json.dumps(rows, indent=2))
+        return
+    if not report.gpus:
+        print(f"no GPU: {report.reason}")
+        return
+    for gpu in report.gpus:
+        print(f"{gpu.index:3}  {gpu.name:12} {gpu.memory_gb:7.1f} GB  {gpu.uuid}")
+
+
+def _as_json(output: str) -> bool:
+    if output not in ("table", "json"):
+        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
+    return output == "json"
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def main() -> None:
+    """Entry of the command."""
+    try:
+        app()
+    except AtollError as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        sys.exit(100)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,364 @@
+"""The process behind a named pool: holds the gang, serves the processes that attach, and outlives them.
+
+It listens on a Unix socket in a folder that only the user can enter, and ends when it has been idle for long enough,
+when it is told to, or when its gang can't go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from atoll.core import events
+from atoll.core.errors import AtollError, PoolClosed
+from atoll.pool import detached
+from atoll.pool.gang import Gang, GangSpec
+from atoll.pool.job import Failure, Job, Request, Shipped
+from atoll.pool.logs import LogRouter
+from atoll.wire import frames
+from atoll.wire.codec import dumps, loads
+from atoll.wire.exceptions import pack_exception
+from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
+from atoll.wire.segments import Encoded, Segment
+
+_BACKLOG_BYTES = 64 << 20  # log output waiting for a client that doesn't read; more is dropped, the files have it
+
+
+class Client:
+    """A process that is attached: frames to it go through a thread of its own, so that a slow one blocks nobody."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.parser = Parser()
+        self.jobs: dict[int, Job] = {}
+        self._waiting_bytes = 0
+        self._queue: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="atoll-client", daemon=True)
+        self._writer.start()
+
+    def send(self, data: bytes, fds: tuple[int, ...] = (), *, droppable: bool = False) -> None:
+        """Queue a frame; owns its descriptors."""
+        if droppable and self._waiting_bytes > _BACKLOG_BYTES:
+            return
+        self._waiting_bytes += len(data)
+        self._queue.put((data, fds))
+
+    def _write(self) -> None:
+        alive = True
+        while (item := self._queue.get()) is not None:
+            data, fds = item
+            if alive:
+                try:
+                    send_all(self.sock, data, fds)
+                except OSError:
+                    alive = False
+            self._waiting_bytes -= len(data)
+            for fd in fds:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Stop sending and hang up."""
+        self._queue.put(None)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self._writer.join(2.0)
+        self.sock.close()
+        self.parser.close()
+
+
+class ClientSink:
+    """Passes what a job says on to the client that asked for it."""
+
+    def __init__(self, client: Client, number: int) -> None:
+        self.client = client
+        self.number = number
+        self.job: Job | None = None
+
+    def started(self, ranks: tuple[int, ...]) -> None:
+        """Tell which ranks run it."""
+        self.client.send(pack(frames.ACCEPTED, 0, self.number, {"ranks": list(ranks)}))
+
+    def frame(self, frame: Frame, rank: int, node: int) -> None:
+        """Pass a frame on under the client's own number."""
+        data = pack(frame.kind, rank, self.number, frame.meta, [frame.rest], len(frame.fds), frame.flags)
+        self.client.send(data, frame.fds)
+
+    def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
+        """Pass every result on, then how it ended."""
+        for rank, frame in results.items():
+            self.frame(frame, rank, 0)
+        for failure in failures:
+            if failure.frame is not None:
+                self.frame(failure.frame, failure.rank, failure.node)
+        ends = [(f.rank, f.node, _packed(f.error)) for f in failures if f.error is not None]
+        payload = pickle.dumps((ends, _packed(error)))
+        meta = {"kept": bool(self.job is None or self.job.kept), "failed": [f.rank for f in failures]}
+        self.client.jobs.pop(self.number, None)
+        self.client.send(pack(frames.DONE, 0, self.number, meta, [payload]))
+
+
+def _packed(error: BaseException | None) -> tuple[bytes, list[bytes]] | None:
+    if error is None:
+        return None
+    payload = pack_exception(error)
+    return payload.head, [bytes(buffer) for buffer in payload.buffers]
+
+
+class Keeper:
+    """Serves one gang."""
+
+    def __init__(self, folder: Path, spec: GangSpec, wishes: dict[str, Any], idle_s: float, name: str) -> None:
+        self.folder = folder
+        self.wishes = wishes
+        self.idle_s = idle_s
+        self.name = name
+        self.node_of = [node.node for node in spec.plan.nodes for _ in range(node.num_ranks)]
+        self.clients: dict[socket.socket, Client] = {}
+        self.detached: set[Job] = set()
+        self._ending = False
+        self._quiet_since = time.monotonic()
+        self.gang = Gang(spec, LogRouter("quiet", self.node_of.__getitem__, len(self.node_of)), self._on_event)
+        self.gang.log_job = self._on_log
+        self._selector = selectors.DefaultSelector()
+
+    def start(self) -> None:
+        """Bring the gang up, then listen."""
+        self.gang.start()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with in_folder(self.folder) as path:
+            self._listener.bind(path)
+        self._listener.listen(64)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        about = {"pid": os.getpid(), "pool_id": self.gang.spec.pool_id, "world_size": self.gang.world_size}
+        about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "wishes": self.wishes}
+        (self.folder / "pool.json").write_text(json.dumps(about))
+
+    def serve(self) -> None:
+        """Until idle for long enough, told to end, or the gang breaks."""
+        try:
+            while not self._ending and self.gang.usable:
+                for key, _ in self._selector.select(min(0.5, self.idle_s / 4)):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                if self.clients or self.detached:
+                    self._quiet_since = time.monotonic()
+                elif time.monotonic() - self._quiet_since > self.idle_s:
+                    return
+        finally:
+            self._close()
+
+    def end(self) -> None:
+        """Leave the loop at its next turn."""
+        self._ending = True
+
+    def _close(self) -> None:
+        for name in ("sock", "pool.json"):
+            with contextlib.suppress(OSError):
+                (self.folder / name).unlink()
+        self._listener.close()
+        self.gang.stop()
+        for client in list(self.clients.values()):
+            client.close()
+        with contextlib.suppress(OSError):
+            if not (self.folder / "keeper.log").stat().st_size:  # one that says something is left to be read
+                (self.folder / "keeper.log").unlink()
+            self.folder.rmdir()
+
+    # -- clients --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        client = Client(sock)
+        self.clients[sock] = client
+        self._selector.register(sock, selectors.EVENT_READ, client)
+
+    def _read(self, client: Client) -> None:
+        try:
+            data, fds = receive(client.sock)
+            received = client.parser.feed(data, fds) if data else []
+        except (OSError, WireError):
+            data, received = b"", []
+        if not data:
+            self._gone(client)
+            return
+        for raw in received:
+            self._handle(client, raw.parsed())
+
+    def _gone(self, client: Client) -> None:
+        self._selector.unregister(client.sock)
+        self.clients.pop(client.sock, None)
+        for job in list(client.jobs.values()):
+            self.gang.cancel(job, PoolClosed("the process that made the call went away"))
+        client.close()
+
+    def _handle(self, client: Client, frame: Frame) -> None:
+        job = client.jobs.get(frame.call)
+        match frame.kind:
+            case frames.ATTACH:
+                client.send(self._greeting(frame.meta))
+            case frames.SUBMIT:
+                self._submit(client, frame)
+            case frames.CANCEL if job is not None:
+                from concurrent.futures import CancelledError
+
+                self.gang.cancel(job, _error_of(frame) or CancelledError())
+            case frames.CREDIT if job is not None:
+                self.gang.credit(job, frame.rank, frame.meta["n"])
+            case frames.CLOSE if job is not None:
+                self.gang.close_stream(job, frame.rank)
+            case frames.DOWN:
+                self._ending = True
+
+    def _greeting(self, meta: dict[str, Any]) -> bytes:
+        if meta.get("version") != frames.VERSION:
+            return pack(frames.REFUSED, meta={"why": f"it speaks wire version {frames.VERSION}, this Atoll another"})
+        for key, wished in meta["wishes"].items():
+            has = self.wishes.get(key)
+            if has != wished:
+                return pack(frames.REFUSED, meta={"why": f"it has {key}={has}, and {key}={wished} was asked for"})
+        spec = self.gang.spec
+        return pack(
+            frames.ATTACHED,
+            meta={"pool_id": spec.pool_id, "node_of": self.node_of, "log_dir": spec.log_dir, "pid": os.getpid()},
+        )
+
+    def _submit(self, client: Client, frame: Frame) -> None:
+        request = request_from(frame)
+        if frame.meta["detach"]:
+            sink = detached.StoreSink(request, self.node_of, self._forget_detached)
+            job = Job(request, sink)
+            sink.job = job
+            sink.grant = lambda rank: self.gang.credit(job, rank, 1)
+            self.detached.add(job)
+            detached.begin(request, self.name, os.getpid())
+            client.send(pack(frames.ACCEPTED, 0, frame.call, {"ranks": [], "detached": True}))
+        else:
+            passing = ClientSink(client, frame.call)
+            job = passing.job = Job(request, passing)
+            client.jobs[frame.call] = job
+        try:
+            self.gang.submit(job)
+        except AtollError as error:
+            job.done = True
+            job.sink.done({}, [], error)
+
+    def _forget_detached(self, job: Job) -> None:
+        self.detached.discard(job)
+
+    # -- what the gang says ---------------------------------------------------------------------------------------
+
+    def _on_log(self, job: Job | None, rank: int, is_stderr: bool, data: bytes) -> bool:
+        """Output goes to the client whose call the rank runs; files have all of it."""
+        sink = job.sink if job is not None else None
+        if isinstance(sink, ClientSink):
+            sink.client.send(pack(frames.LOG, rank, 0, None, [data], flags=int(is_stderr)), droppable=True)
+        return True
+
+    def _on_event(self, event: events.Event) -> None:
+        data = pack(frames.EVENT, rest=[dumps(event).head])
+        for client in list(self.clients.values()):
+            client.send(data, droppable=True)
+
+
+def _error_of(frame: Frame) -> BaseException | None:
+    if not frame.rest:
+        return None
+    error = loads(frame.rest)
+    return error if isinstance(error, BaseException) else None
+
+
+def request_to_meta(request: Request, *, detach: bool) -> tuple[dict[str, Any], list[Any], list[int]]:
+    """A request as the JSON, bytes and descriptors of a SUBMIT frame."""
+    function, arguments = request.function, request.arguments
+    meta = {
+        "digest": function.digest,
+        "cacheable": function.cacheable,
+        "pure": function.pure,
+        "function": function.encoded.table,
+        "arguments": arguments.table,
+        "whole_gang": request.whole_gang,
+        "name": request.name,
+        "timeout_s": request.timeout_s,
+        "retries": request.retries,
+        "path": list(request.path or ()),
+        "job_id": request.job_id,
+        "seed": request.seed,
+        "detach": detach,
+    }
+    fds = [encoded.segment.fd for encoded in (function.encoded, arguments) if encoded.segment is not None]
+    return meta, [*function.encoded.inline, *arguments.inline], fds
+
+
+def request_from(frame: Frame) -> Request:
+    """The request of a SUBMIT frame; takes its descriptors over."""
+    meta, fds, rest = frame.meta, list(frame.fds), bytes(frame.rest)
+    parts = []
+    for table in (meta["function"], meta["arguments"]):
+        if table.get("m"):
+            fd = fds.pop(0)
+            parts.append(Encoded(table, [], Segment(fd, os.fstat(fd).st_size, foreign=True)))
+        else:
+            size = table["h"] + sum(table.get("b", ()))
+            parts.append(Encoded(table, [rest[:size]]))
+            rest = rest[size:]
+    return Request(
+        function=Shipped(meta["digest"], parts[0], meta["cacheable"], meta["pure"]),
+        arguments=parts[1],
+        whole_gang=meta["whole_gang"],
+        name=meta["name"],
+        timeout_s=meta["timeout_s"],
+        retries=meta["retries"],
+        path=tuple(meta["path"]),
+        job_id=meta["job_id"],
+        seed=meta["seed"],
+    )
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Any:
+    """A path to the folder's socket that is short however long the folder's own is."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/sock"
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    """Entry: reads what to keep from standard input, says on standard output how the start went, then serves."""
+    if os.fork():  # the process that asked collects this one at once, and never the keeper
+        os._exit(0)
+    report = os.fdopen(os.dup(1), "wb")
+    wanted = pickle.load(sys.stdin.buffer)
+    folder = Path(wanted["folder"])
+    log = os.open(folder / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    keeper = Keeper(folder, loads(wanted["spec"]), wanted["wishes"], wanted["idle_s"], wanted["name"])
+    stop: Callable[..., None] = lambda *_: keeper.end()  # noqa: E731 - one line for two signals
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        keeper.start()
+    except BaseException as error:  # noqa: BLE001 - the process that asked raises it
+        report.write(pickle.dumps(_packed(error)))
+        report.close()
+        return
+    report.write(pickle.dumps(None))
+    report.close()
+    keeper.serve()
