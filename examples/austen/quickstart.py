@@ -143,7 +143,7 @@ def main() -> int:
     equal = len({result["parameters"] for result in results}) == 1
     print(f"{len(results)} ranks hold {'equal' if equal else 'DIFFERENT'} parameters")
     print(f"curve: {args.out / 'loss.png'}   checkpoint: {args.out / 'model.pt'}\n\nThe model goes on from a prompt:\n")
-    for paragraph in written.split("\n\n"):
+    for paragraph in filter(str.strip, written.split("\n\n")):
         print(textwrap.fill(paragraph, 88, initial_indent="    ", subsequent_indent="    ") + "\n")
     print(f"Next: python {sys.argv[0]} --steps 2000, or --nodes 4; then read {Path(__file__).with_name('README.md')}")
     return 0 if equal else 1

@@ -29,7 +29,7 @@ def setup(batch_size):
     from torch.utils.data import DataLoader
 
     model = DDP(Classifier().cuda() if torch.cuda.is_available() else Classifier())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sky.DistributedSampler(dataset, shuffle=False))
     return model, optimizer, loader
 

@@ -28,6 +28,6 @@ def forward():
 
 
 with sky.ComputePool(provider=provider, nodes=2, accelerator=accelerator) as pool:
-    results = forward() @ pool
+    results = forward() >> pool
 
-print(*results, sep="\n")
+print(results)

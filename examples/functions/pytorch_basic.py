@@ -30,7 +30,7 @@ def train_step(model, batch):
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.2 * parameter.grad
+            parameter -= 0.1 * parameter.grad
             parameter.grad = None
     final_loss = loss.item()
 

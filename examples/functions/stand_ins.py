@@ -28,12 +28,13 @@ def paragraphs(num: int, skip: int = 0) -> tuple[list[str], list[int]]:
 
 
 def word_counts(texts: list[str], num_words: int = 256) -> torch.Tensor:
-    """How often each of the commonest words stands in each text, as log(1 + count): (N, num_words)."""
+    """How often each of the commonest words stands in each text: log(1 + count), standardised; (N, num_words)."""
     import torch
 
     counts = [Counter(_WORD.findall(text.lower())) for text in texts]
     words = [word for word, _ in sum(counts, Counter()).most_common(num_words)]
-    return torch.tensor([[count[word] for word in words] for count in counts]).float().log1p()
+    table = torch.tensor([[count[word] for word in words] for count in counts]).float().log1p()
+    return (table - table.mean(dim=0)) / table.std(dim=0)
 
 
 def _long_paragraphs(novel: str) -> list[str]:

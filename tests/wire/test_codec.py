@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import io
 import math
 import pickle
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,22 @@ def test_a_large_array_is_not_copied_on_either_side() -> None:
     buffers = received(payload)
     back = loads(payload.head, buffers)["x"]
     assert np.shares_memory(np.frombuffer(buffers[0], np.uint8), back)
+
+
+def test_nothing_of_a_payload_waits_for_the_garbage_collector() -> None:
+    """What was sent is freed at once; and CPython crashes where it collects a PickleBuffer over a memoryview."""
+    gc.collect()
+    gc.disable()
+    try:
+        array, tensor = np.zeros(100_000), torch.zeros(100_000)
+        gone = [weakref.ref(array), weakref.ref(tensor)]
+        payload = dumps((array, tensor, len))
+        with pytest.raises(SerializationError):
+            dumps((array, tensor, threading.Lock()))
+        del array, tensor, payload
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_large_strided_array_goes_out_of_band() -> None:

@@ -120,10 +120,11 @@ class Hostile(Exception):
 
 
 class OwnGroup(ExceptionGroup):
-    def __new__(cls, message: str, members: list[Exception], tag: str) -> OwnGroup:
-        self = super().__new__(cls, message, members)
+    def __new__(cls, members: list[Exception], tag: str) -> OwnGroup:
+        return super().__new__(cls, f"{tag} failed", members)
+
+    def __init__(self, members: list[Exception], tag: str) -> None:
         self.tag = tag
-        return self
 
 
 class PickyNew(Exception):
@@ -380,8 +381,9 @@ def test_groups_keep_their_members_nested_and_mixed() -> None:
 
 
 def test_a_group_class_that_cannot_be_rebuilt_stays_a_group() -> None:
-    back = trip(OwnGroup("mine", [ValueError("v")], tag="t"))
+    back = trip(OwnGroup([ValueError("v")], "load"))
     assert type(back) is ExceptionGroup
+    assert back.message == "load failed"
     assert type(back.exceptions[0]) is ValueError
     assert "OwnGroup" in notes(back)
 

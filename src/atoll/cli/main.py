@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
+
+_FAILED, _NOT_FINISHED, _NOT_FOUND = 100, 101, 102
 
 _HELP = """Train one model on any hardware you can reach.
 
@@ -70,11 +72,13 @@ def pools_down(
     wanted = up if everything else names or []
     if not wanted and not everything:
         raise typer.BadParameter("name a pool, or give --all; `atoll pools ls` lists them")
+    if not wanted:
+        print("no named pool is up")
     missing = [name for name in wanted if not end_pool(name)]
     for name in wanted:
         print(f"{name}: " + ("no such pool is up" if name in missing else "ended"))
     if missing:
-        raise typer.Exit(102)
+        raise typer.Exit(_NOT_FOUND)
 
 
 @app.command()
@@ -83,9 +87,20 @@ def result(
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait; as long as it runs by default.")] = None,
 ) -> None:
     """Wait for a detached call and print its result."""
+    from atoll.pool.detached import exists
     from atoll.pool.detached import result as fetch
 
-    print(repr(fetch(job_id, timeout)))
+    if not exists(job_id):
+        print(f"atoll: no detached call {job_id!r}; its id is what pool.submit(..., detach=True) gave", file=sys.stderr)
+        raise typer.Exit(_NOT_FOUND)
+    try:
+        shown = repr(fetch(job_id, timeout))
+    except Exception as error:  # noqa: BLE001 - whatever the user's function raised
+        print(f"atoll: {type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error.__cause__, RemoteTraceback):
+            print(error.__cause__, file=sys.stderr)
+        raise typer.Exit(_NOT_FINISHED if isinstance(error, CallTimeout) else _FAILED) from None
+    print(shown)
 
 
 @app.command()
@@ -126,6 +141,6 @@ def main() -> None:
         app()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
-        sys.exit(100)
+        sys.exit(_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -87,14 +87,11 @@ def compute(function: Any = None, /, *, retries: int | None = None, timeout: flo
     return _decorate(function, options)
 
 
-def _decorate(function: Any, options: Options) -> ComputeFunction[..., Any]:
+def _decorate(function: Any, options: Options) -> Any:
     if isinstance(function, ComputeFunction):
         return ComputeFunction(function.__atoll_function__, options)
-    if isinstance(function, (staticmethod, classmethod)):
-        raise UsageError(
-            f"put @{type(function).__name__} above @sky.compute, not below it: "
-            f"@{type(function).__name__} / @sky.compute / def {name_of(function.__func__)}"
-        )
+    if isinstance(function, (staticmethod, classmethod)):  # either order means the same
+        return type(function)(_decorate(function.__func__, options))
     if not callable(function):
         raise UsageError(f"@sky.compute needs a function, not {type(function).__name__} {function!r}")
     return ComputeFunction(function, options)
@@ -150,6 +147,9 @@ class Pending(Generic[R]):
         self._used = True
         return self._start(pool)
 
+    def _mark_used(self) -> None:
+        self._used = True
+
     def _start(self, pool: ComputePool) -> CallFuture[R]:
         future: CallFuture[R] = pool.submit_call(self.function, self.args, self.kwargs, whole_gang=False)
         return future
@@ -203,13 +203,11 @@ class Group:
             return Group([*self.calls, other], stream=self.stream)
         if isinstance(other, Group):
             return Group([*self.calls, *other.calls], stream=self.stream)
-        for call in self.calls:
-            call._used = True
+        self._mark_used()
         raise UsageError(_precedence(self, other))
 
     def __rand__(self, other: object) -> NoReturn:
-        for call in self.calls:
-            call._used = True
+        self._mark_used()
         raise UsageError(_precedence(other, self))
 
     def __rshift__(self, pool: ComputePool) -> Any:
@@ -219,12 +217,17 @@ class Group:
 
     def __matmul__(self, pool: ComputePool) -> list[RankResults[Any]]:
         """Run each call on every rank, one after the other; a list with the results of each."""
+        self._mark_used()
         return [call @ pool for call in self.calls]
 
+    def _mark_used(self) -> None:
+        for call in self.calls:
+            call._used = True
+
     def _submit(self, pool: ComputePool, operator: str) -> list[CallFuture[Any]]:
+        self._mark_used()
         for call in self.calls:
             call._target(pool, operator)
-            call._used = True
         return [call._start(pool) for call in self.calls]
 
     def __repr__(self) -> str:
@@ -244,6 +247,9 @@ def gather(*calls: Pending[Any], stream: bool = False) -> Group:
     group = Group([], stream=stream)
     for index, call in enumerate(calls):
         if not isinstance(call, (Pending, Group)):
+            for pending in calls:
+                if isinstance(pending, (Pending, Group)):
+                    pending._mark_used()
             raise UsageError(
                 f"gather takes pending calls, and argument {index} is {type(call).__name__}: "
                 f"is its function decorated with @sky.compute, and not dispatched yet?"

@@ -9,21 +9,25 @@ import json
 import os
 import pickle
 import re
+import select
+import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 from atoll.core import events
-from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError
+from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError, name_ranks
 from atoll.core.paths import atoll_home
 from atoll.pool.gang import GangSpec
 from atoll.pool.job import Failure, Job
-from atoll.pool.keeper import in_folder, request_to_meta
+from atoll.pool.keeper import GO, in_folder, request_to_meta
 from atoll.pool.logs import LogRouter
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
@@ -32,9 +36,14 @@ from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
 from atoll.wire.segments import Arena
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ANSWER_S = 10.0  # a keeper that is alive answers at once
+_END_S = 15.0  # and ends, with all its ranks, in this time
+_TRIES = 5  # it may be ending at the moment somebody attaches
+# How to start a gang, and what an image puts in front of every process's own import path.
+ToStart = Callable[[], tuple[GangSpec, Sequence[str]]]
 
 
-def check_name(name: str) -> str:
+def check_name(name: object) -> str:
     """A pool's name, or ``ConfigError``."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"name={name!r}: expected letters, digits, '.', '_' and '-', at most 64, as in 'my-pool'")
@@ -46,16 +55,36 @@ def folder_of(name: str) -> Path:
     return atoll_home() / "pools" / check_name(name)
 
 
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """One process at a time starts a pool of this name, or clears away what a killed one left.
+
+    The file stays: removing one that another process waits on would let two in.
+    """
+    folder = atoll_home() / "locks"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def named_pools() -> list[dict[str, Any]]:
-    """What is known of each named pool that is up."""
+    """What is known of each named pool that is up; what a killed one left is cleared away."""
     found = []
-    for path in sorted((atoll_home() / "pools").glob("*/pool.json")):
-        with contextlib.suppress(OSError, ValueError):
-            about = json.loads(path.read_text())
-            sock = connect(about["name"])
-            if sock is not None:
-                sock.close()
-                found.append(about)
+    folder = atoll_home() / "pools"
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+        if not _NAME.fullmatch(name):
+            continue
+        sock = connect(name)
+        if sock is None:
+            with _locked(name):  # not one that is just being started
+                sock = connect(name)
+                if sock is None:
+                    shutil.rmtree(folder / name, ignore_errors=True)
+        if sock is not None:
+            sock.close()
+            with contextlib.suppress(OSError, ValueError):
+                found.append(json.loads((folder / name / "pool.json").read_text()))
     return found
 
 
@@ -73,17 +102,28 @@ def connect(name: str) -> socket.socket | None:
 
 
 def end_pool(name: str) -> bool:
-    """End a named pool for everybody; False where there is none."""
+    """End a named pool for everybody, and wait until its ranks are gone; False where there is none."""
     sock = connect(name)
     if sock is None:
         return False
     with sock:
-        send_all(sock, pack(frames.DOWN))
-        sock.settimeout(15.0)
-        with contextlib.suppress(OSError):
+        sock.settimeout(_END_S)
+        try:
+            send_all(sock, pack(frames.DOWN))
             while sock.recv(1 << 16):
                 pass
+        except TimeoutError:
+            keeper = _keeper_of(name)
+            raise AtollError(f"pool {name!r} did not end within {_END_S:g} s; its keeper is {keeper}") from None
+        except OSError:  # it hung up
+            pass
     return True
+
+
+def _keeper_of(name: str) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return f"process {json.loads((folder_of(name) / 'pool.json').read_text())['pid']}"
+    return "a process that could not be found"
 
 
 class Attached:
@@ -92,8 +132,8 @@ class Attached:
     def __init__(
         self,
         name: str,
-        wishes: dict[str, Any],
-        spec: Callable[[], GangSpec],
+        wishes: dict[str, str],
+        to_start: ToStart,
         idle_s: float,
         logs: Callable[[Callable[[int], int], int], LogRouter],
         on_event: Callable[[events.Event], object] | None,
@@ -103,13 +143,16 @@ class Attached:
         self._on_event = on_event
         self._numbers = itertools.count(1)
         self._jobs: dict[int, Job] = {}
+        self._detaching: dict[Job, threading.Event] = {}
         self._lock = threading.RLock()
         self._send_lock = threading.Lock()
+        self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._closing = False
-        self._sock = _connect_or_start(name, wishes, spec, idle_s)
         self._parser = Parser()
-        greeting = self._greet(wishes)
+        greeting = self._attach(wishes, to_start, idle_s)
         self.pool_id: str = greeting["pool_id"]
+        self.python: str = greeting["python"]
+        self.extra_path: tuple[str, ...] = tuple(greeting["extra_path"])
         self.node_of: list[int] = greeting["node_of"]
         self.log_dir: str = greeting["log_dir"]
         self.world_size = len(self.node_of)
@@ -117,26 +160,49 @@ class Attached:
         self._reader = threading.Thread(target=self._read, name=f"atoll-{name}", daemon=True)
         self._reader.start()
 
-    def _greet(self, wishes: dict[str, Any]) -> dict[str, Any]:
-        send_all(self._sock, pack(frames.ATTACH, meta={"version": frames.VERSION, "wishes": wishes}))
+    def _attach(self, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> dict[str, Any]:
+        for _ in range(_TRIES):
+            self._sock = _connect_or_start(self.name, wishes, to_start, idle_s)
+            try:
+                greeting = self._greet(wishes)
+            except BaseException:  # also Ctrl-C
+                self._sock.close()
+                raise
+            if greeting is not None:
+                return greeting
+            self._sock.close()
+            time.sleep(0.05)
+        raise PoolClosed(f"pool {self.name!r} ended {_TRIES} times while this process attached; see `atoll pools ls`")
+
+    def _greet(self, wishes: dict[str, str]) -> dict[str, Any] | None:
+        """What the keeper says of itself; None where it ended just now."""
+        meta = {"version": frames.VERSION, "wishes": wishes, "events": self._on_event is not None}
         received: list[Frame] = []
-        while not received:
-            data, fds = receive(self._sock)
-            if not data:
-                raise PoolClosed(f"pool {self.name!r} ended just now; try again")
-            received = [raw.parsed() for raw in self._parser.feed(data, fds)]
+        self._sock.settimeout(_ANSWER_S)
+        try:
+            send_all(self._sock, pack(frames.ATTACH, meta=meta))
+            while not received:
+                data, fds = receive(self._sock)
+                if not data:
+                    return None
+                received = [raw.parsed() for raw in self._parser.feed(data, fds)]
+        except TimeoutError:
+            raise PoolClosed(
+                f"pool {self.name!r} did not answer within {_ANSWER_S:g} s; its keeper is {_keeper_of(self.name)}"
+            ) from None
+        except OSError:
+            return None
+        self._sock.settimeout(None)
         frame = received[0]
         if frame.kind == frames.REFUSED:
-            self._sock.close()
             raise ConfigError(
                 f"pool {self.name!r} is up and differs: {frame.meta['why']}. Use another name, leave the setting out, "
                 f"or end it with `atoll pools down {self.name}`"
             )
         if frame.meta["pool_id"] == os.environ.get("ATOLL_POOL_ID"):
-            self._sock.close()
             raise UsageError(
-                f"this task runs in pool {self.name!r} itself: a task that waited for its own pool could wait for ever. "
-                f"Dispatch from the driver"
+                f"this task runs in pool {self.name!r} itself: a task that waited for its own pool could wait for "
+                f"ever. Dispatch from the driver"
             )
         return frame.meta
 
@@ -144,25 +210,29 @@ class Attached:
 
     def submit(self, job: Job) -> None:
         """Send a call to the keeper."""
-        with self._lock:
-            if self._closing:
-                raise PoolClosed(f"pool {self.name!r} went away")
-            job.number = next(self._numbers)
-            self._jobs[job.number] = job
+        self._add(job)
         self._submit(job, detach=False)
 
     def submit_detached(self, job: Job) -> str:
         """Send a call that outlives this process; returns its id once the keeper has it."""
-        accepted = threading.Event()
-        job.timers.append(accepted.set)
+        self._detaching[job] = accepted = threading.Event()
+        try:
+            self._add(job)
+            self._submit(job, detach=True)
+            accepted.wait()  # or the reader found the keeper gone
+        finally:
+            del self._detaching[job]
+        if job.done:
+            raise job.error or PoolClosed(f"pool {self.name!r} went away")
+        return job.request.job_id
+
+    def _add(self, job: Job) -> None:
         with self._lock:
+            if self._closing:
+                self._release(job, reusable=True)
+                raise PoolClosed(f"pool {self.name!r} went away")
             job.number = next(self._numbers)
             self._jobs[job.number] = job
-        self._submit(job, detach=True)
-        while not accepted.wait(0.5):
-            if self._closing:
-                raise PoolClosed(f"pool {self.name!r} went away")
-        return job.request.job_id
 
     def _submit(self, job: Job, *, detach: bool) -> None:
         meta, parts, fds = request_to_meta(job.request, detach=detach)
@@ -191,9 +261,21 @@ class Attached:
         self._sock.close()
         self.arena.close()
 
-    def _send(self, data: bytes, fds: list[int] | None = None) -> None:
-        with self._send_lock, contextlib.suppress(OSError):  # the reader notices a keeper that is gone
-            send_all(self._sock, data, fds or [])
+    def _send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send, or leave it to the thread that is sending: a stream that the garbage collector closes may come here in
+        the middle of another frame of the same thread."""
+        self._outbox.append((data, fds))
+        while self._outbox and self._send_lock.acquire(blocking=False):
+            try:
+                while self._outbox:
+                    with contextlib.suppress(OSError):  # the reader notices a keeper that is gone
+                        send_all(self._sock, *self._outbox.popleft())
+            except BaseException:  # Ctrl-C in the middle of a frame: what follows would not be understood
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                raise
+            finally:
+                self._send_lock.release()
 
     # -- what the keeper says ---------------------------------------------------------------------------------------
 
@@ -207,7 +289,7 @@ class Attached:
                 left, self._jobs = list(self._jobs.values()), {}
             why = "this process left the pool before the call finished" if ours else f"pool {self.name!r} went away"
             for job in left:
-                self._end(job, {}, [], PoolClosed(why), kept=True)
+                self._end(job, job.results, job.failures, PoolClosed(why), kept=True)
             self._parser.close()
 
     def _read_frames(self) -> None:
@@ -227,9 +309,7 @@ class Attached:
             self._logs.feed(frame.rank, bool(frame.flags), bytes(frame.rest))
             return
         if frame.kind == frames.EVENT:
-            if self._on_event is not None:
-                with contextlib.suppress(Exception):
-                    self._on_event(loads(frame.rest))
+            self._event(loads(frame.rest))
             return
         job = self._jobs.get(frame.call)
         if job is None:
@@ -241,19 +321,39 @@ class Attached:
                 self._accepted(job, frame)
             case frames.RESULT:
                 self._logs.flush(frame.rank)
+                self._notes(frame)
                 job.results[frame.rank] = frame
             case frames.ERROR:
+                self._notes(frame)
                 job.failures.append(Failure(frame.rank, self.node_of[frame.rank], frame=frame))
             case frames.VALUE | frames.STREAM | frames.REPORT:
                 job.sink.frame(frame, frame.rank, self.node_of[frame.rank])
             case frames.DONE:
                 self._done(job, frame)
 
+    def _notes(self, frame: Frame) -> None:
+        for line in frame.meta.get("notes", ()):
+            self._logs.note(line, frame.rank)
+
+    def _event(self, event: events.Event) -> None:
+        match event:  # what a gang in this process would have said itself
+            case events.CallRetried(attempt=attempt, reason=reason):
+                self._logs.note(f"{reason}; starting again, retry {attempt}")
+            case events.HangSuspected(ranks=ranks, silent_s=silent_s, stacks=stacks):
+                text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items())
+                self._logs.note(f"{name_ranks(ranks)} made no progress for {silent_s:.0f} s\n{text}")
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception as error:  # noqa: BLE001 - the user's callback must not stop the pool
+            self._logs.note(f"on_event raised {type(error).__name__}: {error}")
+
     def _accepted(self, job: Job, frame: Frame) -> None:
-        for told in job.timers:
-            told()
         if frame.meta.get("detached"):
             self._jobs.pop(job.number, None)
+            self._release(job, reusable=False)
+            self._detaching[job].set()
             return
         job.begin(job.number, tuple(frame.meta["ranks"]))
         job.sink.started(job.ranks)
@@ -268,14 +368,19 @@ class Attached:
     def _end(
         self, job: Job, results: dict[int, Frame], failures: list[Failure], error: BaseException | None, *, kept: bool
     ) -> None:
-        job.done = True
+        job.done, job.error = True, error
+        self._release(job, reusable=not (kept or failures or error is not None))
+        job.sink.done(results, failures, error)
+        if (detaching := self._detaching.get(job)) is not None:
+            detaching.set()
+
+    def _release(self, job: Job, *, reusable: bool) -> None:
         for encoded in (job.request.arguments, job.request.function.encoded):
             segment, encoded.segment = encoded.segment, None
-            if segment is not None and (kept or failures or error is not None):
-                segment.close()
-            elif segment is not None:
+            if segment is not None and reusable:
                 self.arena.give_back(segment)
-        job.sink.done(results, failures, error)
+            elif segment is not None:
+                segment.close()
 
 
 def _unpacked(packed: tuple[bytes, list[bytes]] | None) -> BaseException | None:
@@ -286,50 +391,70 @@ def _unpacked(packed: tuple[bytes, list[bytes]] | None) -> BaseException | None:
     return error
 
 
-def _connect_or_start(
-    name: str, wishes: dict[str, Any], spec: Callable[[], GangSpec], idle_s: float
-) -> socket.socket:
-    folder = folder_of(name)
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(folder.parent / f".{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that want the pool at once start it once
+def _connect_or_start(name: str, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> socket.socket:
+    sock = connect(name)
+    if sock is not None:
+        return sock
+    with _locked(name):  # two processes that want the pool at once start it once
         sock = connect(name)
         if sock is not None:
             return sock
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for stale in ("sock", "pool.json"):
-            with contextlib.suppress(OSError):
-                (folder / stale).unlink()
-        _start_keeper(name, folder, wishes, spec(), idle_s)
+        spec, extra_path = to_start()
+        folder = folder_of(name)
+        shutil.rmtree(folder, ignore_errors=True)  # a keeper that was killed could not
+        folder.parent.mkdir(exist_ok=True, mode=0o700)
+        folder.mkdir(mode=0o700)
+        log = Path(spec.log_dir) / "keeper.log"
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        wanted = {"name": name, "folder": str(folder), "log": str(log), "wishes": wishes, "idle_s": idle_s}
+        wanted |= {"spec": dumps(spec).head, "extra_path": list(extra_path)}
+        try:
+            _start_keeper(wanted)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         sock = connect(name)
     if sock is None:
-        raise ProvisionError(f"pool {name!r} started and ended at once; its log is {folder / 'keeper.log'}")
+        raise ProvisionError(f"pool {name!r} started and ended at once; its log is {log}")
     return sock
 
 
-def _start_keeper(name: str, folder: Path, wishes: dict[str, Any], spec: GangSpec, idle_s: float) -> None:
-    boot = f"import sys; sys.path[:] = {sys.path!r}; from atoll.pool.keeper import main; main()"
-    wanted = {"name": name, "folder": str(folder), "wishes": wishes, "idle_s": idle_s, "spec": dumps(spec).head}
+def _start_keeper(wanted: dict[str, Any]) -> None:
+    path = [os.path.abspath(entry) for entry in sys.path]
+    boot = f"import sys; sys.path[:] = {path!r}; from atoll.pool.keeper import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", boot],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        cwd="/",
+        [sys.executable, "-c", boot], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/"
     )
     assert process.stdin is not None and process.stdout is not None
-    try:
-        with process.stdin, process.stdout:
-            process.stdin.write(pickle.dumps(wanted))
-            process.stdin.close()
-            told = process.stdout.read()
-        process.wait()  # the keeper itself is its child, and nobody's here
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    if not told:
-        raise ProvisionError(f"the keeper of pool {name!r} ended while it started; its log is {folder / 'keeper.log'}")
-    error = _unpacked(pickle.loads(told))
+    with process.stdin as wish, process.stdout as answer:
+        try:
+            payload = pickle.dumps(wanted)
+            with contextlib.suppress(BrokenPipeError):
+                wish.write(len(payload).to_bytes(8) + payload)
+                wish.flush()
+            told = answer.read()
+            error = _unpacked(pickle.loads(told)) if told else None
+            if told and error is None:
+                wish.write(GO)
+                wish.flush()
+        except BaseException:  # also Ctrl-C: a keeper that isn't told to go on ends itself and what it has started
+            with contextlib.suppress(OSError):
+                wish.close()
+            _await_end(answer.fileno())
+            raise
+        finally:
+            process.wait()  # the keeper itself is its child, and nobody's here
     if error is not None:
-        raise error if isinstance(error, AtollError) else ProvisionError(f"pool {name!r} could not be started: {error}")
+        raise error if isinstance(error, AtollError) else ProvisionError(
+            f"pool {wanted['name']!r} could not be started: {type(error).__name__}: {error}"
+        )
+    if not told:
+        raise ProvisionError(f"the keeper of pool {wanted['name']!r} ended while it started; see {wanted['log']}")
+
+
+def _await_end(fd: int) -> None:
+    """Until the keeper has closed its end, but not for ever."""
+    deadline = time.monotonic() + _END_S
+    while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not os.read(fd, 1 << 16):
+            return

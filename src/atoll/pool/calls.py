@@ -147,7 +147,7 @@ class CallFuture(Future[R], Generic[R]):
             try:
                 values = [part.load() if isinstance(part, Received) else part for part in map(parts.pop, ranks)]
             except Exception as problem:  # noqa: BLE001 - whatever the pickle runs: say which result it was
-                return None, _unloadable(problem, "the result")
+                return None, unloadable(problem, "the result")
             return (RankResults(values, nodes, metrics, checkpoint, job_id) if whole else values[0]), None
 
         self.set_result(decode)  # type: ignore[arg-type]  # decoded on first use, see _outcome
@@ -275,7 +275,7 @@ def _rebuild(rank: int, node: int, part: Received) -> BaseException:
         return RemoteError("an exception", str(problem), rank=rank, node=node, remote_traceback="")
 
 
-def _unloadable(problem: Exception, what: str) -> AtollError:
+def unloadable(problem: Exception, what: str) -> AtollError:
     error = SerializationError(f"{what} arrived but could not be loaded here: {type(problem).__name__}: {problem}")
     error.__cause__ = problem
     return error

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import os
 import secrets
 import sys
 import sysconfig
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -22,9 +25,11 @@ from atoll.core.errors import ConfigError, PoolClosed, UsageError
 from atoll.core.paths import atoll_home
 from atoll.pool.attached import Attached, check_name, end_pool
 from atoll.pool.calls import Backend, CallFuture, RankResults
+from atoll.pool.detached import is_held
 from atoll.pool.gang import Gang, GangSpec
 from atoll.pool.image import Image
 from atoll.pool.job import Request
+from atoll.pool.keeper import DEFAULTS
 from atoll.pool.logs import LogRouter, Logs
 from atoll.pool.mapping import Mapped
 from atoll.pool.overlay import Environment, resolve
@@ -37,6 +42,7 @@ from atoll.wire.segments import Arena
 R = TypeVar("R")
 T = TypeVar("T")
 _KEEP_LOGS = 50
+_FRESH_S = 3600.0  # a pool that wrote in the last hour is taken to be up
 _IDLE_S = 600.0
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -128,21 +134,8 @@ class ComputePool:
         self.logs: Logs = logs
         self.id = ""
         self._on_event = on_event
-        self._wishes = {
-            key: str(value)
-            for key, value, default in (
-                ("provider", self.provider.name, "local"),
-                ("nodes", nodes, 1),
-                ("accelerator", self.accelerator, None),
-                ("workers_per_node", workers_per_node, "auto"),
-                ("image", self.image, Image()),
-                ("pip", pip, None),
-                ("env", sorted(self.env.items()), []),
-                ("ttl", ttl, None),
-                ("hang_timeout", hang_timeout, None),
-            )
-            if value != default
-        }
+        self._wishes = self._settings_asked_for()
+        self._path_cache: tuple[tuple[list[str], str], tuple[str, ...]] | None = None
         self._backend: _Stoppable | None = None
         self._node_of: list[int] = []
         self._lock = threading.Lock()
@@ -197,10 +190,27 @@ class ComputePool:
             gang.start()
             return gang
         idle_s = self.idle if self.idle is not None else _IDLE_S
-        attached = Attached(self.name, self._wishes, self._spec, idle_s, self._router, self._on_event)
+        to_start = lambda: (self._spec(), self._extra_path)  # noqa: E731 - where no pool of this name is up
+        attached = Attached(self.name, self._wishes, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
-        self._extra_path, self._own_python = (), True
+        self._set_python(attached.python, attached.extra_path)
         return attached
+
+    def _settings_asked_for(self) -> dict[str, str]:
+        """What a named pool that is up has to agree with, as text; values of variables that are secret, as digests."""
+        variables = {**(self.image.env or {}), **self.env}
+        settings = {
+            "provider": self.provider.name,
+            "nodes": self.nodes,
+            "accelerator": self.accelerator,
+            "workers_per_node": self.workers_per_node,
+            "image": dataclasses.replace(self.image, env=None),
+            "pip": self.pip,
+            "env": ", ".join(f"{key}={_shown(key, str(value))}" for key, value in sorted(variables.items())),
+            "ttl": self.ttl,
+            "hang_timeout": self.hang_timeout,
+        }
+        return {key: str(value) for key, value in settings.items() if str(value) != DEFAULTS[key]}
 
     def _router(self, node_of: Callable[[int], int], world_size: int) -> LogRouter:
         return LogRouter(self.logs, node_of, world_size)
@@ -236,16 +246,27 @@ class ComputePool:
 
     def _rank_path(self, environment: Environment) -> tuple[str, ...]:
         """What a rank can import from: what this process can, as it is now."""
-        self._extra_path = (*environment.paths,)
-        self._own_python = os.path.realpath(environment.python) == os.path.realpath(sys.executable)
+        self._set_python(environment.python, environment.paths)
         return self._path()
 
+    def _set_python(self, python: str, extra_path: Iterable[str]) -> None:
+        self._extra_path = (*extra_path,)
+        self._own_python = os.path.realpath(python) == os.path.realpath(sys.executable)
+        self._path_cache = None
+
     def _path(self) -> tuple[str, ...]:
-        here = tuple(os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path if isinstance(entry, str))
+        # Asked at every call, changes hardly ever: only an entry that means "here" needs looking up each time.
+        key = (list(sys.path), os.getcwd() if "" in sys.path else "")
+        if self._path_cache is None or self._path_cache[0] != key:
+            self._path_cache = (key, self._resolve_path(key[1]))
+        return self._path_cache[1]
+
+    def _resolve_path(self, here: str) -> tuple[str, ...]:
+        path = tuple(os.path.abspath(entry) if entry else here for entry in sys.path if isinstance(entry, str))
         if not self._own_python:
             installed = tuple(os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
-            return (*self._extra_path, *(p for p in here if not os.path.realpath(p).startswith(installed)))
-        return (*self._extra_path, *here, *(() if _SOURCE_ROOT in here else (_SOURCE_ROOT,)))
+            return (*self._extra_path, *(p for p in path if not os.path.realpath(p).startswith(installed)))
+        return (*self._extra_path, *path, *(() if _SOURCE_ROOT in path else (_SOURCE_ROOT,)))
 
     def _say(self, line: str) -> None:
         if self.logs != "quiet":
@@ -332,6 +353,8 @@ class ComputePool:
         if not iterables:
             raise UsageError("map needs at least one iterable of items: pool.map(f, items)")
         self._running()
+        if not callable(function):
+            raise UsageError(_no_function(function))
         items = zip(*iterables, strict=False)
         return Mapped(self._submit_chunk(function), function, items, self.world_size, ordered, chunksize)
 
@@ -364,12 +387,15 @@ class ComputePool:
         backend = self._running()
         options = options if options is not None else getattr(function, "__atoll_options__", None)
         raw = unwrap(function)
+        if not callable(raw):
+            raise UsageError(_no_function(raw))
+        arguments = pack_arguments(raw, args, kwargs)  # before anything is laid out that would have to be let go
         shipped = ship(raw, backend.arena)
         timeout = getattr(options, "timeout", None)
         retries = getattr(options, "retries", None)
         request = Request(
             function=shipped,
-            arguments=encode(pack_arguments(raw, args, kwargs), backend.arena),
+            arguments=encode(arguments, backend.arena),
             whole_gang=whole_gang,
             name=name_of(raw),
             timeout_s=timeout if timeout is not None else self.timeout,
@@ -438,6 +464,15 @@ def _mistake(other: object, operator: str) -> str:
     )
 
 
+def _no_function(value: object) -> str:
+    if hasattr(value, "__atoll_pending__"):
+        value._used = True  # type: ignore[attr-defined]  # refused, so no warning on top that it was never dispatched
+        name = str(value).removesuffix("(...)")
+        return f"{value} is a pending call: write `{value} >> pool`, or give function and arguments apart, as in " \
+            f"pool.submit({name}, ...)"
+    return f"expected a function and its arguments, not {type(value).__name__}: pool.submit(function, ...)"
+
+
 def _count(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r}: expected a whole number, {least} or more")
@@ -471,13 +506,27 @@ def _environment(environment: Environment, world_size: int) -> dict[str, str]:
 
 
 def _prune(folder: Path) -> None:
-    """Keep the logs of the last pools only."""
-    with contextlib.suppress(OSError):
-        old = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime)[:-_KEEP_LOGS]
-        import shutil
+    """Keep the logs of the last pools only, and of those that may still be up."""
+    import shutil
 
-        for entry in old:
-            shutil.rmtree(entry, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        entries = [(_last_written(entry), entry) for entry in folder.iterdir()]
+        for written, entry in sorted(entries)[:-_KEEP_LOGS]:
+            if time.time() - written > _FRESH_S and not is_held(entry / "keeper.log"):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _last_written(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
+    return 0.0
+
+
+def _shown(name: str, value: str) -> str:
+    """A variable's value for messages and lists; a secret's digest, which still tells two apart."""
+    if name.upper().endswith(("TOKEN", "KEY", "SECRET", "PASSWORD")):
+        return f"<secret {hashlib.sha256(value.encode()).hexdigest()[:8]}>"
+    return value
 
 
 class _Progress:

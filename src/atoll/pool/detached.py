@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import pickle
+import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import CallTimeout, ConfigError, PoolClosed
+from atoll.core.errors import AtollError, CallTimeout, ConfigError, PoolClosed
 from atoll.core.paths import atoll_home, write_atomic
-from atoll.pool.calls import Fault, RankResults, Received
+from atoll.pool.calls import Fault, RankResults, Received, unloadable
 from atoll.pool.job import Failure, Job, Request
 from atoll.wire import frames
 from atoll.wire.exceptions import pack_exception, unpack_exception
@@ -33,6 +38,7 @@ class StoreSink:
         self._reports: list[tuple[int, Raw]] = []
         self._checkpoint: str | None = None
         self._streams: dict[int, list[Raw]] = {}
+        self._writer: threading.Thread | None = None
 
     def started(self, ranks: tuple[int, ...]) -> None:
         """Nothing to keep yet."""
@@ -49,22 +55,41 @@ class StoreSink:
             self.grant(rank)  # nobody consumes it now, so it may go on
 
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
-        """Write how it ended."""
+        """Write how it ended, in a thread of its own: the disk must not hold up other calls."""
+        parts = {rank: Received.of(frame) for rank, frame in results.items()}
         fault = Fault.of(failures, error)
-        state = {
+        self._writer = threading.Thread(target=self._write, args=(parts, fault), name="atoll-outcome")
+        self._writer.start()
+
+    def join(self) -> None:
+        """Wait until the outcome is on disk."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _write(self, parts: dict[int, Received], fault: Fault) -> None:
+        try:
+            write_atomic(folder_of(self._request.job_id) / "outcome", pickle.dumps(self._state(parts, fault)))
+        except OSError as problem:  # a full disk: an outcome that says so may still fit
+            print(f"the outcome of {self._request.job_id} could not be written: {problem}", file=sys.stderr)
+            lost = Fault(AtollError(f"{self._request.name} ended, but its outcome could not be written: {problem}"), [])
+            with contextlib.suppress(OSError):
+                write_atomic(folder_of(self._request.job_id) / "outcome", pickle.dumps(self._state({}, lost)))
+        finally:
+            if self.job is not None:
+                self._forget(self.job)
+
+    def _state(self, parts: dict[int, Received], fault: Fault) -> dict[str, Any]:
+        return {
             "whole_gang": self._request.whole_gang,
             "job_id": self._request.job_id,
-            "ranks": [(rank, self._node_of[rank]) for rank in sorted(results)],
-            "results": {rank: _raw(Received.of(frame)) for rank, frame in results.items()},
+            "ranks": [(rank, self._node_of[rank]) for rank in sorted(parts)],
+            "results": {rank: _raw(part) for rank, part in parts.items()},
             "streams": self._streams,
             "reports": self._reports,
             "checkpoint": self._checkpoint,
             "error": _raw_error(fault.first),
             "raised": [(rank, node, _raw(part)) for rank, node, part in fault.parts],
         }
-        write_atomic(folder_of(self._request.job_id) / "outcome", pickle.dumps(state))
-        if self.job is not None:
-            self._forget(self.job)
 
 
 Raw = tuple[bytes, list[bytes]]
@@ -88,16 +113,19 @@ def _raw_error(error: BaseException | None) -> Raw | None:
 def _load(state: dict[str, Any]) -> Any:
     """The value a stored outcome stands for; raises what the call raised."""
     if state["error"] is not None or state["raised"]:
-        first = None
+        first: BaseException | None = None
         if state["error"] is not None:
             first = unpack_exception(*state["error"], rank=0, node=0)
             first.__cause__ = None  # made by Atoll, not on a rank
         raise Fault(first, [(rank, node, _received(raw)) for rank, node, raw in state["raised"]]).error()
-    streams = state["streams"]
-    values = [
-        [_received(raw).load() for raw in streams[rank]] if rank in streams else _received(state["results"][rank]).load()
-        for rank, _ in state["ranks"]
-    ]
+    streams, results = state["streams"], state["results"]
+    try:
+        values = [
+            [_received(raw).load() for raw in streams[rank]] if rank in streams else _received(results[rank]).load()
+            for rank, _ in state["ranks"]
+        ]
+    except Exception as problem:  # whatever the pickle runs: say which result it was
+        raise unloadable(problem, f"the result of {state['job_id']}") from problem
     if not state["whole_gang"]:
         return values[0]
     metrics = [{**_received(raw).load(), "rank": rank} for rank, raw in state["reports"]]
@@ -110,12 +138,40 @@ def folder_of(job_id: str) -> Path:
     return atoll_home() / "jobs" / job_id
 
 
-def begin(request: Request, pool: str, pid: int) -> None:
-    """Note that a detached call exists and who runs it."""
+def begin(request: Request, pool: str, log: str) -> None:
+    """Note that a detached call exists, and the log that its pool's keeper holds locked.
+
+    Raises:
+        OSError: it could not be written; then nothing is left.
+    """
     folder = folder_of(request.job_id)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    about = {"name": request.name, "pool": pool, "pid": pid, "start_ticks": start_ticks(pid), "time": time.time()}
-    write_atomic(folder / "job.json", json.dumps(about).encode())
+    about = {"name": request.name, "pool": pool, "log": log, "time": time.time()}
+    try:
+        write_atomic(folder / "job.json", json.dumps(about).encode())
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def is_held(log: str | os.PathLike[str]) -> bool:
+    """Does the keeper that writes this log still run? A lock can't be mistaken for another's, as a pid can."""
+    try:
+        fd = os.open(log, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def exists(job_id: object) -> bool:
+    """Was there ever a detached call of this id?"""
+    return isinstance(job_id, str) and job_id.isalnum() and (folder_of(job_id) / "job.json").exists()
 
 
 def result(job_id: str, timeout: float | None = None) -> Any:
@@ -127,29 +183,25 @@ def result(job_id: str, timeout: float | None = None) -> Any:
 
     Raises:
         ConfigError: no such call.
+        SerializationError: its value can't be loaded in this process.
         CallTimeout: it has not ended by then; it goes on.
         PoolClosed: its pool went away before it ended.
     """
-    if not isinstance(job_id, str) or not job_id.isalnum() or not (folder_of(job_id) / "job.json").exists():
-        raise ConfigError(f"no detached call {job_id!r} under {atoll_home()}: expected what submit(..., detach=True) gave")
+    if not exists(job_id):
+        raise ConfigError(
+            f"no detached call {job_id!r} under {atoll_home()}: expected what submit(..., detach=True) gave"
+        )
     folder = folder_of(job_id)
     about = json.loads((folder / "job.json").read_text())
     started, wait_s = time.monotonic(), _POLL_S[0]
     while not (folder / "outcome").exists():
-        alive = start_ticks(about["pid"]) == about["start_ticks"]
+        alive = is_held(about["log"])
         if not alive and not (folder / "outcome").exists():
-            raise PoolClosed(f"pool {about['pool']!r} ended before {about['name']} ({job_id}) did")
+            raise PoolClosed(f"pool {about['pool']!r} ended before {about['name']} ({job_id}) did; see {about['log']}")
         if timeout is not None and time.monotonic() - started >= timeout:
-            raise CallTimeout(timeout, [])
+            late = CallTimeout(timeout, [])
+            late.args = (f"{about['name']} ({job_id}) did not end within timeout={timeout:g} s; it goes on",)
+            raise late
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _POLL_S[1])
     return _load(pickle.loads((folder / "outcome").read_bytes()))
-
-
-def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; tells it from a later one with the same number."""
-    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as stat:
-        fields = stat.read().rpartition(b")")[2].split()
-        if fields[0] not in (b"Z", b"X"):
-            return int(fields[19])
-    return None

@@ -9,7 +9,7 @@ import contextlib
 import heapq
 import itertools
 import os
-import selectors
+import shutil
 import socket
 import struct
 import threading
@@ -29,6 +29,7 @@ from atoll.core.errors import (
     WorkerDied,
     name_ranks,
 )
+from atoll.pool.agent.procs import kill_tree
 from atoll.pool.hangs import hung, hung_for, summary
 from atoll.pool.job import Failure, Job
 from atoll.pool.logs import LogRouter
@@ -36,6 +37,7 @@ from atoll.pool.scheduler import Scheduler
 from atoll.providers.base import Node, NodePlan, Plan, Provider
 from atoll.wire import frames
 from atoll.wire.frames import Frame, Parser, RawFrame, WireError, pack, receive, send_all
+from atoll.wire.poller import Poller
 from atoll.wire.segments import Arena
 
 _RANK_FIELD = struct.Struct("<I")
@@ -126,8 +128,8 @@ class Gang:
         self._timer_numbers = itertools.count()
         self._hang_watch: Timer | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._poller: Poller[NodeState | None] = Poller()
+        self._poller.watch(self._wake, None)
         self._reader: threading.Thread | None = None
         self._reviver: threading.Thread | None = None
 
@@ -164,7 +166,7 @@ class Gang:
         state.handle, state.parser, state.ended = handle, Parser(), None
         with state.send_lock:
             send_all(handle.channel, pack(frames.SETUP, meta=self._setup(state.plan)))
-        self._selector.register(handle.channel, selectors.EVENT_READ, state)
+        self._poller.watch(handle.channel.fileno(), state)
         self._poke()
 
     def _setup(self, plan: NodePlan) -> dict[str, Any]:
@@ -178,7 +180,7 @@ class Gang:
             "env": {**spec.env, **plan.env},
             "cwd": spec.cwd,
             "log_dir": spec.log_dir,
-            "tmp_dir": os.path.join(spec.tmp_root, f"atoll-{spec.pool_id}-n{plan.node}"),
+            "tmp_dir": self._tmp_dir(plan),
             "ttl_s": spec.ttl_s,
             "ranks": [
                 {"rank": state.rank, "local_rank": local, "env": self._rank_env(plan, state.rank, local, len(ranks))}
@@ -207,8 +209,8 @@ class Gang:
             "pool_id": spec.pool_id,
             "path": list(spec.path),
         }
-        tmp = os.path.join(spec.tmp_root, f"atoll-{spec.pool_id}-n{plan.node}")
-        return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": spec.env.get("TMPDIR", tmp), "ATOLL_POOL_ID": spec.pool_id}
+        tmp = spec.env.get("TMPDIR", self._tmp_dir(plan))
+        return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}
 
     def _wait_ready(self, deadline: float) -> None:
         with self._changed:
@@ -226,7 +228,7 @@ class Gang:
 
     def stop(self) -> None:
         """Fail what runs, end every rank, release every node. Safe to call twice, and from any thread."""
-        if threading.current_thread() is self._reader:  # from a callback, or the garbage collector: it can't await itself
+        if threading.current_thread() is self._reader:  # a callback's, or the garbage collector's: can't await itself
             threading.Thread(target=self.stop, name="atoll-stop").start()
             return
         with self._lock:
@@ -254,7 +256,7 @@ class Gang:
             if handle is not None:
                 handle.stop()
         if first:
-            self._selector.close()
+            self._poller.close()
             os.close(self._wake)
             self.arena.close()
             self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
@@ -305,7 +307,7 @@ class Gang:
         while (started := self._scheduler.next()) is not None:
             try:
                 self._start_job(*started)
-            except BaseException as error:  # Ctrl-C between two lines: its ranks count as busy and may know nothing of it
+            except BaseException as error:  # Ctrl-C between two lines: its ranks count as busy and may not know it
                 self.cancel(started[0], error)
                 raise
 
@@ -454,7 +456,8 @@ class Gang:
     @property
     def _hang_period_s(self) -> float:
         """How often stacks are read: often enough that a loop is not always met at the same line."""
-        return min(max((self.spec.hang_timeout_s or _HANG_WARNING_S) / 20, 0.1), 15.0)
+        limit = self.spec.hang_timeout_s
+        return min(max(limit / 20, 0.1), 15.0) if limit is not None else _HANG_WARNING_S / 10
 
     def _watch_for_hangs(self) -> None:
         """Ask for the stacks of every call that runs since the last round; one timer for all, none while idle."""
@@ -506,30 +509,30 @@ class Gang:
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._next_timer()):
-                if key.data is None:
+            for node, _, _ in self._poller.wait(self._next_timer()):
+                if node is None:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
                 else:
-                    self._read_node(key.data)
+                    self._read_node(node)
             self._run_timers()
             with self._lock:
                 if self._closing and not any(self._watched(node) for node in self.nodes):
                     return
 
     def _watched(self, node: NodeState) -> bool:
-        return any(key.data is node for key in self._selector.get_map().values())
+        return node.handle is not None and node.handle.channel.fileno() in self._poller
 
     def _read_node(self, node: NodeState) -> None:
         assert node.handle is not None
+        reason = "its agent ended"
         try:
             data, fds = receive(node.handle.channel)
             received = node.parser.feed(data, fds) if data else []
         except (OSError, WireError) as error:
-            data, received = b"", []
-            node.ended = node.ended or str(error)
+            data, received, reason = b"", [], f"its channel broke: {error}"
         if not data:
-            self._node_lost(node)
+            self._node_lost(node, reason)
             return
         with self._lock:
             for raw in received:
@@ -548,7 +551,8 @@ class Gang:
         state = self.ranks[raw.rank]
         job = self._scheduler.running.get(raw.rank)
         if job is not None and not job.done and raw.rank not in job.ended:
-            self._fail(job, Failure(raw.rank, state.node, error=WorkerDied(rank=raw.rank, node=state.node, reason=str(error))))
+            died = WorkerDied(rank=raw.rank, node=state.node, reason=f"wrote into its channel to Atoll: {error}")
+            self._fail(job, Failure(raw.rank, state.node, error=died))
         self._send(self._node_of(raw.rank), pack(frames.KILL, raw.rank))
 
     def _on_frame(self, node: NodeState, frame: Frame) -> None:
@@ -687,13 +691,13 @@ class Gang:
 
     # -- nodes that go away -----------------------------------------------------------------------------------------
 
-    def _node_lost(self, node: NodeState) -> None:
+    def _node_lost(self, node: NodeState, reason: str) -> None:
         with self._lock:
             handle, node.handle = node.handle, None
             assert handle is not None
-            self._selector.unregister(handle.channel)
+            self._poller.unwatch(handle.channel.fileno())
             node.parser.close()
-            reason = node.ended or "its agent ended"
+            reason = node.ended or reason
             ranks = [state for state in self.ranks if state.node == node.plan.node]
             came_up = all(state.starts for state in ranks)
             lost = NodeLost(node.plan.node, reason)
@@ -701,7 +705,8 @@ class Gang:
             if node.ended is not None and not closing:
                 self._break(PoolClosed(f"node {node.plan.node} ended: {reason}"))
             elif not came_up and not closing:
-                self._break(ProvisionError(f"node {node.plan.node} ended while it started: {reason}", node=node.plan.node))
+                number = node.plan.node
+                self._break(ProvisionError(f"node {number} ended while it started: {reason}", node=number))
             for state in ranks:
                 job = self._scheduler.running.get(state.rank)
                 state.ready = False
@@ -710,9 +715,20 @@ class Gang:
                     self._fail(job, Failure(state.rank, state.node, error=lost))
                     self._rank_ended(job, state.rank)
         handle.stop()
-        if not closing and self._broken is None:
+        if closing:
+            return
+        self._sweep(node)
+        if self._broken is None:
             self._reviver = threading.Thread(target=self._revive, args=(node,), name="atoll-revive", daemon=True)
             self._reviver.start()
+
+    def _sweep(self, node: NodeState) -> None:
+        """An agent on this machine that was killed can't clean up after itself: its processes and files go here."""
+        kill_tree(None, f"ATOLL_POOL_TAG={self.spec.pool_id}.{node.plan.node}")
+        shutil.rmtree(self._tmp_dir(node.plan), ignore_errors=True)
+
+    def _tmp_dir(self, plan: NodePlan) -> str:
+        return os.path.join(self.spec.tmp_root, f"atoll-{self.spec.pool_id}-n{plan.node}")
 
     def _revive(self, node: NodeState) -> None:
         node.restarts += 1

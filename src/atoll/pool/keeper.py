@@ -7,24 +7,31 @@ when it is told to, or when its gang can't go on.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
 import queue
 import selectors
+import shutil
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed
+from atoll.core.paths import write_atomic
 from atoll.pool import detached
 from atoll.pool.gang import Gang, GangSpec
+from atoll.pool.image import Image
 from atoll.pool.job import Failure, Job, Request, Shipped
 from atoll.pool.logs import LogRouter
 from atoll.wire import frames
@@ -34,6 +41,21 @@ from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
 from atoll.wire.segments import Encoded, Segment
 
 _BACKLOG_BYTES = 64 << 20  # log output waiting for a client that doesn't read; more is dropped, the files have it
+_LAST_WORDS_S = 0.5  # a pool that ends gives its clients this long to take how their calls ended
+_PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
+GO = b"+"  # what the process that asked answers once it has heard that the pool is up
+# Settings that two users of a pool must agree on, as text. What is left at its default asks for nothing.
+DEFAULTS = {
+    "provider": "local",
+    "nodes": "1",
+    "accelerator": "None",
+    "workers_per_node": "auto",
+    "image": str(Image()),
+    "pip": "None",
+    "env": "",
+    "ttl": "None",
+    "hang_timeout": "None",
+}
 
 
 class Client:
@@ -43,17 +65,25 @@ class Client:
         self.sock = sock
         self.parser = Parser()
         self.jobs: dict[int, Job] = {}
+        self.attached = False
+        self.wants_events = False
+        self._closed = False
         self._waiting_bytes = 0
+        self._lock = threading.Lock()  # the keeper's loop and the gang's reader both send
         self._queue: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="atoll-client", daemon=True)
         self._writer.start()
 
     def send(self, data: bytes, fds: tuple[int, ...] = (), *, droppable: bool = False) -> None:
         """Queue a frame; owns its descriptors."""
-        if droppable and self._waiting_bytes > _BACKLOG_BYTES:
-            return
-        self._waiting_bytes += len(data)
-        self._queue.put((data, fds))
+        with self._lock:
+            wanted = not self._closed and not (droppable and self._waiting_bytes > _BACKLOG_BYTES)
+            if wanted:
+                self._waiting_bytes += len(data)
+                self._queue.put((data, fds))
+        if not wanted:
+            for fd in fds:
+                os.close(fd)
 
     def _write(self) -> None:
         alive = True
@@ -64,13 +94,17 @@ class Client:
                     send_all(self.sock, data, fds)
                 except OSError:
                     alive = False
-            self._waiting_bytes -= len(data)
+            with self._lock:
+                self._waiting_bytes -= len(data)
             for fd in fds:
                 os.close(fd)
 
-    def close(self) -> None:
-        """Stop sending and hang up."""
-        self._queue.put(None)
+    def close(self, *, last_words_s: float = 0.0) -> None:
+        """Stop sending and hang up, after what waits to be sent where it is taken in time."""
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+        self._writer.join(last_words_s)
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self._writer.join(2.0)
@@ -84,7 +118,7 @@ class ClientSink:
     def __init__(self, client: Client, number: int) -> None:
         self.client = client
         self.number = number
-        self.job: Job | None = None
+        self.job: Job | None = None  # set before the gang has it
 
     def started(self, ranks: tuple[int, ...]) -> None:
         """Tell which ranks run it."""
@@ -119,14 +153,16 @@ def _packed(error: BaseException | None) -> tuple[bytes, list[bytes]] | None:
 class Keeper:
     """Serves one gang."""
 
-    def __init__(self, folder: Path, spec: GangSpec, wishes: dict[str, Any], idle_s: float, name: str) -> None:
+    def __init__(self, folder: Path, spec: GangSpec, wanted: dict[str, Any]) -> None:
         self.folder = folder
-        self.wishes = wishes
-        self.idle_s = idle_s
-        self.name = name
+        self.log: str = wanted["log"]
+        self.wishes: dict[str, str] = wanted["wishes"]
+        self.idle_s: float = wanted["idle_s"]
+        self.name: str = wanted["name"]
+        self.extra_path: list[str] = wanted["extra_path"]
         self.node_of = [node.node for node in spec.plan.nodes for _ in range(node.num_ranks)]
         self.clients: dict[socket.socket, Client] = {}
-        self.detached: set[Job] = set()
+        self.detached: dict[Job, detached.StoreSink] = {}
         self._ending = False
         self._quiet_since = time.monotonic()
         self.gang = Gang(spec, LogRouter("quiet", self.node_of.__getitem__, len(self.node_of)), self._on_event)
@@ -143,7 +179,8 @@ class Keeper:
         self._selector.register(self._listener, selectors.EVENT_READ)
         about = {"pid": os.getpid(), "pool_id": self.gang.spec.pool_id, "world_size": self.gang.world_size}
         about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "wishes": self.wishes}
-        (self.folder / "pool.json").write_text(json.dumps(about))
+        write_atomic(self.folder / "pool.json", json.dumps(about).encode())
+        self._quiet_since = time.monotonic()
 
     def serve(self) -> None:
         """Until idle for long enough, told to end, or the gang breaks."""
@@ -154,34 +191,42 @@ class Keeper:
                         self._accept()
                     else:
                         self._read(key.data)
-                if self.clients or self.detached:
+                if self.detached or any(client.attached for client in list(self.clients.values())):
                     self._quiet_since = time.monotonic()
                 elif time.monotonic() - self._quiet_since > self.idle_s:
                     return
         finally:
             self._close()
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """Leave the loop at its next turn."""
         self._ending = True
 
     def _close(self) -> None:
-        for name in ("sock", "pool.json"):
-            with contextlib.suppress(OSError):
-                (self.folder / name).unlink()
-        self._listener.close()
-        self.gang.stop()
-        for client in list(self.clients.values()):
-            client.close()
+        # Moved away in one step and while it still answers: who finds nothing here makes a folder of his own, which
+        # is never this one.
+        gone = self.folder.with_name(f".{self.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
-            if not (self.folder / "keeper.log").stat().st_size:  # one that says something is left to be read
-                (self.folder / "keeper.log").unlink()
-            self.folder.rmdir()
+            self.folder.rename(gone)
+        self._listener.close()
+        shutil.rmtree(gone, ignore_errors=True)
+        self.gang.stop()
+        for sink in list(self.detached.values()):
+            sink.join()
+        for client in list(self.clients.values()):
+            client.close(last_words_s=_LAST_WORDS_S)
+        self._selector.close()
 
     # -- clients --------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it went away meanwhile, or there is no descriptor left for it
+            return
+        if _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1] != os.getuid():
+            sock.close()
+            return
         client = Client(sock)
         self.clients[sock] = client
         self._selector.register(sock, selectors.EVENT_READ, client)
@@ -196,7 +241,12 @@ class Keeper:
             self._gone(client)
             return
         for raw in received:
-            self._handle(client, raw.parsed())
+            try:
+                self._handle(client, raw.parsed())
+            except (WireError, LookupError, TypeError, ValueError) as error:  # another Atoll's: not this pool's end
+                print(f"a client sent what is no frame of ours: {type(error).__name__}: {error}", file=sys.stderr)
+                self._gone(client)
+                return
 
     def _gone(self, client: Client) -> None:
         self._selector.unregister(client.sock)
@@ -209,12 +259,10 @@ class Keeper:
         job = client.jobs.get(frame.call)
         match frame.kind:
             case frames.ATTACH:
-                client.send(self._greeting(frame.meta))
+                client.send(self._greeting(client, frame.meta))
             case frames.SUBMIT:
                 self._submit(client, frame)
             case frames.CANCEL if job is not None:
-                from concurrent.futures import CancelledError
-
                 self.gang.cancel(job, _error_of(frame) or CancelledError())
             case frames.CREDIT if job is not None:
                 self.gang.credit(job, frame.rank, frame.meta["n"])
@@ -223,18 +271,18 @@ class Keeper:
             case frames.DOWN:
                 self._ending = True
 
-    def _greeting(self, meta: dict[str, Any]) -> bytes:
+    def _greeting(self, client: Client, meta: dict[str, Any]) -> bytes:
         if meta.get("version") != frames.VERSION:
             return pack(frames.REFUSED, meta={"why": f"it speaks wire version {frames.VERSION}, this Atoll another"})
-        for key, wished in meta["wishes"].items():
-            has = self.wishes.get(key)
-            if has != wished:
-                return pack(frames.REFUSED, meta={"why": f"it has {key}={has}, and {key}={wished} was asked for"})
+        has = {**DEFAULTS, **self.wishes}
+        differing = [(key, has.get(key), value) for key, value in meta["wishes"].items() if has.get(key) != value]
+        if differing:
+            why = "; ".join(f"it has {key}={there}, and {key}={value} was asked for" for key, there, value in differing)
+            return pack(frames.REFUSED, meta={"why": why})
+        client.attached, client.wants_events = True, meta["events"]
         spec = self.gang.spec
-        return pack(
-            frames.ATTACHED,
-            meta={"pool_id": spec.pool_id, "node_of": self.node_of, "log_dir": spec.log_dir, "pid": os.getpid()},
-        )
+        about = {"pool_id": spec.pool_id, "node_of": self.node_of, "log_dir": spec.log_dir, "pid": os.getpid()}
+        return pack(frames.ATTACHED, meta=about | {"python": spec.python, "extra_path": self.extra_path})
 
     def _submit(self, client: Client, frame: Frame) -> None:
         request = request_from(frame)
@@ -243,8 +291,15 @@ class Keeper:
             job = Job(request, sink)
             sink.job = job
             sink.grant = lambda rank: self.gang.credit(job, rank, 1)
-            self.detached.add(job)
-            detached.begin(request, self.name, os.getpid())
+            try:
+                detached.begin(request, self.name, self.log)
+            except OSError as error:
+                for encoded in (request.arguments, request.function.encoded):
+                    if encoded.segment is not None:
+                        encoded.segment.close()
+                client.send(pack(frames.DONE, 0, frame.call, {"kept": True}, [pickle.dumps(([], _packed(error)))]))
+                return
+            self.detached[job] = sink
             client.send(pack(frames.ACCEPTED, 0, frame.call, {"ranks": [], "detached": True}))
         else:
             passing = ClientSink(client, frame.call)
@@ -257,7 +312,7 @@ class Keeper:
             job.sink.done({}, [], error)
 
     def _forget_detached(self, job: Job) -> None:
-        self.detached.discard(job)
+        self.detached.pop(job, None)
 
     # -- what the gang says ---------------------------------------------------------------------------------------
 
@@ -269,9 +324,16 @@ class Keeper:
         return True
 
     def _on_event(self, event: events.Event) -> None:
-        data = pack(frames.EVENT, rest=[dumps(event).head])
-        for client in list(self.clients.values()):
-            client.send(data, droppable=True)
+        """What happens to a call goes to the client that made it, what happens to the pool to all that listen."""
+        always = isinstance(event, events.CallRetried | events.HangSuspected)  # told to the user without on_event too
+        listening = [client for client in list(self.clients.values()) if client.wants_events or always]
+        job_id = getattr(event, "job_id", None)
+        if job_id is not None:
+            listening = [c for c in listening if any(j.request.job_id == job_id for j in list(c.jobs.values()))]
+        if listening:
+            data = pack(frames.EVENT, rest=[dumps(event).head])
+            for client in listening:
+                client.send(data, droppable=True)
 
 
 def _error_of(frame: Frame) -> BaseException | None:
@@ -329,7 +391,7 @@ def request_from(frame: Frame) -> Request:
 
 
 @contextlib.contextmanager
-def in_folder(folder: Path) -> Any:
+def in_folder(folder: Path) -> Iterator[str]:
     """A path to the folder's socket that is short however long the folder's own is."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -339,26 +401,64 @@ def in_folder(folder: Path) -> Any:
 
 
 def main() -> None:
-    """Entry: reads what to keep from standard input, says on standard output how the start went, then serves."""
+    """Entry: reads what to keep from standard input, says on standard output how the start went, then serves.
+
+    Standard input stays open meanwhile: if it ends before ``GO`` came, the process that asked is gone and so is its
+    wish, and nothing is left.
+    """
     if os.fork():  # the process that asked collects this one at once, and never the keeper
         os._exit(0)
-    report = os.fdopen(os.dup(1), "wb")
-    wanted = pickle.load(sys.stdin.buffer)
-    folder = Path(wanted["folder"])
-    log = os.open(folder / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    keeper = Keeper(folder, loads(wanted["spec"]), wanted["wishes"], wanted["idle_s"], wanted["name"])
-    stop: Callable[..., None] = lambda *_: keeper.end()  # noqa: E731 - one line for two signals
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    asked, report = os.dup(0), os.fdopen(os.dup(1), "wb")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    wanted = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8))))
+    log = _own_streams(wanted["log"])
+    keeper: Keeper | None = None
     try:
+        go = threading.Event()
+        threading.Thread(target=_await_go, args=(asked, go), name="atoll-go", daemon=True).start()
+        keeper = Keeper(Path(wanted["folder"]), loads(wanted["spec"]), wanted)
         keeper.start()
+        _answer(report, None)
+        go.wait()
+        signal.signal(signal.SIGTERM, keeper.end)
+        signal.signal(signal.SIGINT, keeper.end)
     except BaseException as error:  # noqa: BLE001 - the process that asked raises it
-        report.write(pickle.dumps(_packed(error)))
-        report.close()
+        if keeper is not None:
+            keeper.gang.stop()
+        shutil.rmtree(wanted["folder"], ignore_errors=True)
+        if not isinstance(error, AtollError | KeyboardInterrupt):
+            traceback.print_exception(error)
+        _answer(report, error)
         return
-    report.write(pickle.dumps(None))
-    report.close()
     keeper.serve()
+    os.close(log)
+
+
+def _own_streams(path: str) -> int:
+    """Nothing of the starter's stays open; what is said goes to the log, which is locked as long as this runs."""
+    for flags, number in ((os.O_RDONLY, 0), (os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1)):
+        fd = os.open(os.devnull if number == 0 else path, flags | os.O_CLOEXEC, 0o600)
+        os.dup2(fd, number)
+        os.close(fd)
+    os.dup2(1, 2)
+    log = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file of its own: what children inherit must not hold the lock
+    fcntl.flock(log, fcntl.LOCK_EX)
+    return log
+
+
+def _await_go(asked: int, go: threading.Event) -> None:
+    try:
+        if os.read(asked, 1) == GO:
+            go.set()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.close(asked)
+
+
+def _answer(report: BinaryIO, error: BaseException | None) -> None:
+    with contextlib.suppress(OSError):  # who asked may be gone
+        report.write(pickle.dumps(_packed(error)))
+    with contextlib.suppress(OSError):
+        report.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from atoll.core.errors import ConfigError
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _LONGEST_LINE = 1 << 16
+_END = re.compile(rb"\r\n|\n|\r")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,11 @@ class LineCutter:
         data = self._rest + data
         lines: list[tuple[bytes, str]] = []
         start = 0
-        while True:
-            newline, carriage = data.find(b"\n", start), data.find(b"\r", start)
-            cut = min((at for at in (newline, carriage) if at >= 0), default=-1)
-            if cut < 0 or (cut == carriage and cut == len(data) - 1):  # a lone \r may yet become \r\n
+        for end in _END.finditer(data):
+            if end[0] == b"\r" and end.end() == len(data):  # it may yet become \r\n
                 break
-            if data[cut : cut + 2] == b"\r\n":
-                lines.append((data[start:cut], "\n"))
-                start = cut + 2
-            else:
-                lines.append((data[start:cut], chr(data[cut])))
-                start = cut + 1
+            lines.append((data[start : end.start()], "\r" if end[0] == b"\r" else "\n"))
+            start = end.end()
         self._rest = data[start:]
         if len(self._rest) > _LONGEST_LINE:
             lines.append((self._rest, ""))
@@ -102,7 +98,7 @@ class LogRouter:
         """A line of Atoll's own about the pool or a rank."""
         if self._logs == "quiet":
             return
-        print(f"atoll: {text}" if rank is None else f"atoll: rank {rank}: {text}", file=sys.stderr)
+        _write(sys.stderr, f"atoll: {text}\n" if rank is None else f"atoll: rank {rank}: {text}\n")
 
     def _show(self, rank: int, is_stderr: bool, lines: list[tuple[bytes, str]]) -> None:
         if not lines or self._logs == "quiet" or (self._logs == "head" and rank != 0):
@@ -114,23 +110,36 @@ class LogRouter:
                 try:
                     self._logs(line)
                 except Exception as error:  # noqa: BLE001 - the user's callback must not stop the pool
-                    print(f"atoll: logs callable raised {type(error).__name__}: {error}", file=sys.stderr)
+                    _write(sys.stderr, f"atoll: logs callable raised {type(error).__name__}: {error}\n")
             return
         out = sys.stderr if is_stderr else sys.stdout
         label = self._label(rank, out)
         over = "\r" if _is_terminal(out) else "\n"  # a progress bar draws over its line only where that can be seen
         text = "".join(f"{label}{raw.decode(errors='replace')}{over if end == over else chr(10)}" for raw, end in lines)
-        try:
-            out.write(text)
-            out.flush()
-        except (BrokenPipeError, ValueError):
+        if not _write(out, text):
             self._logs = "quiet"  # nobody reads any more; the files still have it
 
     def _label(self, rank: int, out: TextIO) -> str:
         label = f"[rank {rank:>{self._width}}] "
-        if _is_terminal(out) and "NO_COLOR" not in os.environ:
+        if _is_terminal(out) and not os.environ.get("NO_COLOR"):
             return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
         return label
+
+
+def _write(out: TextIO | None, text: str) -> bool:
+    """Write to one of the driver's own streams; False where it is closed, broken or full: no reason to end a run."""
+    if out is None:
+        return False
+    try:
+        try:
+            out.write(text)
+        except UnicodeEncodeError:  # a terminal that can't show it
+            encoding = getattr(out, "encoding", None) or "ascii"
+            out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        out.flush()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _is_terminal(out: TextIO) -> bool:

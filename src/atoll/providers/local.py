@@ -111,7 +111,8 @@ class LocalNode:
     def stop(self) -> None:
         """End the agent by force, and with it everything in its namespace."""
         with contextlib.suppress(OSError):
-            self.channel.close()
+            self.channel.shutdown(socket.SHUT_RDWR)  # who reads it at this moment sees its end
+        self.channel.close()
         try:
             self.process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -119,15 +120,19 @@ class LocalNode:
             self.process.wait()
 
 
-@functools.cache
 def _namespace() -> tuple[str, ...]:
     """The command that gives an agent its own PID namespace, or nothing where the kernel refuses one.
 
     In a namespace the kernel itself kills everything below an agent that dies; elsewhere the agent is a subreaper
     and finds its processes in ``/proc``. ``ATOLL_PID_NAMESPACE=0`` chooses that by hand.
     """
+    return () if os.environ.get("ATOLL_PID_NAMESPACE") == "0" else _probed()
+
+
+@functools.cache
+def _probed() -> tuple[str, ...]:
     unshare = shutil.which("unshare")
-    if unshare is None or os.environ.get("ATOLL_PID_NAMESPACE") == "0":
+    if unshare is None:
         return ()
     base = (unshare, "--pid", "--mount-proc", "--fork", "--kill-child=SIGKILL")
     for command in (base, (*base, "--user", "--map-current-user")):

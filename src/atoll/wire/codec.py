@@ -90,10 +90,14 @@ def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -
             raise
         except Exception as exc:  # any object's own reduction code runs here and may raise whatever it likes
             starts = [*(roots() if roots is not None else ()), (what, obj)]
-            refusal = _refusal(exc, pickler.last, starts)
-            if refusal is exc:
+            if isinstance(exc, AtollError) and not isinstance(exc, SerializationError):
+                exc.add_note(f"found at {_locate(pickler.last, starts)}")
                 raise
-            raise refusal from exc
+            raise _refusal(exc, pickler.last, starts) from exc
+        finally:
+            # The memo holds every PickleBuffer. It must not be left to the garbage collector: that would keep the
+            # user's memory, and CPython (3.11 at least) crashes where it collects a PickleBuffer over a memoryview.
+            pickler.clear_memo()
         if pickler.tensors is None or not pickler.tensors.grew:
             break
     return Payload(b"".join(chunks), pickler.buffers, pickler.notes)
@@ -148,27 +152,31 @@ def _pickler_type() -> Any:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
         def __init__(self, chunks: list[bytes], plan: dict[int, Any], last_pass: bool) -> None:
+            buffers: list[memoryview] = []
+            notes: list[str] = []
+
+            # Closures over lists, not methods: a pickler that refers to itself would live until a collection.
+            def take_buffer(buffer: pickle.PickleBuffer) -> bool:
+                raw = buffer.raw()
+                if raw.nbytes < INLINE_BYTES:
+                    return True  # it stays in the stream
+                buffers.append(raw)
+                return False
+
+            def note(line: str) -> None:
+                if line not in notes:
+                    notes.append(line)
+
             # A list instead of a BytesIO: a large bytes object is passed to write() as it is, and copied only once.
-            super().__init__(_Sink(chunks.append), protocol=5, buffer_callback=self.take_buffer)
-            self.buffers: list[memoryview] = []
-            self.notes: list[str] = []
+            super().__init__(_Sink(chunks.append), protocol=5, buffer_callback=take_buffer)
+            self.buffers = buffers
+            self.notes = notes
+            self.note = note
             self.last: object = None
             self.tensors: Any = None
             self.kinds = _static_handlers.copy()
             self.plan = plan
             self.last_pass = last_pass
-
-        def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-            """Keep a buffer out of band; True leaves it in the stream."""
-            raw = buffer.raw()
-            if raw.nbytes < INLINE_BYTES:
-                return True
-            self.buffers.append(raw)
-            return False
-
-        def note(self, line: str) -> None:
-            if line not in self.notes:
-                self.notes.append(line)
 
         def reducer_override(self, obj: Any) -> Any:
             # The C pickler asks here before it saves anything but exact builtins. If it fails, the object asked
@@ -323,7 +331,7 @@ _INSTEAD = {
 }
 
 
-def _refusal(exc: Exception, culprit: object, starts: list[tuple[str, object]]) -> AtollError:
+def _refusal(exc: Exception, culprit: object, starts: list[tuple[str, object]]) -> SerializationError:
     """The error to raise for a failed ``dumps``; never fails itself."""
     what = starts[-1][0]
     if isinstance(exc, RecursionError) or isinstance(exc.__cause__, RecursionError):
@@ -332,9 +340,6 @@ def _refusal(exc: Exception, culprit: object, starts: list[tuple[str, object]]) 
             "Flatten it (for example a list with indices instead of linked objects), or raise sys.setrecursionlimit"
         )
     where = _locate(culprit, starts)
-    if isinstance(exc, AtollError) and not isinstance(exc, SerializationError):
-        exc.add_note(f"found at {where}")
-        return exc
     if isinstance(exc, SerializationError):
         reason = str(exc)
     else:

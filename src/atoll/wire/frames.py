@@ -28,7 +28,7 @@ HAS_TORCH: Final = 4
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FDS: Final = 64
 _MAX_BODY_BYTES: Final = 1 << 28  # large payloads travel in memory files: a body beyond this is no frame of ours
-_CHUNK: Final = 1 << 18
+_CHUNK: Final = 1 << 16  # a larger buffer would be mapped and unmapped by the allocator at every read
 
 # Driver to agent.
 SETUP, SPAWN, KILL, STACKS, SHUTDOWN = 1, 2, 3, 4, 5
@@ -46,6 +46,9 @@ NAMES: Final = {
     for name, value in list(globals().items())
     if type(value) is int and name.isupper() and name[0] != "_" and name not in ("VERSION", "FLAGS_AT", "KEPT", "HAS_TORCH")
 }
+
+
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps would make one a frame
 
 
 class WireError(Exception):
@@ -108,7 +111,7 @@ def pack(
     flags: int = 0,
 ) -> bytes:
     """One frame as bytes."""
-    text = json.dumps(meta, separators=(",", ":")).encode() if meta else b""
+    text = _encode_json(meta).encode() if meta else b""
     length = _LENGTH.size + len(text) + sum(map(len, rest))
     return b"".join(
         (HEADER.pack(length, kind, flags, num_fds, rank, call), _LENGTH.pack(len(text)), text, *rest)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, TICK_S, OomCounter, k
 from atoll.pool.agent.rank import CHANNEL_FD, STOP_FD, Output, Rank
 from atoll.wire import frames
 from atoll.wire.frames import Parser, RawFrame, WireError, pack, receive, send_some
+from atoll.wire.poller import Poller
 
 _LOG_BACKLOG_BYTES = 8 << 20  # more than this waiting for the driver, and ranks wait before they print on
 _LEAVE_S = 1.0  # what a rank gets to end by itself when the pool goes down
@@ -40,6 +40,7 @@ class Agent:
     def __init__(self, channel: socket.socket, driver_pidfd: int) -> None:
         self._driver = channel
         self._driver.setblocking(False)
+        self._driver_fd = channel.fileno()
         self._parser = Parser()
         self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()
         self._out_bytes = 0
@@ -50,7 +51,7 @@ class Agent:
         self._oom = OomCounter()
         self._deadline: float | None = None
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._selector = selectors.DefaultSelector()
+        self._poller: Poller[Callable[[bool, bool], None]] = Poller()
         self._watch(channel, self._read_driver)
         if driver_pidfd >= 0:
             self._watch(driver_pidfd, self._driver_died)
@@ -66,8 +67,8 @@ class Agent:
         try:
             self._tell(frames.AGENT, meta={"version": frames.VERSION, "pid": os.getpid()})
             while True:
-                for key, mask in self._selector.select(self._timeout()):
-                    key.data(mask)
+                for callback, readable, writable in self._poller.wait(self._timeout()):
+                    callback(readable, writable)
                 self._run_timers()
         except DriverGone:
             pass
@@ -76,10 +77,10 @@ class Agent:
 
     # -- the driver's side ------------------------------------------------------------------------------------
 
-    def _read_driver(self, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
+    def _read_driver(self, readable: bool, writable: bool) -> None:
+        if writable:
             self._flush_driver()
-        if not mask & selectors.EVENT_READ:
+        if not readable:
             return
         try:
             data, fds = receive(self._driver)
@@ -143,8 +144,8 @@ class Agent:
             self._tell(frames.EXIT, number, meta=meta)
             return
         self._ranks[number] = rank
-        self._watch(rank.sock, lambda mask: self._rank_ready(rank, mask))
-        self._watch(rank.pidfd, lambda mask: self._rank_died(rank))
+        self._watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
+        self._watch(rank.pidfd, lambda _readable, _writable: self._rank_died(rank))
         if not self._logs_paused:
             self._watch_outputs(rank)
 
@@ -179,17 +180,17 @@ class Agent:
         if self._setup.get("leaving") and not self._ranks:
             raise DriverGone
 
-    def _driver_died(self, _mask: int) -> None:
+    def _driver_died(self, _readable: bool, _writable: bool) -> None:
         raise DriverGone
 
     # -- the ranks' side --------------------------------------------------------------------------------------
 
-    def _rank_ready(self, rank: Rank, mask: int) -> None:
+    def _rank_ready(self, rank: Rank, readable: bool, writable: bool) -> None:
         if rank.rank not in self._ranks or self._ranks[rank.rank] is not rank:
             return
-        if mask & selectors.EVENT_WRITE:
+        if writable:
             self._flush_rank(rank)
-        if not mask & selectors.EVENT_READ:
+        if not readable:
             return
         try:
             data, fds = receive(rank.sock)
@@ -199,9 +200,10 @@ class Agent:
             data, fds = b"", []
         if not data:
             # Its channel is closed but it lives: nothing more can come from it, so it has to go.
-            self._selector.unregister(rank.sock)
+            self._poller.unwatch(rank.sock.fileno())
             if not rank.killed:
-                self._timers.append((time.monotonic() + _CLOSED_S, lambda: self._expel(rank, "closed its channel to Atoll")))
+                why = "closed its channel to Atoll (descriptor 3)"
+                self._timers.append((time.monotonic() + _CLOSED_S, lambda: self._expel(rank, why)))
             return
         self._relay(rank, data, fds)
 
@@ -261,9 +263,8 @@ class Agent:
         kill_tree(rank.pid, rank.tag)
 
     def _forget(self, rank: Rank) -> None:
-        for source in (rank.sock, rank.pidfd, *(output.reader for output in rank.outputs)):
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(source)
+        for fd in (rank.sock.fileno(), rank.pidfd, *(output.reader for output in rank.outputs)):
+            self._poller.unwatch(fd)
 
     def _to_rank(self, rank: Rank, data: bytes, fds: tuple[int, ...]) -> None:
         rank.out.append((data, fds))
@@ -287,13 +288,13 @@ class Agent:
             rank.out.popleft()
             if sent < len(data):
                 rank.out.appendleft((data[sent:], ()))
-        self._want_write(rank.sock, bool(rank.out))
+        self._poller.want_write(rank.sock.fileno(), bool(rank.out))
 
     # -- output -----------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
-            self._watch(output.reader, lambda _mask, output=output: self._read_output(rank, output))
+            self._watch(output.reader, lambda _readable, _writable, output=output: self._read_output(rank, output))
 
     def _read_output(self, rank: Rank, output: Output) -> None:
         if self._ranks.get(rank.rank) is not rank:  # it died in this very round of the loop: its pipes are closed
@@ -302,7 +303,7 @@ class Agent:
         if data:
             self._log(rank, output, data)
         elif data is not None:
-            self._selector.unregister(output.reader)
+            self._poller.unwatch(output.reader)
 
     def _drain_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
@@ -315,8 +316,7 @@ class Agent:
             self._logs_paused = True
             for other in self._ranks.values():
                 for stream in other.outputs:
-                    with contextlib.suppress(KeyError, ValueError):
-                        self._selector.unregister(stream.reader)
+                    self._poller.unwatch(stream.reader)
 
     # -- sending to the driver ----------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Agent:
             self._out.popleft()
             if sent < len(data):
                 self._out.appendleft((memoryview(data)[sent:], ()))
-        self._want_write(self._driver, bool(self._out))
+        self._poller.want_write(self._driver_fd, bool(self._out))
         if self._logs_paused and self._out_bytes < _LOG_BACKLOG_BYTES // 2:
             self._logs_paused = False
             for rank in self._ranks.values():
@@ -351,15 +351,8 @@ class Agent:
 
     # -- the loop's own business -----------------------------------------------------------------------------------
 
-    def _watch(self, source: Any, callback: Callable[[int], None]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, callback)
-
-    def _want_write(self, sock: socket.socket, wanted: bool) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            key = self._selector.get_key(sock)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
-            if key.events != events:
-                self._selector.modify(sock, events, key.data)
+    def _watch(self, source: socket.socket | int, callback: Callable[[bool, bool], None]) -> None:
+        self._poller.watch(source if isinstance(source, int) else source.fileno(), callback)
 
     def _timeout(self) -> float | None:
         waits = [when for when, _ in self._timers]
@@ -382,7 +375,7 @@ class Agent:
             raise DriverGone
         self._oom.tick()
 
-    def _drain_wakeups(self, _mask: int) -> None:
+    def _drain_wakeups(self, _readable: bool, _writable: bool) -> None:
         signals = b""
         with contextlib.suppress(BlockingIOError):
             signals = os.read(self._wake_read, 4096)

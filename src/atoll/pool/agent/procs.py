@@ -24,14 +24,14 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def tree(root: int, tag: str) -> list[int]:
+def tree(root: int | None, tag: str) -> list[int]:
     """Every process below ``root``, and every one whose environment carries ``tag``; ``root`` itself first.
 
     A grandchild that was orphaned is found by the session that ``root`` leads, or where it left that by the tag it
     inherited.
     """
     parents = _parents()
-    found = {root}
+    found = set() if root is None else {root}
     grew = True
     while grew:
         grew = False
@@ -47,8 +47,11 @@ def tree(root: int, tag: str) -> list[int]:
     return sorted(found, key=lambda pid: (pid != root, pid))
 
 
-def kill_tree(root: int, tag: str) -> None:
-    """SIGKILL a rank and everything below it; what it forks meanwhile is found in the next round."""
+def kill_tree(root: int | None, tag: str) -> None:
+    """SIGKILL a rank and everything below it; what it forks meanwhile is found in the next round.
+
+    With no ``root``, everything that carries the tag.
+    """
     shm: set[str] = set()
     for _round in range(10):
         pids = [pid for pid in tree(root, tag) if _alive(pid)]

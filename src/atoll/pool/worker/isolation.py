@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -18,6 +19,9 @@ _SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP),
     *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGPROF, signal.SIGVTALRM),
 )
+# Looked at after every call, so without what `os.environ` and `signal` put around them: decoding, enums.
+_environ: dict[bytes, bytes] = vars(os.environ)["_data"]
+_getsignal = importlib.import_module("_signal").getsignal
 
 
 class Isolation:
@@ -29,13 +33,18 @@ class Isolation:
 
     def refresh(self) -> None:
         """Take the present state as the one to come back to."""
-        self._env = dict(os.environ)
+        self._env = dict(_environ)
         self._cwd = os.getcwd()
         self._path = list(sys.path)
         self._argv = list(sys.argv)
         self._umask = os.umask(0o022)
         os.umask(self._umask)
-        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._handlers = {number: _getsignal(number) for number in _SIGNALS}
+
+    def set_variables(self, **variables: str) -> None:
+        """Set environment variables that stay between calls."""
+        os.environ.update(variables)
+        self._env = dict(_environ)
 
     def before_call(self) -> None:
         """Forget modules of the user whose files were edited since they were imported."""
@@ -44,19 +53,19 @@ class Isolation:
     def restore(self) -> None:
         """Put everything back, and give the next call random numbers of its own."""
         self._modules.note_new()  # now, not at the next call: a file edited in between has to look edited
-        if os.environ != self._env:
-            for key in os.environ.keys() - self._env.keys():
-                del os.environ[key]
+        if _environ != self._env:
+            for key in _environ.keys() - self._env.keys():
+                del os.environ[os.fsdecode(key)]
             for key, value in self._env.items():
-                if os.environ.get(key) != value:
-                    os.environ[key] = value
+                if _environ.get(key) != value:
+                    os.environ[os.fsdecode(key)] = os.fsdecode(value)
         with contextlib.suppress(OSError):
             os.chdir(self._cwd)
         sys.path[:] = self._path
         sys.argv[:] = self._argv
         os.umask(self._umask)
         for number, handler in self._handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:
+            if handler is not None and _getsignal(number) is not handler:
                 signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for name in ("random", "numpy.random"):

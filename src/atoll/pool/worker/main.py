@@ -52,6 +52,8 @@ class Worker:
         self._functions: dict[str, tuple[bytes, Any]] = {}
         self._peers = tuple(Peer(node, addr) for node, addr in enumerate(setup["peers"]))
         self.port_socket = _reserve_port(setup["addr"], setup.get("preferred_port", 0))
+        self.port: int = self.port_socket.getsockname()[1]
+        self._place: tuple[bool, int] | None = None
         self._stop_word = mmap.mmap(STOP_FD, 8, prot=mmap.PROT_READ)
         faulthandler.register(STACK_SIGNAL, file=STACK_FD, all_threads=True, chain=False)
         signal.signal(CANCEL_SIGNAL, self._on_cancel)
@@ -104,7 +106,7 @@ class Worker:
             self._sending = False
             for fd in fds:
                 os.close(fd)
-        if self._cancel_pending and threading.current_thread() is threading.main_thread():
+        if self._cancel_pending and self.call and threading.current_thread() is threading.main_thread():
             self._cancel_pending = False
             raise Cancelled
 
@@ -117,7 +119,7 @@ class Worker:
             {
                 "pid": os.getpid(),
                 "main_thread": threading.get_ident(),
-                "port": self.port_socket.getsockname()[1],
+                "port": self.port,
                 "python": list(sys.version_info[:3]),
             },
         )
@@ -133,7 +135,7 @@ class Worker:
     def _run(self, frame: Frame) -> None:
         meta = frame.meta
         self.broadcast = bool(meta.get("b"))
-        self.made_group = False
+        self.made_group = self._cancel_pending = False
         self.isolation.before_call()
         self._enter(meta, frame.call)
         self.call = frame.call
@@ -155,7 +157,7 @@ class Worker:
         self._clean_up()
 
     def _call(self, frame: Frame) -> tuple[bytearray, list[int]]:
-        function, arguments, mapping = self._unpack(frame)
+        function, arguments, mappings = self._unpack(frame)
         args, kwargs = arguments
         del arguments
         self._around(frame.meta)
@@ -167,7 +169,7 @@ class Worker:
         del result
         data, fds = self._encode(frames.RESULT, payload)
         del payload, args, kwargs, function
-        kept = mapping is not None and mapping() is not None
+        kept = any(mapping() is not None for mapping in mappings)
         data[frames.FLAGS_AT] |= frames.KEPT * kept | frames.HAS_TORCH * ("torch" in sys.modules)
         return data, fds
 
@@ -206,16 +208,18 @@ class Worker:
         world = setup["world_size"] if broadcast else 1
         local_world = setup["local_world_size"] if broadcast else 1
         addr = setup["head_addr"] if broadcast else setup["addr"]
-        port = meta["hp"] if broadcast else self.port_socket.getsockname()[1]
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world),
-            LOCAL_RANK=str(setup["local_rank"]),
-            LOCAL_WORLD_SIZE=str(local_world),
-            NODE_RANK=str(setup["node"]),
-            MASTER_ADDR=addr,
-            MASTER_PORT=str(port),
-        )
+        port = meta["hp"] if broadcast else self.port
+        if self._place != (broadcast, port):  # the variables stay from call to call
+            self._place = (broadcast, port)
+            self.isolation.set_variables(
+                RANK=str(rank),
+                WORLD_SIZE=str(world),
+                LOCAL_RANK=str(setup["local_rank"]),
+                LOCAL_WORLD_SIZE=str(local_world),
+                NODE_RANK=str(setup["node"]),
+                MASTER_ADDR=addr,
+                MASTER_PORT=str(port),
+            )
         set_current(
             CallContext(
                 job_id=meta["j"],
@@ -242,14 +246,15 @@ class Worker:
         flush_output()
         self.send(frames.REPORT, {"checkpoint": checkpoint} if checkpoint else {}, dumps(metrics, what="the metrics"))
 
-    def _unpack(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], Any]:
+    def _unpack(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
         meta, rest, fds = frame.meta, frame.rest, list(frame.fds)
         digest = meta["f"]
         table = meta.get("ft")
+        function_mapping = None
         if table is not None:
             own = [fds.pop(0)] if table.get("m") else []
             size = 0 if own else table["h"] + sum(table.get("b", ()))
-            head, buffers, _mapping = decode_parts(table, rest[:size], own)
+            head, buffers, function_mapping = decode_parts(table, rest[:size], own)
             rest = rest[size:]
             if meta.get("k"):
                 head = memoryview(bytes(head))
@@ -262,7 +267,8 @@ class Worker:
         if meta.get("p"):  # it holds nothing that a call could change: no need to rebuild it each time
             self._functions[digest] = (self._functions[digest][0], function)
         arg_head, arg_buffers, mapping = decode_parts(meta["a"], rest, fds)
-        return function, loads(arg_head, arg_buffers), mapping
+        mappings = [reference for reference in (function_mapping, mapping) if reference is not None]
+        return function, loads(arg_head, arg_buffers), mappings
 
     def _on_cancel(self, _signum: int, _frame: object) -> None:
         if not self.call or _WORD.unpack_from(self._stop_word)[0] != self.call:

@@ -1,0 +1,58 @@
+"""Waiting for descriptors. As ``selectors``, without what that does around each wait: this is on every call's path."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+READ = 1
+WRITE = 4
+
+
+class Poller(Generic[T]):
+    """Descriptors and what each stands for."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll()
+        self._watched: dict[int, T] = {}
+        self._writing: set[int] = set()
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._watched
+
+    def watch(self, fd: int, what: T) -> None:
+        """Report when the descriptor can be read, or has ended."""
+        self._poll.register(fd, READ)
+        self._watched[fd] = what
+
+    def unwatch(self, fd: int) -> None:
+        """Forget it; does nothing where it is not watched."""
+        if self._watched.pop(fd, None) is not None:
+            self._writing.discard(fd)
+            with contextlib.suppress(OSError):  # one that was closed is forgotten already
+                self._poll.unregister(fd)
+
+    def want_write(self, fd: int, wanted: bool) -> None:
+        """Report also when it can be written, or no longer."""
+        if wanted != (fd in self._writing) and fd in self._watched:
+            self._poll.modify(fd, READ | WRITE if wanted else READ)
+            if wanted:
+                self._writing.add(fd)
+            else:
+                self._writing.discard(fd)
+
+    def wait(self, timeout_s: float | None) -> list[tuple[T, bool, bool]]:
+        """What is ready, and whether to read and to write; waits for ever with None."""
+        ready = self._poll.poll(timeout_s)
+        return [
+            (self._watched[fd], bool(events & ~WRITE), bool(events & WRITE))
+            for fd, events in ready
+            if fd in self._watched
+        ]
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._watched.clear()
+        self._poll.close()

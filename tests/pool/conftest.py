@@ -1,0 +1,136 @@
+"""Pools under test, in both ways a local node keeps its processes together, and the host's view of their processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import atoll as sky
+import leaks
+
+SOURCE_ROOT = str(Path(sky.__file__).resolve().parents[1])
+NAMESPACE, SUBREAPER = "namespace", "subreaper"
+
+
+def namespaces_work() -> bool:
+    """Does this kernel give us PID namespaces?"""
+    from atoll.providers.local import _probed
+
+    return bool(_probed())
+
+
+@pytest.fixture(params=[NAMESPACE, SUBREAPER])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How nodes keep their processes together: a PID namespace, or a subreaper that walks ``/proc``."""
+    if request.param == NAMESPACE and not namespaces_work():
+        pytest.skip("this kernel refuses PID namespaces (Docker, AppArmor): the subreaper's tests cover this machine")
+    monkeypatch.setenv("ATOLL_PID_NAMESPACE", "1" if request.param == NAMESPACE else "0")
+    return str(request.param)
+
+
+@pytest.fixture
+def pool(mode: str) -> Iterator[sky.ComputePool]:
+    """Two nodes of one rank, in each mode."""
+    with sky.ComputePool(nodes=2) as started:
+        yield started
+
+
+@sky.compute
+def ranks_answer() -> int:
+    return sky.instance_info().rank
+
+
+def assert_usable(pool: sky.ComputePool) -> None:
+    """A broadcast and a single call work."""
+    assert ranks_answer() @ pool == list(range(pool.world_size))
+    assert ranks_answer() >> pool == 0
+
+
+# ------------------------------------------------------------------------------------- processes as the host sees them
+def environ(pid: int) -> dict[str, str]:
+    """The environment a process was started with; empty where it is gone."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    return dict(item.decode(errors="replace").partition("=")[::2] for item in raw.split(b"\0") if b"=" in item)
+
+
+def command(pid: int) -> list[str]:
+    """Its argv; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def parent(pid: int) -> int:
+    """Its parent's pid."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def rank_pid(pool: sky.ComputePool, rank: int) -> int:
+    """Host pid of a rank's process."""
+    for pid in leaks.descendants():
+        if environ(pid).get("ATOLL_RANK_TAG") == f"{pool.id}.{rank}" and "atoll.pool.worker.main" in " ".join(command(pid)):
+            return pid
+    raise LookupError(f"rank {rank} of pool {pool.id} has no process")
+
+
+def agent_pid(pool: sky.ComputePool, rank: int) -> int:
+    """Host pid of the agent that a rank belongs to."""
+    return parent(rank_pid(pool, rank))
+
+
+def of_pool(pool_id: str) -> list[int]:
+    """Running processes that carry a pool's id in their environment."""
+    return [pid for pid in all_pids() if environ(pid).get("ATOLL_POOL_ID") == pool_id and leaks.is_running(pid)]
+
+
+def with_marker(marker: str) -> list[int]:
+    """Running processes with this word in their command line."""
+    return [pid for pid in all_pids() if any(marker in word for word in command(pid)) and leaks.is_running(pid)]
+
+
+def eventually(condition: Callable[[], Any], what: str, seconds: float = 5.0) -> Any:
+    """Wait until it holds; ``seconds`` is the promise, or long enough to never be the reason."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds:g} s: {what}")
+        time.sleep(0.02)
+    return result
+
+
+# --------------------------------------------------------------------------------------------------- drivers as scripts
+def script(folder: Path, text: str) -> Path:
+    """A driver's script."""
+    path = folder / "driver.py"
+    path.write_text(text)
+    return path
+
+
+def start_script(path: Path, tmp: Path, *, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+    """Run a driver of its own, in its own session, with its own TMPDIR."""
+    tmp.mkdir(exist_ok=True)
+    options.setdefault("stdout", subprocess.PIPE)
+    options.setdefault("stderr", subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, str(path)],
+        env={**os.environ, "PYTHONPATH": SOURCE_ROOT, "TMPDIR": str(tmp), **(env or {})},
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        **options,
+    )

@@ -1,0 +1,405 @@
+"""However the driver ends, nothing of its pools is left: no process, no file, no shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pty
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import atoll as sky
+import leaks
+from tests.pool.conftest import (
+    agent_pid,
+    assert_usable,
+    eventually,
+    of_pool,
+    ranks_answer,
+    script,
+    start_script,
+    with_marker,
+)
+
+BUSY = """
+import os, subprocess, sys, threading, time
+import atoll as sky
+
+MARKER = {marker!r}
+
+@sky.compute
+def busy():
+    import os, subprocess, sys, tempfile, time
+    sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(300)", MARKER]
+    subprocess.Popen(sleeper)
+    subprocess.Popen(sleeper, env={{}})
+    subprocess.Popen(["setsid", *sleeper])
+    subprocess.Popen(["setsid", *sleeper], env={{"PATH": os.environ["PATH"]}})
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execve(sleeper[0], sleeper, {{}})
+        os._exit(0)
+    tempfile.mkstemp()
+    open({ready!r} + str(sky.instance_info().rank), "w").close()
+    time.sleep(300)
+
+{before}
+with sky.ComputePool(nodes=2) as pool:
+    open({ready!r} + "id", "w").write(pool.id)
+    {during}
+"""
+
+
+class Driver:
+    """A script with a busy pool."""
+
+    def __init__(self, tmp_path: Path, before: str = "", during: str = "busy() @ pool", **options: Any) -> None:
+        self.marker = f"marker-{os.getpid()}-{time.monotonic_ns()}"
+        self.tmp = tmp_path / "tmp"
+        ready = tmp_path / "ready-"
+        text = BUSY.format(marker=self.marker, ready=str(ready), before=before, during=during)
+        self.process = start_script(script(tmp_path, text), self.tmp, **options)
+        try:
+            eventually(lambda: all((tmp_path / f"ready-{n}").exists() for n in ("0", "1")), "busy ranks", 20)
+            # Each rank starts five sleepers; one of them forks twice.
+            eventually(lambda: len(with_marker(self.marker)) >= 10, "all sleepers", 20)
+        except BaseException:
+            self.process.kill()
+            raise
+        self.pool_id = (tmp_path / "ready-id").read_text()
+        assert of_pool(self.pool_id)
+
+    def gone(self) -> bool:
+        return not of_pool(self.pool_id) and not with_marker(self.marker) and not os.listdir(self.tmp)
+
+    def assert_nothing_left(self) -> None:
+        eventually(
+            self.gone,
+            f"nothing left; still there: {of_pool(self.pool_id)} {with_marker(self.marker)} {os.listdir(self.tmp)}",
+            5.0,
+        )
+
+    def close(self) -> str:
+        out, err = self.process.communicate(timeout=10) if self.process.stderr else ("", "")
+        return str(out) + str(err)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_driver(mode: str, tmp_path: Path, number: signal.Signals) -> None:
+    driver = Driver(tmp_path)
+    driver.process.send_signal(number)
+    driver.process.wait(10)
+    driver.assert_nothing_left()
+    text = driver.close()
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in text
+        assert "WorkerDied" not in text
+
+
+def test_the_drivers_agent_is_killed_with_it(mode: str, tmp_path: Path) -> None:
+    """Both at once, as a memory-hungry machine or `kill -9 -1` would."""
+    if mode == "subreaper":
+        pytest.skip("without a namespace nobody is left to find sleepers that dropped their environment")
+    driver = Driver(tmp_path)
+    agents = [pid for pid in leaks.descendants(driver.process.pid) if pid in set(with_marker("atoll.pool.agent.main"))]
+    for pid in [driver.process.pid, *agents]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    driver.process.wait(10)
+    eventually(lambda: not of_pool(driver.pool_id) and not with_marker(driver.marker), "no process")
+    driver.close()
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_ctrl_c_on_a_terminal(mode: str, tmp_path: Path, presses: int) -> None:
+    """The terminal signals the whole foreground group: ranks and agents must not be in it."""
+    ours, theirs = pty.openpty()
+
+    def own_terminal() -> None:
+        import fcntl
+        import termios
+
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    try:
+        driver = Driver(tmp_path, preexec_fn=own_terminal, stdout=theirs, stderr=theirs)
+        for _ in range(presses):
+            os.write(ours, b"\x03")
+            time.sleep(0.2)
+        driver.process.wait(10)
+        driver.assert_nothing_left()
+        text = os.read(ours, 1 << 16).decode(errors="replace")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "KeyboardInterrupt" in text
+    assert "WorkerDied" not in text
+
+
+def test_a_driver_with_threads_and_a_fork_that_holds_the_sockets(mode: str, tmp_path: Path) -> None:
+    before = """
+threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+"""
+    during = """
+    call = pool.submit(busy, everywhere=True)
+    if os.fork() == 0:
+        open(sys.argv[0] + ".child", "w").write(str(os.getpid()))
+        time.sleep(300)
+    time.sleep(300)
+"""
+    driver = Driver(tmp_path, before=before, during=during.strip())
+    child = int(eventually(lambda: _read(tmp_path / "driver.py.child"), "the forked child"))
+    try:
+        driver.process.kill()
+        driver.process.wait(10)
+        driver.assert_nothing_left()
+        assert leaks.is_running(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    driver.close()
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+LOADERS = """
+import torch
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return torch.full((50_000,), float(i))
+
+@sky.compute
+def busy():
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2)
+    for number, batch in enumerate(loader):
+        if number == 1:
+            import subprocess, sys
+            for _ in range(5):
+                subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)", MARKER])
+            open({ready!r} + str(sky.instance_info().rank), "w").close()
+"""
+
+
+def test_dataloader_children_of_a_killed_driver(mode: str, tmp_path: Path) -> None:
+    driver = Driver(tmp_path, before=LOADERS.format(ready=str(tmp_path / "ready-")), env={"OMP_NUM_THREADS": "1"})
+    assert sum("worker.main" in " ".join(_command(pid)) for pid in of_pool(driver.pool_id)) >= 6
+    driver.process.kill()
+    driver.process.wait(10)
+    driver.assert_nothing_left()
+    driver.close()
+
+
+def _command(pid: int) -> list[str]:
+    from tests.pool.conftest import command
+
+    return command(pid)
+
+
+# ----------------------------------------------------------------------------------------------- endings of a script
+QUIET_ENDS = {
+    "without down": "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))",
+    "sys.exit in the block": "with sky.ComputePool(nodes=2) as pool:\n    print(pool.id, list(f() @ pool))\n    sys.exit(5)",
+    "os._exit in the block": "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool), flush=True)\nos._exit(5)",
+    "exception in the block": "with sky.ComputePool(nodes=2) as pool:\n    print(pool.id, list(f() @ pool))\n    1 / 0",
+    "a call still runs": (
+        "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))\npool.submit(time.sleep, 60)\ntime.sleep(0.2)"
+    ),
+    "a stream is open": (
+        "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))\n"
+        "s = pool.run_one(lambda: (i for i in range(10**9)))\nnext(s)"
+    ),
+    "a thread makes calls": (
+        "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))\n"
+        "def loop():\n    while True: f() @ pool\n"
+        "threading.Thread(target=loop, daemon=True).start()\ntime.sleep(0.2)"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", list(QUIET_ENDS))
+def test_the_script_ends(mode: str, tmp_path: Path, how: str) -> None:
+    head = "import os, sys, threading, time\nimport atoll as sky\n@sky.compute\ndef f(): return 1\n"
+    process = start_script(script(tmp_path, head + QUIET_ENDS[how]), tmp_path / "tmp")
+    out, err = process.communicate(timeout=20)
+    pool_id, _, result = out.strip().partition(" ")
+    assert result == "[1, 1]", err
+    assert process.returncode == {"sys.exit in the block": 5, "os._exit in the block": 5, "exception in the block": 1}.get(
+        how, 0
+    )
+    if how != "exception in the block":
+        assert "Traceback" not in err
+    eventually(lambda: not of_pool(pool_id) and not os.listdir(tmp_path / "tmp"), "nothing left")
+
+
+# ------------------------------------------------------------------------------------------ the pool object's own end
+def test_down_while_calls_run(pool: sky.ComputePool) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(pool.run, time.sleep, 60) for _ in range(3)]
+        eventually(lambda: pool._backend._jobs, "a running call")  # type: ignore[union-attr]
+        pool.down()
+        for future in waiting:
+            assert isinstance(future.exception(10), sky.PoolClosed)
+    with pytest.raises(sky.PoolClosed):
+        ranks_answer() @ pool
+
+
+def test_down_during_a_stream(pool: sky.ComputePool) -> None:
+    def endless() -> Any:
+        import itertools
+
+        yield from itertools.count()
+
+    stream = pool.run_one(endless)
+    assert [next(stream) for _ in range(30)] == list(range(30))
+    pool.down()
+    with pytest.raises(sky.PoolClosed):
+        for _ in stream:
+            pass
+
+
+def test_down_twice_and_up_again(pool: sky.ComputePool) -> None:
+    first = pool.id
+    pool.down()
+    pool.down()
+    pool.up()
+    assert pool.id != first
+    assert_usable(pool)
+
+
+def test_down_from_many_threads(mode: str) -> None:
+    pool = sky.ComputePool(nodes=2).up()
+    threads = [threading.Thread(target=pool.down) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not of_pool(pool.id)
+
+
+def test_down_from_its_own_callback(mode: str) -> None:
+    holder: list[sky.ComputePool] = []
+
+    def on_event(event: Any) -> None:
+        if type(event).__name__ == "CallFinished":
+            holder[0].down()
+
+    holder.append(sky.ComputePool(nodes=1, on_event=on_event))
+    pool = holder[0].up()
+    pool_id = pool.id
+    with contextlib.suppress(sky.PoolClosed):
+        pool.run(lambda: 1)
+    eventually(lambda: not of_pool(pool_id), "a pool that ended")
+
+
+def test_a_forgotten_pool_ends(mode: str) -> None:
+    pool = sky.ComputePool(nodes=1).up()
+    pool_id = pool.id
+    assert_usable(pool)
+    del pool
+    gc.collect()
+    eventually(lambda: not of_pool(pool_id), "a pool that nobody holds ended")
+
+
+def test_an_exception_in_the_block(mode: str) -> None:
+    with pytest.raises(ZeroDivisionError), sky.ComputePool(nodes=2) as pool:
+        pool_id = pool.id
+        _ = 1 / 0
+    assert not of_pool(pool_id)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_ttl(mode: str, busy: bool) -> None:
+    def use() -> Callable[[], object]:
+        return lambda: pool.run(time.sleep, 60 if busy else 0.01)
+
+    with sky.ComputePool(nodes=2, ttl=1.0) as pool:
+        pool_id = pool.id
+        call = use()
+        with pytest.raises(sky.PoolClosed, match="ttl"):
+            while True:
+                call()
+        eventually(lambda: not of_pool(pool_id), "ranks past their ttl")
+        with pytest.raises(sky.PoolClosed, match="ttl"):
+            ranks_answer() >> pool
+
+
+def test_an_agent_that_does_not_answer_is_ended_by_force(mode: str) -> None:
+    with sky.ComputePool(nodes=2) as pool:
+        os.kill(agent_pid(pool, 1), signal.SIGSTOP)
+        pool_id = pool.id
+    eventually(lambda: not of_pool(pool_id), "nothing left", 5.0)
+
+
+def test_a_stopped_rank_is_ended_by_force(mode: str) -> None:
+    from tests.pool.conftest import rank_pid
+
+    with sky.ComputePool(nodes=1) as pool:
+        os.kill(rank_pid(pool, 0), signal.SIGSTOP)
+        pool_id = pool.id
+    eventually(lambda: not of_pool(pool_id), "nothing left", 5.0)
+
+
+def test_exit_handlers_of_ranks_run(mode: str, tmp_path: Path) -> None:
+    def register(path: str) -> None:
+        import atexit
+        import pathlib
+
+        atexit.register(lambda: pathlib.Path(path).write_text("ran"))
+
+    with sky.ComputePool(nodes=1) as pool:
+        pool.run(register, str(tmp_path / "f"))
+    assert (tmp_path / "f").read_text() == "ran"
+
+
+def test_as_an_ordinary_user(tmp_path: Path) -> None:
+    """Root's namespaces need no user namespace; everybody else's do, or fall back to the subreaper."""
+    if os.geteuid() != 0:
+        pytest.skip("the whole suite runs as an ordinary user here already")
+    home = tmp_path / "home"
+    for folder in (home, tmp_path / "tmp"):
+        folder.mkdir()
+        folder.chmod(0o777)
+    text = (
+        "import os\nimport atoll as sky\n"
+        "if __name__ == '__main__':\n"
+        "    with sky.ComputePool(nodes=2) as pool:\n"
+        "        print(pool.id, os.geteuid(), sorted(pool.run(os.geteuid)), pool.run_one(os.getpid) < 1000)\n"
+    )
+    path = script(tmp_path, text)
+    reachable = all(os.stat(p).st_mode & 0o001 for p in (*tmp_path.parents, Path(os.path.realpath(os.sys.executable)).parent))
+    if not reachable:
+        for parent in (tmp_path, *tmp_path.parents):
+            if parent.owner() == "root" and str(parent).startswith("/tmp/pytest-of-"):
+                parent.chmod(0o755)
+    from tests.pool.conftest import SOURCE_ROOT
+
+    process = subprocess.run(
+        ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", os.sys.executable, str(path)],
+        env={**os.environ, "PYTHONPATH": SOURCE_ROOT, "TMPDIR": str(tmp_path / "tmp"), "ATOLL_HOME": str(home), "HOME": str(home)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if process.returncode != 0 and "Permission denied" in process.stderr:
+        pytest.skip(f"user nobody can't read this checkout or its interpreter: {process.stderr.strip().splitlines()[-1]}")
+    assert process.returncode == 0, process.stderr
+    pool_id, uid, *_ = process.stdout.split()
+    assert uid != "0"
+    assert f"[{uid}, {uid}]" in process.stdout
+    eventually(lambda: not of_pool(pool_id) and not os.listdir(tmp_path / "tmp"), "nothing left")
