@@ -62,10 +62,20 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
     module = _WHERE.get(name)
     if module is None:
-        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}{_hint(name)}")
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    """What was probably meant."""
+    if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot", "SSH", "Slurm"):
+        return f": this version runs on sky.Local() only, {name} comes with a later one"
+    import difflib
+
+    near = difflib.get_close_matches(name, __all__, 1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def __dir__() -> list[str]:

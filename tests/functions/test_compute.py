@@ -6,6 +6,7 @@ import asyncio
 import functools
 import importlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -157,7 +158,7 @@ def test_globals_are_those_of_the_moment_of_the_call(pool: sky.ComputePool, monk
 
 def test_a_global_defined_after_the_first_call_is_seen(pool: sky.ComputePool) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec("def later():\n    return undefined_yet", names)  # noqa: S102 - what a notebook does
+    exec("def later():\n    return undefined_yet", names)
     function = sky.compute(names["later"])
     with pytest.raises(NameError, match="undefined_yet"):
         function() >> pool
@@ -416,8 +417,7 @@ def test_notebook_cells_are_rerun_edited_interrupted(notebook: Notebook, tmp_pat
 
     raised = notebook.run("@sky.compute\ndef bad(): raise KeyError('lost')\nbad() @ pool")
     assert raised.startswith("KeyError")
-    assert "RemoteTraceback" in raised
-    assert "rank 0 (node 0)" in raised
+    assert re.search(r"RemoteTraceback.*rank [01] \(node [01]\)", raised, re.DOTALL)
 
     started = tmp_path / "started"
 

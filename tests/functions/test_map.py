@@ -85,10 +85,9 @@ def test_an_exception_comes_at_its_place(pool: sky.ComputePool, chunksize: int |
             raise LookupError(f"item {x}")
         return x
 
-    seen = []
+    seen: list[int] = []
     with pytest.raises(LookupError, match="item 42") as caught:
-        for value in pool.map(work, itertools.count(), chunksize=chunksize):
-            seen.append(value)
+        seen.extend(pool.map(work, itertools.count(), chunksize=chunksize))
     assert seen == list(range(42))
     assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
     assert pool.run(lambda: 1) == [1, 1]

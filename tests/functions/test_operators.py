@@ -203,12 +203,18 @@ def test_a_pending_call_used_as_a_value() -> None:
     with refused("has not run yet", "no items"):
         list(whoami())  # type: ignore[call-overload]
     with refused("has not run yet"):
-        a, b = whoami()  # type: ignore[misc]
+        _a, _b = whoami()  # type: ignore[misc]
 
 
 def test_a_pool_that_is_down() -> None:
     pool = sky.ComputePool(logs="quiet")
-    for dispatch in (lambda: whoami() @ pool, lambda: whoami() >> pool, lambda: pool.map(plain, [1]), lambda: pool.world_size):
+    dispatches: list[Callable[[], Any]] = [
+        lambda: whoami() @ pool,
+        lambda: whoami() >> pool,
+        lambda: pool.map(plain, [1]),
+        lambda: pool.world_size,
+    ]
+    for dispatch in dispatches:
         with pytest.raises(sky.PoolClosed, match=r"not up.*pool.up\(\)"):
             dispatch()
     with pool:
@@ -264,7 +270,15 @@ def test_no_warning_for_what_was_dispatched_or_refused(pool: sky.ComputePool) ->
 
 def test_warnings_of_a_script_and_none_at_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import atoll as sky\nf = sky.compute(abs)\nf(1)\nkept = f(2)\ncycle = [f(3)]\ncycle.append(cycle)\n")
+    lines = [
+        "import atoll as sky",
+        "f = sky.compute(abs)",
+        "f(1)",
+        "kept = f(2)",
+        "cycle = [f(3)]",
+        "cycle.append(cycle)",
+    ]
+    script.write_text("\n".join(lines))
     done = subprocess.run(
         [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": SOURCE_ROOT}, capture_output=True, text=True
     )
@@ -339,7 +353,7 @@ def test_a_broadcast_and_a_queued_call_are_cancelled(pool: sky.ComputePool, tmp_
 
     running = pool.submit(wait, tmp_path, everywhere=True)
     ran = tmp_path / "ran"
-    queued = pool.submit(lambda: ran.touch())
+    queued = pool.submit(ran.touch)
     after = pool.submit(plain, 5)
     until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     assert queued.cancel()

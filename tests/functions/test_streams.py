@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,9 @@ def test_an_exception_comes_after_the_values_before_it(pool: sky.ComputePool) ->
         raise ArithmeticError("midway")
 
     for n in (0, 3, 100):
-        seen = []
+        seen: list[int] = []
         with pytest.raises(ArithmeticError, match="midway") as caught:
-            for value in fail_at(n) >> pool:
-                seen.append(value)
+            seen.extend(fail_at(n) >> pool)
         assert seen == list(range(n))
         assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
 
@@ -245,5 +245,28 @@ def test_the_pool_goes_down_under_a_stream(tmp_path: Path) -> None:
     assert next(stream) == 0
     pool.down()
     with pytest.raises(sky.PoolClosed, match="shut down"):
-        for _ in stream:
-            pass
+        list(stream)
+
+
+def test_cancelling_the_future_ends_its_stream(pool: sky.ComputePool, tmp_path: Path, until: Until) -> None:
+    future = pool.submit(endless, tmp_path)
+    stream = future.result()
+    assert next(stream) == 0
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        list(stream)
+    until((tmp_path / "closed").exists)
+    assert not future.cancel()
+
+
+def test_a_stream_beside_a_failing_call_is_ended(pool: sky.ComputePool, tmp_path: Path, until: Until) -> None:
+    @sky.compute
+    def fail() -> None:
+        while not (tmp_path / "at").exists():
+            time.sleep(0.01)
+        raise LookupError("beside")
+
+    with pytest.raises(LookupError, match="beside"):
+        (endless(tmp_path) & fail()) >> pool
+    until((tmp_path / "closed").exists)
+    assert pool.run(lambda: 1) == [1, 1]

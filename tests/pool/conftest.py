@@ -83,7 +83,8 @@ def all_pids() -> list[int]:
 def rank_pid(pool: sky.ComputePool, rank: int) -> int:
     """Host pid of a rank's process."""
     for pid in leaks.descendants():
-        if environ(pid).get("ATOLL_RANK_TAG") == f"{pool.id}.{rank}" and "atoll.pool.worker.main" in " ".join(command(pid)):
+        mine = environ(pid).get("ATOLL_RANK_TAG") == f"{pool.id}.{rank}"
+        if mine and "atoll.pool.worker.main" in " ".join(command(pid)):
             return pid
     raise LookupError(f"rank {rank} of pool {pool.id} has no process")
 

@@ -6,29 +6,35 @@ import contextlib
 import gc
 import os
 import pty
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import atoll as sky
-import leaks
 from tests.pool.conftest import (
+    NAMESPACE,
+    SOURCE_ROOT,
     agent_pid,
     assert_usable,
+    command,
     eventually,
     of_pool,
+    rank_pid,
     ranks_answer,
     script,
     start_script,
     with_marker,
 )
+
+import atoll as sky
+import leaks
 
 BUSY = """
 import os, subprocess, sys, threading, time
@@ -65,7 +71,7 @@ class Driver:
 
     def __init__(self, tmp_path: Path, before: str = "", during: str = "busy() @ pool", **options: Any) -> None:
         self.marker = f"marker-{os.getpid()}-{time.monotonic_ns()}"
-        self.tmp = tmp_path / "tmp"
+        self.tmp = Path(tempfile.mkdtemp())  # short: DataLoader workers put sockets there
         ready = tmp_path / "ready-"
         text = BUSY.format(marker=self.marker, ready=str(ready), before=before, during=during)
         self.process = start_script(script(tmp_path, text), self.tmp, **options)
@@ -91,6 +97,7 @@ class Driver:
 
     def close(self) -> str:
         out, err = self.process.communicate(timeout=10) if self.process.stderr else ("", "")
+        shutil.rmtree(self.tmp)  # empty, unless the agents were killed too
         return str(out) + str(err)
 
 
@@ -139,6 +146,7 @@ def test_ctrl_c_on_a_terminal(mode: str, tmp_path: Path, presses: int) -> None:
         driver.process.wait(10)
         driver.assert_nothing_left()
         text = os.read(ours, 1 << 16).decode(errors="replace")
+        driver.close()
     finally:
         os.close(ours)
         os.close(theirs)
@@ -196,52 +204,43 @@ def busy():
 
 def test_dataloader_children_of_a_killed_driver(mode: str, tmp_path: Path) -> None:
     driver = Driver(tmp_path, before=LOADERS.format(ready=str(tmp_path / "ready-")), env={"OMP_NUM_THREADS": "1"})
-    assert sum("worker.main" in " ".join(_command(pid)) for pid in of_pool(driver.pool_id)) >= 6
+    assert sum("worker.main" in " ".join(command(pid)) for pid in of_pool(driver.pool_id)) >= 6
     driver.process.kill()
     driver.process.wait(10)
     driver.assert_nothing_left()
     driver.close()
 
 
-def _command(pid: int) -> list[str]:
-    from tests.pool.conftest import command
-
-    return command(pid)
-
-
 # ----------------------------------------------------------------------------------------------- endings of a script
-QUIET_ENDS = {
-    "without down": "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))",
-    "sys.exit in the block": "with sky.ComputePool(nodes=2) as pool:\n    print(pool.id, list(f() @ pool))\n    sys.exit(5)",
-    "os._exit in the block": "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool), flush=True)\nos._exit(5)",
-    "exception in the block": "with sky.ComputePool(nodes=2) as pool:\n    print(pool.id, list(f() @ pool))\n    1 / 0",
-    "a call still runs": (
-        "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))\npool.submit(time.sleep, 60)\ntime.sleep(0.2)"
-    ),
-    "a stream is open": (
-        "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))\n"
-        "s = pool.run_one(lambda: (i for i in range(10**9)))\nnext(s)"
-    ),
+POOL = "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool), flush=True)\n"
+BLOCK = "with sky.ComputePool(nodes=2) as pool:\n    print(pool.id, list(f() @ pool))\n    "
+ENDS = {
+    # how: program, exit code, may print a traceback
+    "without down": (POOL, 0, False),
+    "sys.exit in the block": (BLOCK + "sys.exit(5)", 5, False),
+    "os._exit": (POOL + "os._exit(5)", 5, False),
+    "exception in the block": (BLOCK + "1 / 0", 1, True),
+    "a call still runs": (POOL + "pool.submit(time.sleep, 60)\ntime.sleep(0.2)", 0, False),
+    "a stream is open": (POOL + "s = pool.run_one(lambda: (i for i in range(10**9)))\nnext(s)", 0, False),
     "a thread makes calls": (
-        "pool = sky.ComputePool(nodes=2).up()\nprint(pool.id, list(f() @ pool))\n"
-        "def loop():\n    while True: f() @ pool\n"
-        "threading.Thread(target=loop, daemon=True).start()\ntime.sleep(0.2)"
+        POOL + "def loop():\n    while True: f() @ pool\n"
+        "threading.Thread(target=loop, daemon=True).start()\ntime.sleep(0.2)",
+        0,
+        True,  # the thread's own: its pool went away
     ),
 }
 
 
-@pytest.mark.parametrize("how", list(QUIET_ENDS))
+@pytest.mark.parametrize("how", list(ENDS))
 def test_the_script_ends(mode: str, tmp_path: Path, how: str) -> None:
+    program, code, traceback = ENDS[how]
     head = "import os, sys, threading, time\nimport atoll as sky\n@sky.compute\ndef f(): return 1\n"
-    process = start_script(script(tmp_path, head + QUIET_ENDS[how]), tmp_path / "tmp")
+    process = start_script(script(tmp_path, head + program), tmp_path / "tmp")
     out, err = process.communicate(timeout=20)
     pool_id, _, result = out.strip().partition(" ")
     assert result == "[1, 1]", err
-    assert process.returncode == {"sys.exit in the block": 5, "os._exit in the block": 5, "exception in the block": 1}.get(
-        how, 0
-    )
-    if how != "exception in the block":
-        assert "Traceback" not in err
+    assert process.returncode == code
+    assert traceback or "Traceback" not in err
     eventually(lambda: not of_pool(pool_id) and not os.listdir(tmp_path / "tmp"), "nothing left")
 
 
@@ -316,23 +315,28 @@ def test_a_forgotten_pool_ends(mode: str) -> None:
 
 
 def test_an_exception_in_the_block(mode: str) -> None:
-    with pytest.raises(ZeroDivisionError), sky.ComputePool(nodes=2) as pool:
-        pool_id = pool.id
-        _ = 1 / 0
-    assert not of_pool(pool_id)
+    pool = sky.ComputePool(nodes=2)
+
+    def block() -> None:
+        with pool:
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        block()
+    assert not pool.is_up
+    assert not of_pool(pool.id)
 
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_ttl(mode: str, busy: bool) -> None:
-    def use() -> Callable[[], object]:
-        return lambda: pool.run(time.sleep, 60 if busy else 0.01)
+    def use_for_ever() -> None:
+        while True:
+            pool.run(time.sleep, 60 if busy else 0.01)
 
     with sky.ComputePool(nodes=2, ttl=1.0) as pool:
         pool_id = pool.id
-        call = use()
         with pytest.raises(sky.PoolClosed, match="ttl"):
-            while True:
-                call()
+            use_for_ever()
         eventually(lambda: not of_pool(pool_id), "ranks past their ttl")
         with pytest.raises(sky.PoolClosed, match="ttl"):
             ranks_answer() >> pool
@@ -346,8 +350,6 @@ def test_an_agent_that_does_not_answer_is_ended_by_force(mode: str) -> None:
 
 
 def test_a_stopped_rank_is_ended_by_force(mode: str) -> None:
-    from tests.pool.conftest import rank_pid
-
     with sky.ComputePool(nodes=1) as pool:
         os.kill(rank_pid(pool, 0), signal.SIGSTOP)
         pool_id = pool.id
@@ -366,40 +368,63 @@ def test_exit_handlers_of_ranks_run(mode: str, tmp_path: Path) -> None:
     assert (tmp_path / "f").read_text() == "ran"
 
 
-def test_as_an_ordinary_user(tmp_path: Path) -> None:
+def _interpreter_for_others() -> tuple[str, str]:
+    """A Python of this version that every user may run, and the path that gives it what Atoll imports."""
+    import cloudpickle
+
+    path = os.pathsep.join((SOURCE_ROOT, str(Path(cloudpickle.__file__).parents[1])))
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for python in (os.path.realpath(sys.executable), f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        probe = ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "--bounding-set", "-all"]
+        command = [*probe, "/bin/sh", "-c", f"exec {python} -c 'import atoll, cloudpickle'"]
+        try:
+            found = subprocess.run(command, env={"PYTHONPATH": path}, cwd="/", capture_output=True)
+        except FileNotFoundError:
+            pytest.skip("needs setpriv to become another user")
+        if found.returncode == 0:
+            return python, path
+    pytest.skip(f"user nobody can run no {version} here that reads this checkout")
+
+
+def test_as_an_ordinary_user(mode: str) -> None:
     """Root's namespaces need no user namespace; everybody else's do, or fall back to the subreaper."""
     if os.geteuid() != 0:
         pytest.skip("the whole suite runs as an ordinary user here already")
-    home = tmp_path / "home"
-    for folder in (home, tmp_path / "tmp"):
-        folder.mkdir()
-        folder.chmod(0o777)
+    python, path = _interpreter_for_others()
     text = (
-        "import os\nimport atoll as sky\n"
-        "if __name__ == '__main__':\n"
-        "    with sky.ComputePool(nodes=2) as pool:\n"
-        "        print(pool.id, os.geteuid(), sorted(pool.run(os.geteuid)), pool.run_one(os.getpid) < 1000)\n"
+        "import os, atoll as sky\n"
+        "with sky.ComputePool(nodes=2) as pool:\n"
+        "    print(pool.id, os.geteuid(), *sorted(pool.run(os.geteuid)), *pool.run(os.getpid))\n"
     )
-    path = script(tmp_path, text)
-    reachable = all(os.stat(p).st_mode & 0o001 for p in (*tmp_path.parents, Path(os.path.realpath(os.sys.executable)).parent))
-    if not reachable:
-        for parent in (tmp_path, *tmp_path.parents):
-            if parent.owner() == "root" and str(parent).startswith("/tmp/pytest-of-"):
-                parent.chmod(0o755)
-    from tests.pool.conftest import SOURCE_ROOT
-
-    process = subprocess.run(
-        ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", os.sys.executable, str(path)],
-        env={**os.environ, "PYTHONPATH": SOURCE_ROOT, "TMPDIR": str(tmp_path / "tmp"), "ATOLL_HOME": str(home), "HOME": str(home)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if process.returncode != 0 and "Permission denied" in process.stderr:
-        pytest.skip(f"user nobody can't read this checkout or its interpreter: {process.stderr.strip().splitlines()[-1]}")
-    assert process.returncode == 0, process.stderr
-    pool_id, uid, *_ = process.stdout.split()
-    assert uid != "0"
-    assert f"[{uid}, {uid}]" in process.stdout
-    eventually(lambda: not of_pool(pool_id) and not os.listdir(tmp_path / "tmp"), "nothing left")
+    # pytest's own folders are root's alone.
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        script(folder, text)
+        for name in ("home", "tmp"):
+            (folder / name).mkdir()
+            os.chmod(folder / name, 0o777)
+        os.chmod(folder, 0o755)
+        os.chmod(folder / "driver.py", 0o644)
+        process = subprocess.run(
+            ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", python, str(folder / "driver.py")],
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "TMPDIR": str(folder / "tmp"),
+                "ATOLL_HOME": str(folder / "home"),
+                "HOME": str(folder / "home"),
+            },
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert process.returncode == 0, process.stderr
+        pool_id, uid, *ranks = process.stdout.split()
+        assert uid != "0"
+        assert ranks[:2] == [uid, uid]
+        if mode == NAMESPACE and all(int(pid) > 100 for pid in ranks[2:]):
+            pytest.skip("this kernel lets no ordinary user make namespaces: the subreaper was used, and works")
+        eventually(lambda: not of_pool(pool_id) and not os.listdir(folder / "tmp"), "nothing left")
+    finally:
+        shutil.rmtree(folder)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.pool.conftest import assert_usable
 
 import atoll as sky
 from atoll.core import events
 from atoll.pool.hangs import hung, hung_for, summary
-from tests.pool.conftest import assert_usable
 
 
 @sky.compute

@@ -8,16 +8,17 @@ import re
 import stat
 import subprocess
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pool.conftest import eventually, script, start_script
 
 import atoll as sky
 from atoll.pool.logs import LineCutter, LogLine, LogRouter
-from tests.pool.conftest import eventually, script, start_script
 
 
 class Collector:
@@ -261,7 +262,8 @@ def test_a_full_disk_behind_stdout(tmp_path: Path) -> None:
 
 def test_a_terminal_that_can_not_show_it(tmp_path: Path) -> None:
     path = driver(tmp_path)
-    path.write_text(path.read_text().replace('"line"', '"l\\u00eene"').replace("print(", "__import__('sys').stdout.reconfigure(encoding='utf-8'); print("))
+    text = path.read_text().replace('"line"', '"l\\u00eene"')
+    path.write_text(text.replace("import time\n", "import sys, time; sys.stdout.reconfigure(encoding='utf-8')\n"))
     process = start_script(path, tmp_path / "tmp", env={"PYTHONIOENCODING": "ascii"})
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
@@ -276,7 +278,7 @@ def test_any_split_gives_the_same_lines(data: bytes, cuts: list[int]) -> None:
     parts = LineCutter()
     got = []
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         got += parts.feed(data[start:end])
     got += parts.flush()
     assert got == expected

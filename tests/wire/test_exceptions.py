@@ -561,3 +561,17 @@ def test_a_payload_head_holds_only_builtin_values_outside_its_pieces() -> None:
     payload = pack_exception(raised(throw(TwoArguments(1, "x"))))
     with contextlib.closing(io.BytesIO(payload.head)) as file:
         assert NoGlobals(file).load()
+
+
+def test_a_function_sent_by_value_keeps_its_file_in_tracebacks():
+    def fails():
+        return 1 / 0
+
+    payload = dumps(fails)
+    try:
+        loads(payload.head, payload.buffers)()
+    except ZeroDivisionError as error:
+        text = exceptions.remote_traceback(error)
+    assert __file__ in text
+    assert "return 1 / 0" in text, "the line can be read where the file is"
+    assert dumps(fails).head == payload.head, "equal functions have equal payloads"

@@ -138,7 +138,7 @@ def _age(seconds: float) -> str:
 def main() -> None:
     """Entry of the command."""
     try:
-        app()
+        app(prog_name="atoll")
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         sys.exit(_FAILED)

@@ -77,14 +77,18 @@ def compute(function: Any = None, /, *, retries: int | None = None, timeout: flo
     Raises:
         ConfigError: an argument that can't work.
     """
-    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 0):
-        raise ConfigError(f"retries={retries!r}: expected a whole number, 0 or more")
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ConfigError(f"timeout={timeout!r}: expected seconds, more than 0, or None")
+    _check(retries, timeout)
     options = Options(retries, timeout)
     if function is None:
         return lambda decorated: _decorate(decorated, options)
     return _decorate(function, options)
+
+
+def _check(retries: object, timeout: object) -> None:
+    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 0):
+        raise ConfigError(f"retries={retries!r}: expected a whole number, 0 or more")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
+        raise ConfigError(f"timeout={timeout!r}: expected seconds, more than 0, or None")
 
 
 def _decorate(function: Any, options: Options) -> Any:
@@ -116,14 +120,14 @@ class Pending(Generic[R]):
         """Run on every rank; the results, ordered by global rank."""
         target = self._target(pool, "@")
         self._used = True
-        results: RankResults[R] = target.run(self.function, *self.args, **self.kwargs)
+        results: RankResults[R] = target.run(cast("Any", self.function), *self.args, **self.kwargs)
         return results
 
     def __rshift__(self, pool: ComputePool) -> R:
         """Run on one rank, as a world of one; the result."""
         target = self._target(pool, ">>")
         self._used = True
-        result: R = target.run_one(self.function, *self.args, **self.kwargs)
+        result: R = target.run_one(cast("Any", self.function), *self.args, **self.kwargs)
         return result
 
     def __and__(self, other: Pending[Any]) -> Group:
@@ -165,11 +169,11 @@ class Pending(Generic[R]):
 
     def __bool__(self) -> NoReturn:
         self._used = True
-        raise UsageError(f"{self} has not run yet, so it is neither true nor false: dispatch it first, `{self} >> pool`")
+        raise UsageError(f"{self} has not run yet, so it is neither true nor false: dispatch it, `{self} >> pool`")
 
     def __iter__(self) -> Iterator[NoReturn]:
         self._used = True
-        raise UsageError(f"{self} has not run yet, so it has no items: dispatch it first, `{self} >> pool`")
+        raise UsageError(f"{self} has not run yet, so it has no items: dispatch it, `{self} >> pool`")
 
     def __repr__(self) -> str:
         return f"{name_of(self.function.__atoll_function__)}(...)"
@@ -245,9 +249,10 @@ def gather(*calls: Pending[Any], stream: bool = False) -> Group:
         UsageError: something that is no pending call.
     """
     group = Group([], stream=stream)
-    for index, call in enumerate(calls):
+    given = cast("tuple[object, ...]", calls)
+    for index, call in enumerate(given):
         if not isinstance(call, (Pending, Group)):
-            for pending in calls:
+            for pending in given:
                 if isinstance(pending, (Pending, Group)):
                     pending._mark_used()
             raise UsageError(
@@ -273,7 +278,7 @@ def _as_completed(futures: list[CallFuture[Any]]) -> Iterator[Any]:
 
 def _wrong_side(left: object, operator: str, call: Pending[Any]) -> str:
     what = "pool" if isinstance(left, ComputePool) else type(left).__name__
-    return f"`{what} {operator} {call}`: the call stands on the left and the pool on the right, `{call} {operator} pool`"
+    return f"`{what} {operator} {call}`: the call goes on the left, the pool on the right, `{call} {operator} pool`"
 
 
 def _precedence(left: object, right: object) -> str:

@@ -23,7 +23,9 @@ F = TypeVar("F")
 class Integrated:
     """A function with the framework set up around it. Runs on the rank."""
 
-    def __init__(self, function: Callable[..., Any], framework: str, backend: str | None, timeout: float | None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], framework: str, backend: str | None, timeout: float | None
+    ) -> None:
         self.function = function
         self.framework = framework
         self.backend = backend

@@ -55,11 +55,13 @@ def latest_checkpoint() -> Path | None:
     """The last whole checkpoint of this call, from before it was started again; None where there is none.
 
     Where every rank reported its own part, the path of this rank's part; else the path of the one that was reported.
+    What was reported since this start does not count, so that every rank gets the same answer whenever it asks.
     """
     context = current()
     if context is None or context.checkpoint_dir is None:
         return None
-    found = _all(Path(context.checkpoint_dir).parent)
+    attempt = Path(context.checkpoint_dir)
+    found = {step: parts for step, parts in _all(attempt.parent).items() if step[0] < attempt.name}
     whole = _whole(found, context.world_size)
     if not whole:
         return None

@@ -27,11 +27,10 @@ from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionErro
 from atoll.core.paths import atoll_home
 from atoll.pool.gang import GangSpec
 from atoll.pool.job import Failure, Job
-from atoll.pool.keeper import GO, in_folder, request_to_meta
+from atoll.pool.keeper import GO, in_folder, packed, request_to_meta, unpacked
 from atoll.pool.logs import LogRouter
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
-from atoll.wire.exceptions import unpack_exception
 from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
 from atoll.wire.segments import Arena
 
@@ -138,6 +137,7 @@ class Attached:
         logs: Callable[[Callable[[int], int], int], LogRouter],
         on_event: Callable[[events.Event], object] | None,
     ) -> None:
+        started = time.monotonic()
         self.name = name
         self.arena = Arena()
         self._on_event = on_event
@@ -159,6 +159,10 @@ class Attached:
         self._logs = logs(self.node_of.__getitem__, self.world_size)
         self._reader = threading.Thread(target=self._read, name=f"atoll-{name}", daemon=True)
         self._reader.start()
+        took, nodes = time.monotonic() - started, len(set(self.node_of))
+        self._event(
+            events.PoolStarted(pool_id=self.pool_id, nodes=nodes, world_size=self.world_size, took_s=took)
+        )
 
     def _attach(self, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> dict[str, Any]:
         for _ in range(_TRIES):
@@ -219,7 +223,8 @@ class Attached:
         try:
             self._add(job)
             self._submit(job, detach=True)
-            accepted.wait()  # or the reader found the keeper gone
+            if not accepted.wait(_END_S):  # also where the reader found the keeper gone
+                raise PoolClosed(f"pool {self.name!r} did not answer within {_END_S:g} s; see `atoll pools ls`")
         finally:
             del self._detaching[job]
         if job.done:
@@ -240,8 +245,8 @@ class Attached:
 
     def cancel(self, job: Job, error: BaseException) -> None:
         """Ask the keeper to stop a call."""
-        rest = [] if isinstance(error, CancelledError) else [dumps(error).head]
-        self._send(pack(frames.CANCEL, 0, job.number, None, rest))
+        record = None if isinstance(error, CancelledError) else packed(error)
+        self._send(pack(frames.CANCEL, 0, job.number, None, [pickle.dumps(record)]))
 
     def credit(self, job: Job, rank: int, num: int) -> None:
         """Let a streaming rank produce that many values more."""
@@ -327,7 +332,10 @@ class Attached:
                 self._notes(frame)
                 job.failures.append(Failure(frame.rank, self.node_of[frame.rank], frame=frame))
             case frames.VALUE | frames.STREAM | frames.REPORT:
-                job.sink.frame(frame, frame.rank, self.node_of[frame.rank])
+                try:
+                    job.sink.frame(frame, frame.rank, self.node_of[frame.rank])
+                except Exception as error:  # noqa: BLE001 - what a report's pickle runs here is the user's
+                    self.cancel(job, error)
             case frames.DONE:
                 self._done(job, frame)
 
@@ -361,9 +369,9 @@ class Attached:
     def _done(self, job: Job, frame: Frame) -> None:
         self._jobs.pop(job.number, None)
         ends, error = pickle.loads(frame.rest)
-        failures = [Failure(rank, node, error=_unpacked(packed)) for rank, node, packed in ends]
+        failures = [Failure(rank, node, error=unpacked(record)) for rank, node, record in ends]
         self._logs.flush()
-        self._end(job, job.results, [*failures, *job.failures], _unpacked(error), kept=frame.meta["kept"])
+        self._end(job, job.results, [*failures, *job.failures], unpacked(error), kept=frame.meta["kept"])
 
     def _end(
         self, job: Job, results: dict[int, Frame], failures: list[Failure], error: BaseException | None, *, kept: bool
@@ -381,14 +389,6 @@ class Attached:
                 self.arena.give_back(segment)
             elif segment is not None:
                 segment.close()
-
-
-def _unpacked(packed: tuple[bytes, list[bytes]] | None) -> BaseException | None:
-    if packed is None:
-        return None
-    error = unpack_exception(*packed, rank=0, node=0)
-    error.__cause__ = None  # made by Atoll in the keeper, not on a rank
-    return error
 
 
 def _connect_or_start(name: str, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> socket.socket:
@@ -433,7 +433,7 @@ def _start_keeper(wanted: dict[str, Any]) -> None:
                 wish.write(len(payload).to_bytes(8) + payload)
                 wish.flush()
             told = answer.read()
-            error = _unpacked(pickle.loads(told)) if told else None
+            error = unpacked(pickle.loads(told)) if told else None
             if told and error is None:
                 wish.write(GO)
                 wish.flush()

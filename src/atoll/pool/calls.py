@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import queue
@@ -44,7 +45,12 @@ class RankResults(list[R], Generic[R]):
     """
 
     def __init__(
-        self, values: Sequence[R], nodes: Sequence[int], metrics: list[dict[str, Any]], checkpoint: str | None, job_id: str
+        self,
+        values: Sequence[R],
+        nodes: Sequence[int],
+        metrics: list[dict[str, Any]],
+        checkpoint: str | None,
+        job_id: str,
     ) -> None:
         super().__init__(values)
         self._nodes = list(nodes)
@@ -67,7 +73,13 @@ class CallFuture(Future[R], Generic[R]):
     ``job_id`` the id of the call.
     """
 
-    def __init__(self, backend: Backend, request: Request, node_of: Sequence[int], on_event: Callable[[events.Event], object] | None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        request: Request,
+        node_of: Sequence[int],
+        on_event: Callable[[events.Event], object] | None,
+    ) -> None:
         super().__init__()
         self.metrics: list[dict[str, Any]] = []
         self.checkpoint: str | None = None
@@ -76,6 +88,7 @@ class CallFuture(Future[R], Generic[R]):
         self._backend = backend
         self._node_of = node_of
         self._streams: dict[int, Stream[Any]] = {}
+        self._streamed = False  # its value is streams: it has one long before the call ends
         self._decoded: tuple[Any, BaseException | None] | None = None
         self._decode_lock = threading.Lock()
         self.set_running_or_notify_cancel()
@@ -102,8 +115,8 @@ class CallFuture(Future[R], Generic[R]):
         return self._outcome(raw)[1]
 
     def cancel(self) -> bool:
-        """Stop the call, also while it runs; False if it had ended."""
-        if self.done():
+        """Stop the call, also while it runs or streams; False if it had ended."""
+        if self.done() and (self.job.done or not self._streamed):
             return False
         self._backend.cancel(self.job, CancelledError())
         return True
@@ -134,6 +147,7 @@ class CallFuture(Future[R], Generic[R]):
         ranks = self.job.ranks
         if any(rank not in self._streams and rank not in ended for rank in ranks):
             return
+        self._streamed = True
         streams, self._streams = self._streams, {}
         self.settle({**streams, **{rank: Received.of(ended.pop(rank)) for rank in ranks if rank not in streams}})
 
@@ -190,7 +204,7 @@ class _FutureSink:
         """A stream began, or a value or report came."""
         future = self._future()
         if frame.kind == frames.VALUE:
-            self._inboxes[rank].put(Received.of(frame))
+            self._inboxes[rank].put(None if "end" in frame.meta else Received.of(frame))
         elif frame.kind == frames.STREAM and future is not None:
             stream: Stream[Any] = Stream(future._backend, future.job, rank)
             self._inboxes[rank] = stream.inbox
@@ -281,6 +295,11 @@ def unloadable(problem: Exception, what: str) -> AtollError:
     return error
 
 
+def _close_soon(backend: Backend, job: Job, rank: int) -> None:
+    # The collector may run this in a thread that holds the very locks that sending needs.
+    _thread.start_new_thread(backend.close_stream, (job, rank))
+
+
 # What a stream's rank sent and nobody has taken yet: values, then None or what ended it.
 Inbox = queue.SimpleQueue[Received | Fault | None]
 
@@ -299,7 +318,7 @@ class Stream(Iterator[R], Generic[R]):
         self._backend = backend
         self._job = job
         self._rank = rank
-        self._finalizer = weakref.finalize(self, backend.close_stream, job, rank)
+        self._finalizer = weakref.finalize(self, _close_soon, backend, job, rank)
         self._finalizer.atexit = False
 
     def __iter__(self) -> Stream[R]:
@@ -325,7 +344,8 @@ class Stream(Iterator[R], Generic[R]):
     def close(self) -> None:
         """Stop early: the remote generator is closed, and what it produced since is dropped."""
         self._over = True
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._backend.close_stream(self._job, self._rank)
 
     def __enter__(self) -> Stream[R]:
         return self

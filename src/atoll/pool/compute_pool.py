@@ -298,7 +298,8 @@ class ComputePool:
 
     def run(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> RankResults[R]:
         """Run on every rank at once; the same as ``function(...) @ pool``."""
-        return self._wait(self.submit_call(function, args, kwargs, whole_gang=True))
+        results: RankResults[R] = self._wait(self.submit_call(function, args, kwargs, whole_gang=True))
+        return results
 
     def run_one(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         """Run on one rank, as a world of one; the same as ``function(...) >> pool``."""

@@ -50,7 +50,7 @@ class StoreSink:
             self._checkpoint = frame.meta.get("checkpoint") or self._checkpoint
         elif frame.kind == frames.STREAM:
             self._streams[rank] = []
-        else:
+        elif "end" not in frame.meta:
             self._streams[rank].append(_raw(Received.of(frame)))
             self.grant(rank)  # nobody consumes it now, so it may go on
 

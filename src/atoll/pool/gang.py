@@ -47,7 +47,8 @@ _HARD_STOP_S = 0.45  # and are killed after this long
 _GIVE_UP_S = 0.9  # the call ends by now, whatever still has to die
 _HANG_WARNING_S = 600.0
 _MAX_EARLY_DEATHS = 3
-_LEAVE_S = 2.0  # agents get this long to end; they give their ranks a second
+_FORCE_S = 3.0  # ending one node by force takes no longer than this
+_LEAVE_S = 1.5  # agents get this long to end, of which they give their ranks a second; then their channels close
 Watcher = Callable[[events.Event], object]
 Timer = list[Any]  # [when, number, action]; action None: taken back
 
@@ -209,7 +210,9 @@ class Gang:
             "pool_id": spec.pool_id,
             "path": list(spec.path),
         }
-        tmp = spec.env.get("TMPDIR", self._tmp_dir(plan))
+        tmp = spec.env.get("TMPDIR")
+        if tmp is None or tmp == os.environ.get("TMPDIR"):  # not what the user gave the pool: ours, removed at the end
+            tmp = self._tmp_dir(plan)
         return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}
 
     def _wait_ready(self, deadline: float) -> None:
@@ -246,11 +249,11 @@ class Gang:
             self._poke()
             self._reader.join(_LEAVE_S)
             if self._reader.is_alive():  # an agent that does not answer: end its channel from this side
-                for node in self.nodes:
-                    if node.handle is not None:
-                        with contextlib.suppress(OSError):
-                            node.handle.channel.shutdown(socket.SHUT_RDWR)
-                self._reader.join(_LEAVE_S)
+                handles = [node.handle for node in self.nodes if node.handle is not None]
+                for handle in handles:
+                    with contextlib.suppress(OSError):
+                        handle.channel.shutdown(socket.SHUT_RDWR)
+                self._reader.join(_FORCE_S * (1 + len(handles)))
         for node in self.nodes:
             handle, node.handle = node.handle, None
             if handle is not None:
@@ -715,10 +718,9 @@ class Gang:
                     self._fail(job, Failure(state.rank, state.node, error=lost))
                     self._rank_ended(job, state.rank)
         handle.stop()
-        if closing:
-            return
-        self._sweep(node)
-        if self._broken is None:
+        if not closing or os.path.exists(self._tmp_dir(node.plan)):  # it did not end by itself
+            self._sweep(node)
+        if not closing and self._broken is None:
             self._reviver = threading.Thread(target=self._revive, args=(node,), name="atoll-revive", daemon=True)
             self._reviver.start()
 

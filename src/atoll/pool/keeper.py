@@ -36,7 +36,7 @@ from atoll.pool.job import Failure, Job, Request, Shipped
 from atoll.pool.logs import LogRouter
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
-from atoll.wire.exceptions import pack_exception
+from atoll.wire.exceptions import pack_exception, unpack_exception
 from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
 from atoll.wire.segments import Encoded, Segment
 
@@ -136,18 +136,31 @@ class ClientSink:
         for failure in failures:
             if failure.frame is not None:
                 self.frame(failure.frame, failure.rank, failure.node)
-        ends = [(f.rank, f.node, _packed(f.error)) for f in failures if f.error is not None]
-        payload = pickle.dumps((ends, _packed(error)))
+        ends = [(f.rank, f.node, packed(f.error)) for f in failures if f.error is not None]
+        payload = pickle.dumps((ends, packed(error)))
         meta = {"kept": bool(self.job is None or self.job.kept), "failed": [f.rank for f in failures]}
         self.client.jobs.pop(self.number, None)
         self.client.send(pack(frames.DONE, 0, self.number, meta, [payload]))
 
 
-def _packed(error: BaseException | None) -> tuple[bytes, list[bytes]] | None:
+Packed = tuple[bytes, list[bytes]] | None
+
+
+def packed(error: BaseException | None) -> Packed:
+    """An error of Atoll's own, or of a user's code that ran outside a rank, ready to be pickled."""
     if error is None:
         return None
     payload = pack_exception(error)
     return payload.head, [bytes(buffer) for buffer in payload.buffers]
+
+
+def unpacked(record: Packed) -> BaseException | None:
+    """What ``packed`` took."""
+    if record is None:
+        return None
+    error = unpack_exception(*record, rank=0, node=0)
+    error.__cause__ = None  # not from a rank: its remote traceback would mislead
+    return error
 
 
 class Keeper:
@@ -172,14 +185,14 @@ class Keeper:
     def start(self) -> None:
         """Bring the gang up, then listen."""
         self.gang.start()
+        about = {"pid": os.getpid(), "pool_id": self.gang.spec.pool_id, "world_size": self.gang.world_size}
+        about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "wishes": self.wishes}
+        write_atomic(self.folder / "pool.json", json.dumps(about).encode())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with in_folder(self.folder) as path:
             self._listener.bind(path)
         self._listener.listen(64)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        about = {"pid": os.getpid(), "pool_id": self.gang.spec.pool_id, "world_size": self.gang.world_size}
-        about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "wishes": self.wishes}
-        write_atomic(self.folder / "pool.json", json.dumps(about).encode())
         self._quiet_since = time.monotonic()
 
     def serve(self) -> None:
@@ -263,7 +276,7 @@ class Keeper:
             case frames.SUBMIT:
                 self._submit(client, frame)
             case frames.CANCEL if job is not None:
-                self.gang.cancel(job, _error_of(frame) or CancelledError())
+                self.gang.cancel(job, unpacked(pickle.loads(frame.rest)) or CancelledError())
             case frames.CREDIT if job is not None:
                 self.gang.credit(job, frame.rank, frame.meta["n"])
             case frames.CLOSE if job is not None:
@@ -297,7 +310,7 @@ class Keeper:
                 for encoded in (request.arguments, request.function.encoded):
                     if encoded.segment is not None:
                         encoded.segment.close()
-                client.send(pack(frames.DONE, 0, frame.call, {"kept": True}, [pickle.dumps(([], _packed(error)))]))
+                client.send(pack(frames.DONE, 0, frame.call, {"kept": True}, [pickle.dumps(([], packed(error)))]))
                 return
             self.detached[job] = sink
             client.send(pack(frames.ACCEPTED, 0, frame.call, {"ranks": [], "detached": True}))
@@ -334,13 +347,6 @@ class Keeper:
             data = pack(frames.EVENT, rest=[dumps(event).head])
             for client in listening:
                 client.send(data, droppable=True)
-
-
-def _error_of(frame: Frame) -> BaseException | None:
-    if not frame.rest:
-        return None
-    error = loads(frame.rest)
-    return error if isinstance(error, BaseException) else None
 
 
 def request_to_meta(request: Request, *, detach: bool) -> tuple[dict[str, Any], list[Any], list[int]]:
@@ -459,6 +465,6 @@ def _await_go(asked: int, go: threading.Event) -> None:
 
 def _answer(report: BinaryIO, error: BaseException | None) -> None:
     with contextlib.suppress(OSError):  # who asked may be gone
-        report.write(pickle.dumps(_packed(error)))
+        report.write(pickle.dumps(packed(error)))
     with contextlib.suppress(OSError):
         report.close()

@@ -53,8 +53,8 @@ class Mapped(Iterator[Any]):
     def __next__(self) -> Any:
         while not self._ready:
             if self._failure is not None:
-                self.close()
                 failure, self._failure = self._failure, None
+                self.close()
                 raise failure
             if not self._running:
                 raise StopIteration
@@ -64,6 +64,7 @@ class Mapped(Iterator[Any]):
     def close(self) -> None:
         """Drop what was not taken and cancel what still runs."""
         self._items = iter(())
+        self._ready.clear()
         while self._running:
             self._running.pop().cancel()
 

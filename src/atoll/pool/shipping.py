@@ -98,7 +98,9 @@ def pack_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return dumps(
         (tuple(args), dict(kwargs)),
         what=f"the arguments of {name_of(function)}",
-        roots=lambda: [(f"argument {name!r} of {name_of(function)}", value) for name, value in _named(function, args, kwargs)],
+        roots=lambda: [
+            (f"argument {name!r} of {name_of(function)}", value) for name, value in _named(function, args, kwargs)
+        ],
     )
 
 

@@ -16,6 +16,12 @@ from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlan, Plan
 from atoll.providers.gpus import Gpu, local_gpus
 
+# The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
+_AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
+
+
+_END_S = 2.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
+
 
 @dataclass(frozen=True, slots=True)
 class Local:
@@ -90,7 +96,7 @@ class Local:
                 pass_fds=(theirs.fileno(), pidfd),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={"PATH": os.environ.get("PATH", os.defpath)},
+                env={name: os.environ[name] for name in _AGENT_ENV if name in os.environ},
             )
         except BaseException:
             ours.close()
@@ -114,7 +120,7 @@ class LocalNode:
             self.channel.shutdown(socket.SHUT_RDWR)  # who reads it at this moment sees its end
         self.channel.close()
         try:
-            self.process.wait(1.0)
+            self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -134,7 +140,8 @@ def _probed() -> tuple[str, ...]:
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()
-    base = (unshare, "--pid", "--mount-proc", "--fork", "--kill-child=SIGKILL")
+    # Mounts made on the machine later on, by an automounter say, still show up inside.
+    base = (unshare, "--pid", "--mount-proc", "--propagation", "slave", "--fork", "--kill-child=SIGKILL")
     for command in (base, (*base, "--user", "--map-current-user")):
         probe = subprocess.run([*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603
         if probe.returncode == 0:

@@ -228,6 +228,13 @@ def _reduce_function(pickler: Any, function: Any) -> Any:
     return reduced
 
 
+def _reduce_code(pickler: Any, code: types.CodeType) -> Any:
+    """As cloudpickle, which blanks the file name in newer versions: a traceback without it says nothing."""
+    maker, args = pickler.dispatch_table[types.CodeType](code)
+    file = "".join(code.co_filename)  # a copy: strings that are shared here would make equal functions differ
+    return maker, tuple(file if type(arg) is str and arg == "<dynamic-code>" else arg for arg in args)
+
+
 def set_class_state(setter: Callable[[type, Any], Any], cls: type, state: Any) -> None:
     """Used in payloads: fill a class that was sent by value, unless it was defined in this process."""
     if cls not in _native_classes:
@@ -303,7 +310,7 @@ _OTHERS: dict[tuple[str, str], Handler] = {
 _static_handlers: dict[type, Handler | None] = {
     types.FunctionType: _reduce_function,
     types.BuiltinFunctionType: None,
-    types.CodeType: None,
+    types.CodeType: _reduce_code,
     types.CellType: None,
     types.ModuleType: None,
     types.MethodType: None,

@@ -46,6 +46,11 @@ class Isolation:
         os.environ.update(variables)
         self._env = dict(_environ)
 
+    def moved(self) -> None:
+        """Another process calls, with a path of its own: take it as the one to come back to."""
+        self.refresh()
+        self._modules.forget_moved()
+
     def before_call(self) -> None:
         """Forget modules of the user whose files were edited since they were imported."""
         self._modules.forget_edited()
@@ -144,8 +149,22 @@ class UserModules:
     def forget_edited(self) -> None:
         """If any of the user's files changed, import all of the user's modules anew: they may hold each other."""
         self.note_new()
-        if not any(self._changed(*entry) for entry in self._files.values()):
-            return
+        if any(self._changed(*entry) for entry in self._files.values()):
+            self._forget()
+
+    def forget_moved(self) -> None:
+        """The path changed: if any of the user's modules is another file now, import all of them anew."""
+        self.note_new()
+        importlib.invalidate_caches()
+        if any(self._moved(name, entry[0]) for name, entry in self._files.items() if "." not in name):
+            self._forget()
+
+    @staticmethod
+    def _moved(name: str, path: str) -> bool:
+        spec = importlib.machinery.PathFinder.find_spec(name)
+        return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) != os.path.realpath(path)
+
+    def _forget(self) -> None:
         for name, (path, mtime_ns, _size) in self._files.items():
             module: ModuleType | None = sys.modules.pop(name, None)
             if module is not None:

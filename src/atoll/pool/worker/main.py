@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from atoll.core.context import CallContext, Peer, set_current
@@ -27,6 +28,7 @@ from atoll.wire.frames import Frame, Parser, pack, receive, send_all
 from atoll.wire.segments import Arena, decode_parts
 
 _WORD = struct.Struct("<Q")
+_ASK_AGAIN_S = 0.02
 
 
 class Cancelled(BaseException):
@@ -202,7 +204,7 @@ class Worker:
         setup = self.setup
         if "path" in meta:
             sys.path[:] = meta["path"]
-            self.isolation.refresh()
+            self.isolation.moved()
         broadcast = self.broadcast
         rank = setup["rank"] if broadcast else 0
         world = setup["world_size"] if broadcast else 1
@@ -270,13 +272,25 @@ class Worker:
         mappings = [reference for reference in (function_mapping, mapping) if reference is not None]
         return function, loads(arg_head, arg_buffers), mappings
 
-    def _on_cancel(self, _signum: int, _frame: object) -> None:
+    def _on_cancel(self, _signum: int, frame: FrameType | None) -> None:
         if not self.call or _WORD.unpack_from(self._stop_word)[0] != self.call:
             return
         if self._sending:  # half a frame would be the end of this rank
             self._cancel_pending = True
+        elif _importing(frame):  # so would half a module: torch can't be imported again. Killed if it takes too long
+            again = threading.Timer(_ASK_AGAIN_S, signal.pthread_kill, (threading.get_ident(), CANCEL_SIGNAL))
+            again.daemon = True
+            again.start()
         else:
             raise Cancelled
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _settle(result: Any) -> Any:

@@ -38,6 +38,8 @@ def send_stream(worker: Worker, values: Any) -> None:
             try:
                 value = next(values)
             except StopIteration:
+                # Whoever reads one rank's stream after another's must not wait for the whole call to end.
+                worker.send(frames.VALUE, {"end": 1})
                 return
             worker.send(frames.VALUE, payload=dumps(value, what="a streamed value"))
             del value

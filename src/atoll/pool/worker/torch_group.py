@@ -213,7 +213,8 @@ def _own_group_for_callers(torch: Any) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         worker, ctx = _state.worker, context.current()
         if worker is None or ctx is None:
-            return original(*args, **kwargs)
+            original(*args, **kwargs)
+            return
         if _state.ours and dist.is_initialized():
             dist.destroy_process_group()
             _state.ours = False

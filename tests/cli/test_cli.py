@@ -1,0 +1,181 @@
+"""The ``atoll`` command: what it prints, its exit codes, and never a traceback of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.pool.conftest import SOURCE_ROOT, eventually
+
+import atoll as sky
+from atoll.pool.attached import end_pool, named_pools
+
+RUN = "from atoll.cli.main import main; main()"
+COMMANDS = [[], ["pools"], ["pools", "ls"], ["pools", "down"], ["result"], ["gpus"]]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCE_ROOT, "COLUMNS": "120"},
+    )
+
+
+def atoll(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    process = start(*arguments)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state folder for one test; pools that it leaves up are ended."""
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
+    yield tmp_path / "home"
+    for pool in named_pools():
+        end_pool(pool["name"])
+
+
+@sky.compute
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+@sky.compute
+def fail() -> None:
+    raise LookupError("no such thing")
+
+
+@sky.compute
+def sleep() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command) or "atoll")
+def test_help(command: list[str]) -> None:
+    code, out, err = atoll(*command, "--help")
+    assert (code, err) == (0, "")
+    assert "Usage:" in out
+
+
+def test_alone_it_shows_help() -> None:
+    _, out, err = atoll()
+    assert "I have" in out + err
+    assert "Traceback" not in err
+
+
+def test_version() -> None:
+    assert atoll("--version") == (0, f"atoll {sky.__version__}\n", "")
+
+
+def test_the_installed_command() -> None:
+    command = Path(sys.executable).with_name("atoll")
+    assert subprocess.run([command, "--version"], capture_output=True, text=True).stdout == f"atoll {sky.__version__}\n"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "pydantic", "cloudpickle", "pandas", "atoll.pool", "rich.markdown"]
+    code = f"""
+import sys
+from atoll.cli.main import main
+try:
+    main()
+finally:
+    print([name for name in {heavy} if name in sys.modules], file=sys.stderr)
+"""
+    env = {**os.environ, "PYTHONPATH": SOURCE_ROOT}
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["poolz"], 2, "poolz"),
+        (["pools", "lss"], 2, "lss"),
+        (["pools", "ls", "-o", "xml"], 2, "xml"),
+        (["pools", "ls", "--jsn"], 2, "--jsn"),
+        (["pools", "down"], 2, "--all"),
+        (["pools", "down", "../up"], 100, "name='../up'"),
+        (["pools", "down", "absent"], 102, "absent"),
+        (["result"], 2, "Missing argument"),
+        (["result", "abc"], 102, "'abc'"),
+        (["result", "../../etc"], 102, "etc"),
+        (["result", "abc", "--timeout", "soon"], 2, "--timeout"),
+        (["gpus", "-o", "yaml"], 2, "yaml"),
+        (["gpus", "extra"], 2, "extra"),
+    ],
+)
+def test_mistakes(arguments: list[str], code: int, said: str) -> None:
+    got, out, err = atoll(*arguments)
+    assert got == code
+    assert said in out + err
+    assert "Traceback" not in out + err
+
+
+def test_pools() -> None:
+    assert atoll("pools", "ls") == (0, "no named pool is up; `sky.ComputePool(name='my-pool', ...)` starts one\n", "")
+    assert atoll("pools", "ls", "-o", "json") == (0, "[]\n", "")
+    assert atoll("pools", "down", "--all") == (0, "no named pool is up\n", "")
+    with sky.ComputePool(name="one", nodes=2), sky.ComputePool(name="two"):
+        pass
+    code, out, err = atoll("pools", "ls")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0][:4] == ["NAME", "RANKS", "PID", "UP"]
+    assert [row[:2] for row in rows[1:]] == [["one", "2"], ["two", "1"]]
+    assert rows[1][-1] == "nodes=2"
+    found = json.loads(atoll("pools", "ls", "--output", "json")[1])
+    assert [(pool["name"], pool["world_size"]) for pool in found] == [("one", 2), ("two", 1)]
+    assert atoll("pools", "down", "one", "absent") == (102, "one: ended\nabsent: no such pool is up\n", "")
+    assert atoll("pools", "down", "-a") == (0, "two: ended\n", "")
+    assert named_pools() == []
+
+
+def test_result() -> None:
+    with sky.ComputePool(name="crew") as pool:
+        value, failed = pool.submit(double, "ab", detach=True), pool.submit(fail, detach=True)
+        assert atoll("result", value) == (0, "'abab'\n", "")
+        code, out, err = atoll("result", failed)
+        assert (code, out) == (100, "")
+        assert err.startswith("atoll: LookupError: no such thing\n")
+        assert ", in fail\n" in err  # where the task failed,
+        assert "cli/main.py" not in err  # not where the command did
+        running = pool.submit(sleep, detach=True)
+        code, out, err = atoll("result", running, "--timeout", "0.1")
+        assert (code, out) == (101, "")
+        assert "it goes on" in err
+        waiting = start("result", running)
+        eventually(lambda: "result" in Path(f"/proc/{waiting.pid}/cmdline").read_text(), "it runs")
+        time.sleep(0.5)
+        waiting.send_signal(signal.SIGINT)
+        out, err = waiting.communicate(timeout=20)
+        assert waiting.returncode == 130
+        assert "Traceback" not in out + err
+        pool.down()
+        code, out, err = atoll("result", running)
+        assert (code, out) == (100, "")
+        assert err.startswith("atoll: PoolClosed: ")
+
+
+def test_gpus() -> None:
+    code, out, err = atoll("gpus", "-o", "json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert all({"index", "uuid", "name", "memory_gb"} <= gpu.keys() for gpu in found)
+    code, out, err = atoll("gpus")
+    assert (code, err) == (0, "")
+    assert out.startswith("no GPU: ") if not found else found[0]["name"] in out
