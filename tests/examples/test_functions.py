@@ -433,11 +433,11 @@ def wait_for_a_rank_that_does_not_come() -> str:
     import torch
     import torch.distributed as dist
 
+    dist.all_reduce(torch.ones(1))  # the ranks are connected: what is waited for below is the collective alone
     os.environ["NCCL_SOCKET_TIMEOUT"] = "1"
     if dist.get_rank() == 1:
         time.sleep(3)
         return "did not come"
-    # Not a barrier: after one that timed out, Gloo itself may never end its threads.
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.ones(1))
     return str(caught.value)

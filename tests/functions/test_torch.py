@@ -386,3 +386,28 @@ def test_the_trainer_sees_every_rank_and_ends_with_equal_weights(pool: sky.Compu
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert pool.run(lambda: os.environ.get("ACCELERATE_USE_CPU")) == [None, None]
+
+
+def test_nccl_socket_timeout_set_late_bounds_the_first_collective() -> None:
+    def stay_away() -> str:
+        import os
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        os.environ["NCCL_SOCKET_TIMEOUT"] = "2"  # as the manual's troubleshooting does, inside the function
+        if dist.get_rank() == 1:
+            time.sleep(20)
+            return "away"
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            return f"ended: {error}"
+        return "went through"
+
+    with sky.ComputePool(nodes=2, logs="quiet") as pool:
+        assert total() @ pool == [(True, 3.0, 2)] * 2  # warm ranks: the group is there before the variable is set
+        future = pool.submit(stay_away, everywhere=True)
+        results = future.result(timeout=60)
+    assert results[0].startswith("ended"), results[0]

@@ -81,12 +81,16 @@ def all_pids() -> list[int]:
 
 
 def rank_pid(pool: sky.ComputePool, rank: int) -> int:
-    """Host pid of a rank's process."""
-    for pid in leaks.descendants():
-        mine = environ(pid).get("ATOLL_RANK_TAG") == f"{pool.id}.{rank}"
-        if mine and "atoll.pool.worker.main" in " ".join(command(pid)):
-            return pid
-    raise LookupError(f"rank {rank} of pool {pool.id} has no process")
+    """Host pid of a rank's process; one that is being replaced is waited for."""
+
+    def find() -> int | None:
+        for pid in leaks.descendants():
+            mine = environ(pid).get("ATOLL_RANK_TAG") == f"{pool.id}.{rank}"
+            if mine and "atoll.pool.worker.main" in " ".join(command(pid)):
+                return pid
+        return None
+
+    return int(eventually(find, f"a process of rank {rank} in pool {pool.id}"))
 
 
 def agent_pid(pool: sky.ComputePool, rank: int) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT, command, environ, eventually, with_marker
+from tests.pool.conftest import SOURCE_ROOT, environ, eventually, with_marker
 
 import leaks
 from atoll.pool.agent.procs import OomCounter, kill_tree, shared_memory_names, tree
@@ -210,9 +210,9 @@ def test_a_driver_that_does_not_read_bounds_the_agents_memory(agent: Agent) -> N
 
 
 def test_stacks_are_asked_of_busy_ranks_only(agent: Agent) -> None:
-    program = "import faulthandler, signal\nfaulthandler.register(signal.SIGRTMIN, file=4)\n" + ECHO.replace(
-        "sock.sendall", "0 and sock.sendall"
-    )
+    program = "import faulthandler, signal\nfaulthandler.register(signal.SIGRTMIN, file=4)\n"
+    program += "signal.signal(signal.SIGRTMIN + 2, signal.SIG_IGN)  # as if it sat in C code\n"
+    program += ECHO.replace("sock.sendall", "0 and sock.sendall")
     agent.set_up(program, ranks=2)
     agent.send(frames.CALL, 1, 5)
     time.sleep(0.5)  # the interpreter has to come up before it can be asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pool.conftest import assert_usable, command, eventually, of_pool, rank_pid
+from tests.pool.conftest import agent_pid, assert_usable, command, eventually, of_pool, rank_pid
 
 import atoll as sky
 import leaks
@@ -88,7 +89,7 @@ def test_a_node_that_can_not_be_started(mode: str, bad: int) -> None:
     assert caught.value.node == bad
     assert len(provider.started) == bad
     provider.assert_released()
-    assert not leaks.descendants()
+    eventually(lambda: not leaks.descendants(), "no process")
 
 
 def test_a_node_that_never_says_hello(mode: str, hasty: None) -> None:
@@ -96,7 +97,7 @@ def test_a_node_that_never_says_hello(mode: str, hasty: None) -> None:
     with pytest.raises(sky.ProvisionError, match=r"rank 1 did not come up within 2 s"):
         sky.ComputePool(provider, nodes=3).up()
     provider.assert_released()
-    assert not leaks.descendants()
+    eventually(lambda: not leaks.descendants(), "no process")
 
 
 def test_a_node_whose_agent_ends_at_once(mode: str) -> None:
@@ -136,10 +137,10 @@ def test_a_node_that_talks_nonsense(mode: str, said: str) -> None:
 
 def test_ctrl_c_while_it_starts(mode: str) -> None:
     """KeyboardInterrupt out of ``up`` releases everything."""
-    import signal
-
     provider = Replaced(1, "import time; time.sleep(300)")
-    timer = threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT))
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         sky.ComputePool(provider, nodes=2).up()
@@ -148,8 +149,6 @@ def test_ctrl_c_while_it_starts(mode: str) -> None:
 
 
 def test_a_lost_node_that_can_not_be_started_again(mode: str) -> None:
-    from tests.pool.conftest import agent_pid
-
     provider = FailsAt(-1)
     with sky.ComputePool(provider, nodes=2) as pool:
         provider.bad = 1
@@ -161,8 +160,6 @@ def test_a_lost_node_that_can_not_be_started_again(mode: str) -> None:
 
 
 def test_a_lost_node_that_never_comes_back(mode: str, hasty: None) -> None:
-    from tests.pool.conftest import agent_pid
-
     provider = Replaced(-1, "import time; time.sleep(300)")
     with sky.ComputePool(provider, nodes=2) as pool:
         provider.bad = 1

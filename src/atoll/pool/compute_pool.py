@@ -501,7 +501,6 @@ def _environment(environment: Environment, world_size: int) -> dict[str, str]:
     env = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     env.update(environment.env)
     return env
 

@@ -250,9 +250,9 @@ class Gang:
             self._reader.join(_LEAVE_S)
             if self._reader.is_alive():  # an agent that does not answer: end its channel from this side
                 handles = [node.handle for node in self.nodes if node.handle is not None]
-                for handle in handles:
+                for lost in handles:
                     with contextlib.suppress(OSError):
-                        handle.channel.shutdown(socket.SHUT_RDWR)
+                        lost.channel.shutdown(socket.SHUT_RDWR)
                 self._reader.join(_FORCE_S * (1 + len(handles)))
         for node in self.nodes:
             handle, node.handle = node.handle, None
@@ -460,7 +460,7 @@ class Gang:
     def _hang_period_s(self) -> float:
         """How often stacks are read: often enough that a loop is not always met at the same line."""
         limit = self.spec.hang_timeout_s
-        return min(max(limit / 20, 0.1), 15.0) if limit is not None else _HANG_WARNING_S / 10
+        return min(max(limit / 20, 0.2), 15.0) if limit is not None else _HANG_WARNING_S / 10
 
     def _watch_for_hangs(self) -> None:
         """Ask for the stacks of every call that runs since the last round; one timer for all, none while idle."""
@@ -480,7 +480,8 @@ class Gang:
         now = time.monotonic()
         for rank, text in stacks.items():
             main = summary(text, self.ranks[rank].main_thread)
-            if rank not in job.progress or job.progress[rank][0] != main:
+            # One that gave no answer this time has shown no progress either.
+            if rank not in job.progress or (main and job.progress[rank][0] != main):
                 job.progress[rank] = (main, now)
         silent = {rank: now - since for rank, (_, since) in job.progress.items() if rank not in job.ended}
         limit = self.spec.hang_timeout_s
@@ -657,7 +658,7 @@ class Gang:
             self._tell(events.RankDied(rank=frame.rank, node=state.node, reason=died.reason))
         state.early_deaths = 0 if came_up else state.early_deaths + 1
         if job is not None and not job.done and frame.rank not in job.ended:
-            if not meta["killed"]:
+            if not (meta["killed"] and job.stopping):  # its agent may have ended it for reasons of its own
                 self._fail(job, Failure(frame.rank, state.node, error=died))
             self._rank_ended(job, frame.rank)
         if state.early_deaths >= (_MAX_EARLY_DEATHS if state.starts else 1):

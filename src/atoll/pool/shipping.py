@@ -222,9 +222,7 @@ def _register_by_value() -> None:
             cloudpickle.register_pickle_by_value(module)
 
 
-def _named(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[tuple[str, Any]]:
+def _named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     try:
         bound = inspect.signature(function).bind_partial(*args, **kwargs)
     except (TypeError, ValueError):

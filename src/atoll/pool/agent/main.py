@@ -6,6 +6,7 @@ It ends, and everything below it, when the driver closes the channel or dies, ho
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -48,6 +49,7 @@ class Agent:
         self._ranks: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
         self._setup: dict[str, Any] = {}
+        self._asked: set[int] = set()  # calls whose stacks are being collected
         self._oom = OomCounter()
         self._deadline: float | None = None
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -150,15 +152,28 @@ class Agent:
             self._watch_outputs(rank)
 
     def _ask_stacks(self, call: int) -> None:
+        if call in self._asked:  # the last answer is still being collected
+            return
+        self._asked.add(call)
         asked = [rank for rank in self._ranks.values() if rank.busy == call]
         for rank in asked:
             rank.ask_stack()
 
+        def alive() -> list[Rank]:
+            return [rank for rank in asked if self._ranks.get(rank.rank) is rank]
+
+        def insist() -> None:
+            for rank in alive():
+                if not rank.read_stack():
+                    rank.force_stack()
+            self._timers.append((time.monotonic() + _STACK_WAIT_S, collect))
+
         def collect() -> None:
-            stacks = {str(rank.rank): rank.read_stack() for rank in asked if rank.rank in self._ranks}
+            self._asked.discard(call)
+            stacks = {str(rank.rank): rank.read_stack() for rank in alive()}
             self._tell(frames.STACKS, call=call, meta={"stacks": stacks})
 
-        self._timers.append((time.monotonic() + _STACK_WAIT_S, collect))
+        self._timers.append((time.monotonic() + _STACK_WAIT_S, insist))
 
     def _say_goodbye(self) -> None:
         """Let idle ranks run their exit handlers; the loop ends when all are gone or time is up."""
@@ -294,9 +309,9 @@ class Agent:
 
     def _watch_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
-            self._watch(output.reader, lambda _readable, _writable, output=output: self._read_output(rank, output))
+            self._watch(output.reader, functools.partial(self._read_output, rank, output))
 
-    def _read_output(self, rank: Rank, output: Output) -> None:
+    def _read_output(self, rank: Rank, output: Output, _readable: bool, _writable: bool) -> None:
         if self._ranks.get(rank.rank) is not rank:  # it died in this very round of the loop: its pipes are closed
             return
         data = output.read()

@@ -15,8 +15,9 @@ from typing import Any
 
 from atoll.wire.frames import Parser
 
-STACK_SIGNAL = signal.SIGRTMIN
+STACK_SIGNAL = signal.SIGRTMIN  # answered at once, in a signal handler: for ranks that PROBE_SIGNAL does not reach
 CANCEL_SIGNAL = signal.SIGRTMIN + 1
+PROBE_SIGNAL = signal.SIGRTMIN + 2  # answered by Python itself, between two instructions
 # Where a rank finds what the agent gave it, after standard input, output and error.
 CHANNEL_FD, STACK_FD, STOP_FD = 3, 4, 5
 _TAIL_BYTES = 1 << 14
@@ -142,8 +143,16 @@ class Rank:
         self._signal(CANCEL_SIGNAL)
 
     def ask_stack(self) -> None:
-        """Have the rank write every thread's Python stack; works while C code holds the GIL."""
+        """Have the rank write its main thread's Python stack, as soon as it runs Python code."""
         os.ftruncate(self.stack_file, 0)
+        self._signal(PROBE_SIGNAL)
+
+    def force_stack(self) -> None:
+        """Have it write that at once; works while C code holds the GIL.
+
+        For ranks that have not answered and so sit in C code: reading frames while Python changes them has crashed
+        processes (Python 3.11, once in some thousand reads).
+        """
         self._signal(STACK_SIGNAL)
 
     def read_stack(self) -> str:

@@ -10,11 +10,13 @@ import os
 import signal
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
+_CLOCK_STEP_NS = 50_000_000  # kernels stamp files in steps of up to 10 ms
 _SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP),
     *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGPROF, signal.SIGVTALRM),
@@ -121,6 +123,11 @@ class _FreshFinder(MetaPathFinder):
         return spec
 
 
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
 class UserModules:
     """Modules that are the user's own files, with the state those files had when they were imported."""
 
@@ -130,7 +137,8 @@ class UserModules:
         ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         self._not_users = tuple({os.path.realpath(paths[n]) + os.sep for n in names} | {ours + os.sep})
         self._seen: set[str] = set()
-        self._files: dict[str, tuple[str, int, int]] = {}
+        # By module: path, time, size, and the text where an edit could still come within the same tick of that time.
+        self._files: dict[str, tuple[str, int, int, bytes | None]] = {}
         ordinary = sys.meta_path.index(importlib.machinery.PathFinder)
         sys.meta_path.insert(ordinary, _FreshFinder(self._is_users))
 
@@ -143,7 +151,8 @@ class UserModules:
             if path and path.endswith(".py") and name != "__main__" and self._is_users(path):
                 with contextlib.suppress(OSError):
                     stat = os.stat(path)
-                    self._files[name] = (path, stat.st_mtime_ns, stat.st_size)
+                    fresh = time.time_ns() - stat.st_mtime_ns < _CLOCK_STEP_NS
+                    self._files[name] = (path, stat.st_mtime_ns, stat.st_size, _read(path) if fresh else None)
         self._seen = set(sys.modules)
 
     def forget_edited(self) -> None:
@@ -165,7 +174,7 @@ class UserModules:
         return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) != os.path.realpath(path)
 
     def _forget(self) -> None:
-        for name, (path, mtime_ns, _size) in self._files.items():
+        for name, (path, mtime_ns, *_) in self._files.items():
             module: ModuleType | None = sys.modules.pop(name, None)
             if module is not None:
                 self._drop_bytecode(path, mtime_ns)
@@ -180,12 +189,14 @@ class UserModules:
         return not real.startswith(self._not_users) and f"{os.sep}site-packages{os.sep}" not in real
 
     @staticmethod
-    def _changed(path: str, mtime_ns: int, size: int) -> bool:
+    def _changed(path: str, mtime_ns: int, size: int, text: bytes | None) -> bool:
         try:
             stat = os.stat(path)
+            if (stat.st_mtime_ns, stat.st_size) != (mtime_ns, size):
+                return True
+            return text is not None and _read(path) != text
         except OSError:
             return True
-        return (stat.st_mtime_ns, stat.st_size) != (mtime_ns, size)
 
     @staticmethod
     def _drop_bytecode(path: str, mtime_ns: int) -> None:

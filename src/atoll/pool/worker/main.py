@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.pool.agent.procs import PR_SET_PDEATHSIG, prctl
-from atoll.pool.agent.rank import CANCEL_SIGNAL, CHANNEL_FD, STACK_FD, STACK_SIGNAL, STOP_FD
+from atoll.pool.agent.rank import CANCEL_SIGNAL, CHANNEL_FD, PROBE_SIGNAL, STACK_FD, STACK_SIGNAL, STOP_FD
 from atoll.pool.worker.isolation import Isolation
 from atoll.pool.worker.streams import is_stream, send_stream
 from atoll.wire import frames
@@ -58,6 +58,8 @@ class Worker:
         self._place: tuple[bool, int] | None = None
         self._stop_word = mmap.mmap(STOP_FD, 8, prot=mmap.PROT_READ)
         faulthandler.register(STACK_SIGNAL, file=STACK_FD, all_threads=True, chain=False)
+        signal.signal(PROBE_SIGNAL, _write_stack)
+        signal.siginterrupt(PROBE_SIGNAL, False)  # the user's C code sees no interrupted calls
         signal.signal(CANCEL_SIGNAL, self._on_cancel)
         self.isolation = Isolation()
 
@@ -291,6 +293,17 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _write_stack(_signum: int, frame: FrameType | None) -> None:
+    """The main thread's stack as faulthandler writes it."""
+    lines = [f"Current thread 0x{threading.get_ident():016x} (most recent call first):"]
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    with contextlib.suppress(OSError):
+        os.write(STACK_FD, "\n".join(lines[:200]).encode(errors="replace"))
 
 
 def _settle(result: Any) -> Any:

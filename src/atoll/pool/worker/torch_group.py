@@ -262,6 +262,7 @@ def _after_call() -> None:
     _state.ours = False
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        _has_communicator(torch.distributed)  # later calls have to know, and can't see it once the group is gone
         torch.distributed.destroy_process_group()
 
 
