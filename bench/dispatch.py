@@ -49,7 +49,7 @@ def identity(value: int) -> int:
     return value
 
 
-def touch(array) -> float:  # noqa: ANN001 - numpy is imported by the ranks
+def touch(array) -> float:
     """Read one byte of every page and write one element, so that the array is really there and writable."""
     array[0] = 1.0
     return float(array[::512].sum())
@@ -209,7 +209,7 @@ def _tagged(tag: str) -> list[int]:
     return found
 
 
-def _wide_atoll(call) -> dict[str, float]:  # noqa: ANN001
+def _wide_atoll(call) -> dict[str, float]:
     import psutil
 
     import atoll as sky
@@ -290,7 +290,7 @@ class _Actor:
         """Its argument."""
         return value
 
-    def touch(self, array) -> float:  # noqa: ANN001
+    def touch(self, array) -> float:
         """Ray's arrays are read-only: only the reading half is asked of it."""
         return float(array[::512].sum())
 

@@ -144,7 +144,8 @@ def main() -> None:
     peers = under_torchrun(num)
     peers_s = time.perf_counter() - started
     for rows in (ours, peers):
-        assert len(rows) == num and all(row["world_size"] == num for row in rows), rows
+        assert len(rows) == num, rows
+        assert all(row["world_size"] == num for row in rows), rows
         assert {row["backend"] for row in rows} == {"nccl"}, rows
         assert len({row["uuid"] for row in rows}) == num, "two ranks share a GPU"
         assert len({row["digest"] for row in rows}) == 1, "parameters differ between ranks"

@@ -270,3 +270,15 @@ def test_a_stream_beside_a_failing_call_is_ended(pool: sky.ComputePool, tmp_path
         (endless(tmp_path) & fail()) >> pool
     until((tmp_path / "closed").exists)
     assert pool.run(lambda: 1) == [1, 1]
+
+
+def test_one_rank_returns_while_another_streams_more_than_its_window(pool: sky.ComputePool) -> None:
+    @sky.compute
+    def uneven() -> Any:
+        if sky.instance_info().rank == 0:
+            return "done"
+        return (number for number in range(50))
+
+    first, second = uneven() @ pool
+    assert first == "done"
+    assert list(second) == list(range(50))

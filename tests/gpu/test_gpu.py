@@ -52,10 +52,10 @@ def test_ddp_trains_in_sync(pool):
 
         import torch
         import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel as DDP
+        from torch.nn.parallel import DistributedDataParallel
 
         torch.manual_seed(dist.get_rank())
-        model = DDP(torch.nn.Linear(64, 64).cuda())
+        model = DistributedDataParallel(torch.nn.Linear(64, 64).cuda())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(5):
             model(torch.randn(8, 64, device="cuda")).square().mean().backward()

@@ -20,7 +20,7 @@ from tests.pool.conftest import SOURCE_ROOT, environ, eventually, with_marker
 import leaks
 from atoll.pool.agent.procs import OomCounter, kill_tree, shared_memory_names, tree
 from atoll.pool.agent.rank import Output
-from atoll.pool.gang import _BOOT, agent_command
+from atoll.pool.members import _BOOT, agent_command
 from atoll.wire import frames
 from atoll.wire.frames import Frame, Parser, pack, receive, send_all
 

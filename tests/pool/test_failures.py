@@ -136,9 +136,7 @@ class TestTypes:
         ("how", "kind"),
         [("interrupt", KeyboardInterrupt), ("generator exit", GeneratorExit), ("stop", StopIteration)],
     )
-    def test_kinds_that_python_itself_uses(
-        self, shared: sky.ComputePool, how: str, kind: type[BaseException]
-    ) -> None:
+    def test_kinds_that_python_itself_uses(self, shared: sky.ComputePool, how: str, kind: type[BaseException]) -> None:
         assert type(self.raised(shared, how)) is kind
         assert_usable(shared)
 

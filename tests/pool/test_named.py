@@ -410,10 +410,13 @@ WHO = """
 
 
 def test_stays_warm_for_another_process(home: Path, tmp_path: Path) -> None:
-    text = WHO + """
+    text = (
+        WHO
+        + """
     with sky.ComputePool(name="crew", nodes=2) as pool:
         print(pid() @ pool)
     """
+    )
     first = finish(start(tmp_path / "a", text))
     before = keeper()
     second = finish(start(tmp_path / "b", text.replace(", nodes=2", "")))  # the name alone takes what is up
@@ -426,10 +429,13 @@ def test_stays_warm_for_another_process(home: Path, tmp_path: Path) -> None:
 
 
 def test_two_that_start_at_once_share_one(home: Path, tmp_path: Path) -> None:
-    text = WHO + """
+    text = (
+        WHO
+        + """
     with sky.ComputePool(name="crew", nodes=2) as pool:
         print(pool.id, pid() @ pool)
     """
+    )
     clients = [start(tmp_path / str(number), text) for number in range(3)]
     said = {finish(client) for client in clients}
     assert len(said) == 1
@@ -669,9 +675,7 @@ def broken_rank() -> sky.ComputePool:
         (broken_rank, sky.ProvisionError, "could not be started"),
     ],
 )
-def test_a_start_that_fails(
-    home: Path, make: Callable[[], sky.ComputePool], kind: type[Exception], match: str
-) -> None:
+def test_a_start_that_fails(home: Path, make: Callable[[], sky.ComputePool], kind: type[Exception], match: str) -> None:
     before = sorted(descriptors("self"))
     with pytest.raises(kind, match=match):
         make().up()
@@ -698,8 +702,11 @@ SLOW_START = """
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_client_that_leaves_while_the_pool_starts(home: Path, tmp_path: Path, number: signal.Signals) -> None:
-    client = start(tmp_path / "a", SLOW_START.replace("os.environ", "__import__('os').environ"),
-                   env={"MARK": str(tmp_path / "starts")})
+    client = start(
+        tmp_path / "a",
+        SLOW_START.replace("os.environ", "__import__('os').environ"),
+        env={"MARK": str(tmp_path / "starts")},
+    )
     eventually((tmp_path / "starts").exists, "its second node starts", 20)
     client.send_signal(number)
     client.communicate(timeout=20)

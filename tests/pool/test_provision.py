@@ -19,7 +19,7 @@ import atoll as sky
 import leaks
 from atoll.core import events
 from atoll.pool import compute_pool
-from atoll.pool.gang import GangSpec
+from atoll.pool.members import GangSpec
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Node, NodePlan, Plan
 from atoll.wire import frames

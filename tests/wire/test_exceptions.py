@@ -1,7 +1,5 @@
 """Exceptions come back as their own type with everything they held, or at worst as a RemoteError; never not at all."""
 
-# ruff: noqa: N818 - these exceptions are named for what is odd about them
-
 from __future__ import annotations
 
 import contextlib

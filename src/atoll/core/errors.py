@@ -61,7 +61,7 @@ class PoolClosed(AtollError):
     """The pool is not up: never entered, already left, past its ``ttl``, or its keeper went away."""
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - it is a cause, never an error of its own
+class RemoteTraceback(Exception):
     """The traceback of a remote exception as text; the ``__cause__`` of the exception raised here."""
 
     def __init__(self, text: str, rank: int, node: int) -> None:

@@ -25,10 +25,10 @@ from typing import Any
 from atoll.core import events
 from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError, name_ranks
 from atoll.core.paths import atoll_home
-from atoll.pool.gang import GangSpec
 from atoll.pool.job import Failure, Job
 from atoll.pool.keeper import GO, in_folder, packed, request_to_meta, unpacked
 from atoll.pool.logs import LogRouter
+from atoll.pool.members import GangSpec
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
 from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
@@ -160,9 +160,7 @@ class Attached:
         self._reader = threading.Thread(target=self._read, name=f"atoll-{name}", daemon=True)
         self._reader.start()
         took, nodes = time.monotonic() - started, len(set(self.node_of))
-        self._event(
-            events.PoolStarted(pool_id=self.pool_id, nodes=nodes, world_size=self.world_size, took_s=took)
-        )
+        self._event(events.PoolStarted(pool_id=self.pool_id, nodes=nodes, world_size=self.world_size, took_s=took))
 
     def _attach(self, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> dict[str, Any]:
         for _ in range(_TRIES):
@@ -445,8 +443,10 @@ def _start_keeper(wanted: dict[str, Any]) -> None:
         finally:
             process.wait()  # the keeper itself is its child, and nobody's here
     if error is not None:
-        raise error if isinstance(error, AtollError) else ProvisionError(
-            f"pool {wanted['name']!r} could not be started: {type(error).__name__}: {error}"
+        raise (
+            error
+            if isinstance(error, AtollError)
+            else ProvisionError(f"pool {wanted['name']!r} could not be started: {type(error).__name__}: {error}")
         )
     if not told:
         raise ProvisionError(f"the keeper of pool {wanted['name']!r} ended while it started; see {wanted['log']}")

@@ -214,6 +214,13 @@ class _FutureSink:
         elif frame.kind == frames.REPORT:
             self._reported(Received.of(frame).load(), frame.meta.get("checkpoint"), rank, node)
 
+    def returned(self, results: dict[int, Frame]) -> None:
+        """A rank returned while others stream: that may be the last one the streams waited for."""
+        future = self._future()
+        if future is not None:
+            future.settle_streams(results)
+            self._release(future)
+
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """Complete the future and end its streams."""
         fault = Fault.of(failures, error) if failures or error is not None else None
@@ -241,8 +248,7 @@ class _FutureSink:
             event = events.MetricsReported(
                 job_id=self._job_id, rank=rank, node=node, metrics=metrics, checkpoint=checkpoint
             )
-            with contextlib.suppress(Exception):
-                self._on_event(event)
+            self._on_event(event)
 
     def _release(self, future: CallFuture[Any]) -> None:
         if future.done():

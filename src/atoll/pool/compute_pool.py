@@ -26,12 +26,13 @@ from atoll.core.paths import atoll_home
 from atoll.pool.attached import Attached, check_name, end_pool
 from atoll.pool.calls import Backend, CallFuture, RankResults
 from atoll.pool.detached import is_held
-from atoll.pool.gang import Gang, GangSpec
+from atoll.pool.gang import Gang
 from atoll.pool.image import Image
 from atoll.pool.job import Request
 from atoll.pool.keeper import DEFAULTS
 from atoll.pool.logs import LogRouter, Logs
 from atoll.pool.mapping import Mapped
+from atoll.pool.members import GangSpec
 from atoll.pool.overlay import Environment, resolve
 from atoll.pool.shipping import encode, name_of, pack_arguments, ship, unwrap
 from atoll.providers.accelerators import AcceleratorSpec
@@ -130,10 +131,12 @@ class ComputePool:
         self.name = check_name(name) if name is not None else None
         self.idle = _seconds("idle", idle)
         if idle is not None and name is None:
-            raise ConfigError(f"idle={idle!r} keeps a named pool warm; give the pool a name= as well, or leave idle out")
+            raise ConfigError(
+                f"idle={idle!r} keeps a named pool warm; give the pool a name= as well, or leave idle out"
+            )
         self.logs: Logs = logs
         self.id = ""
-        self._on_event = on_event
+        self._on_event = _guarded(on_event) if on_event is not None else None
         self._wishes = self._settings_asked_for()
         self._path_cache: tuple[tuple[list[str], str], tuple[str, ...]] | None = None
         self._backend: _Stoppable | None = None
@@ -262,7 +265,7 @@ class ComputePool:
         return self._path_cache[1]
 
     def _resolve_path(self, here: str) -> tuple[str, ...]:
-        path = tuple(os.path.abspath(entry) if entry else here for entry in sys.path if isinstance(entry, str))
+        path = tuple(os.path.abspath(entry) if entry else here for entry in sys.path)
         if not self._own_python:
             installed = tuple(os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
             return (*self._extra_path, *(p for p in path if not os.path.realpath(p).startswith(installed)))
@@ -307,9 +310,13 @@ class ComputePool:
         return result
 
     @overload
-    def submit(self, function: Callable[..., R], /, *args: Any, detach: Literal[True], everywhere: bool = ..., **kwargs: Any) -> str: ...
+    def submit(
+        self, function: Callable[..., R], /, *args: Any, detach: Literal[True], everywhere: bool = ..., **kwargs: Any
+    ) -> str: ...
     @overload
-    def submit(self, function: Callable[..., R], /, *args: Any, everywhere: Literal[True], **kwargs: Any) -> CallFuture[RankResults[R]]: ...
+    def submit(
+        self, function: Callable[..., R], /, *args: Any, everywhere: Literal[True], **kwargs: Any
+    ) -> CallFuture[RankResults[R]]: ...
     @overload
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> CallFuture[R]: ...
     def submit(
@@ -359,7 +366,9 @@ class ComputePool:
         items = zip(*iterables, strict=False)
         return Mapped(self._submit_chunk(function), function, items, self.world_size, ordered, chunksize)
 
-    def _submit_chunk(self, function: Callable[..., Any]) -> Callable[[Callable[..., Any], tuple[Any, ...]], CallFuture[Any]]:
+    def _submit_chunk(
+        self, function: Callable[..., Any]
+    ) -> Callable[[Callable[..., Any], tuple[Any, ...]], CallFuture[Any]]:
         options = getattr(function, "__atoll_options__", None)
         return lambda chunk, args: self.submit_call(chunk, args, {}, whole_gang=False, options=options)
 
@@ -452,13 +461,29 @@ class ComputePool:
         )
 
 
+def _guarded(on_event: Callable[[events.Event], object]) -> Callable[[events.Event], object]:
+    """The user's callback, made so that what it raises is said and stops nothing."""
+
+    def call(event: events.Event) -> None:
+        try:
+            on_event(event)
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+            print(f"atoll: on_event raised {type(error).__name__}: {error}", file=sys.stderr)
+
+    return call
+
+
 def _mistake(other: object, operator: str) -> str:
     if isinstance(other, (list, tuple)) and other and all(hasattr(item, "__atoll_pending__") for item in other):
-        return f"several calls run side by side as `sky.gather(*calls) {operator} pool`, not as a {type(other).__name__}"
-    if hasattr(other, "__atoll_function__"):
-        return f"`{name_of(other)} {operator} pool` names the function without calling it: write `{name_of(other)}(...) {operator} pool`"
+        return (
+            f"several calls run side by side as `sky.gather(*calls) {operator} pool`, not as a {type(other).__name__}"
+        )
     if callable(other):
-        return f"`{name_of(other)} {operator} pool`: decorate it with @sky.compute and call it: `{name_of(other)}(...) {operator} pool`"
+        name = name_of(other)
+        decorated = hasattr(other, "__atoll_function__")
+        step = "" if decorated else "decorate it with @sky.compute, and "
+        right = f"`{name}(...) {operator} pool`"
+        return f"`{name} {operator} pool` names the function without calling it: {step}write {right}"
     return (
         f"{type(other).__name__} on the left of `{operator} pool` is a value, not a pending call: the function ran "
         f"here. Did you forget @sky.compute? Or write pool.run(function, ...)"
@@ -469,8 +494,10 @@ def _no_function(value: object) -> str:
     if hasattr(value, "__atoll_pending__"):
         value._used = True  # type: ignore[attr-defined]  # refused, so no warning on top that it was never dispatched
         name = str(value).removesuffix("(...)")
-        return f"{value} is a pending call: write `{value} >> pool`, or give function and arguments apart, as in " \
+        return (
+            f"{value} is a pending call: write `{value} >> pool`, or give function and arguments apart, as in "
             f"pool.submit({name}, ...)"
+        )
     return f"expected a function and its arguments, not {type(value).__name__}: pool.submit(function, ...)"
 
 
@@ -480,7 +507,7 @@ def _count(name: str, value: object, least: int) -> int:
     return value
 
 
-def _seconds(name: str, value: float | None) -> float | None:
+def _seconds(name: str, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -537,5 +564,3 @@ class _Progress:
 
     def __call__(self, line: str) -> None:
         self._say(line)
-
-

@@ -54,6 +54,9 @@ class StoreSink:
             self._streams[rank].append(_raw(Received.of(frame)))
             self.grant(rank)  # nobody consumes it now, so it may go on
 
+    def returned(self, results: dict[int, Frame]) -> None:
+        """Told at the end."""
+
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """Write how it ended, in a thread of its own: the disk must not hold up other calls."""
         parts = {rank: Received.of(frame) for rank, frame in results.items()}

@@ -6,7 +6,6 @@ One reader thread takes every frame; calls are sent from whichever thread makes 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import os
 import shutil
@@ -14,15 +13,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atoll.core import events
 from atoll.core.errors import (
     AtollError,
     CallTimeout,
-    HangError,
     NodeLost,
     PoolClosed,
     ProvisionError,
@@ -30,11 +27,12 @@ from atoll.core.errors import (
     name_ranks,
 )
 from atoll.pool.agent.procs import kill_tree
-from atoll.pool.hangs import hung, hung_for, summary
+from atoll.pool.hangs import Hang, HangWatch
 from atoll.pool.job import Failure, Job
 from atoll.pool.logs import LogRouter
+from atoll.pool.members import GangSpec, NodeState, RankState, agent_command, node_setup
 from atoll.pool.scheduler import Scheduler
-from atoll.providers.base import Node, NodePlan, Plan, Provider
+from atoll.pool.timers import Timer, Timers
 from atoll.wire import frames
 from atoll.wire.frames import Frame, Parser, RawFrame, WireError, pack, receive, send_all
 from atoll.wire.poller import Poller
@@ -45,61 +43,10 @@ _RANK_AT = 8
 _SOFT_STOP_S = 0.15  # after a failure the other ranks get this long to end by themselves,
 _HARD_STOP_S = 0.45  # and are killed after this long
 _GIVE_UP_S = 0.9  # the call ends by now, whatever still has to die
-_HANG_WARNING_S = 600.0
 _MAX_EARLY_DEATHS = 3
 _FORCE_S = 3.0  # ending one node by force takes no longer than this
 _LEAVE_S = 1.5  # agents get this long to end, of which they give their ranks a second; then their channels close
 Watcher = Callable[[events.Event], object]
-Timer = list[Any]  # [when, number, action]; action None: taken back
-
-
-@dataclass(slots=True)
-class RankState:
-    """What the driver knows of a rank."""
-
-    rank: int
-    node: int
-    pid: int = 0
-    port: int = 0
-    main_thread: int = 0
-    ready: bool = False
-    has_torch: bool = False
-    starts: int = 0
-    early_deaths: int = 0
-    sent: set[str] = field(default_factory=set)
-    path: tuple[str, ...] | None = None
-
-
-@dataclass(slots=True)
-class NodeState:
-    """A node and the channel to its agent."""
-
-    plan: NodePlan
-    handle: Node | None = None
-    parser: Parser = field(default_factory=Parser)
-    send_lock: threading.Lock = field(default_factory=threading.Lock)
-    ended: str | None = None  # why its agent said it ends
-    restarts: int = 0  # since a rank of it last came up
-
-
-@dataclass(frozen=True, slots=True)
-class GangSpec:
-    """Everything a gang is started from."""
-
-    provider: Provider
-    plan: Plan
-    pool_id: str
-    python: str
-    env: Mapping[str, str]
-    path: tuple[str, ...]
-    cwd: str
-    log_dir: str
-    job_dir: str
-    tmp_root: str
-    source_root: str
-    hang_timeout_s: float | None = None
-    ttl_s: float | None = None
-    start_timeout_s: float = 60.0
 
 
 class Gang:
@@ -124,10 +71,9 @@ class Gang:
         self._changed = threading.Condition(self._lock)
         self._closing = False
         self._broken: BaseException | None = None
-        self._timers: list[Timer] = []
-        self._num_void = 0  # timers taken back that still lie in the heap
-        self._timer_numbers = itertools.count()
-        self._hang_watch: Timer | None = None
+        self._timers = Timers()
+        self._hangs = HangWatch(spec.hang_timeout_s)
+        self._hang_round: Timer | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller: Poller[NodeState | None] = Poller()
         self._poller.watch(self._wake, None)
@@ -166,54 +112,9 @@ class Gang:
         handle = self.spec.provider.start(state.plan, agent_command(self.spec.source_root))
         state.handle, state.parser, state.ended = handle, Parser(), None
         with state.send_lock:
-            send_all(handle.channel, pack(frames.SETUP, meta=self._setup(state.plan)))
+            send_all(handle.channel, pack(frames.SETUP, meta=node_setup(self.spec, state.plan, self.ranks)))
         self._poller.watch(handle.channel.fileno(), state)
         self._poke()
-
-    def _setup(self, plan: NodePlan) -> dict[str, Any]:
-        spec = self.spec
-        ranks = [state for state in self.ranks if state.node == plan.node]
-        return {
-            "node": plan.node,
-            "tag": spec.pool_id,
-            "python": spec.python,
-            "argv": ["-c", _BOOT.format(root=spec.source_root, module="atoll.pool.worker.main")],
-            "env": {**spec.env, **plan.env},
-            "cwd": spec.cwd,
-            "log_dir": spec.log_dir,
-            "tmp_dir": self._tmp_dir(plan),
-            "ttl_s": spec.ttl_s,
-            "ranks": [
-                {"rank": state.rank, "local_rank": local, "env": self._rank_env(plan, state.rank, local, len(ranks))}
-                for local, state in enumerate(ranks)
-            ],
-        }
-
-    def _rank_env(self, plan: NodePlan, rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:
-        import json
-
-        spec = self.spec
-        head = spec.plan.nodes[0]
-        setup = {
-            "rank": rank,
-            "local_rank": local_rank,
-            "node": plan.node,
-            "addr": plan.addr,
-            "head_addr": head.addr,
-            "world_size": self.world_size,
-            "local_world_size": local_world_size,
-            "total_nodes": len(self.nodes),
-            "peers": [node.addr for node in spec.plan.nodes],
-            "accelerator": plan.accelerator,
-            "accelerators": plan.num_accelerators,
-            "simulated": spec.plan.simulated,
-            "pool_id": spec.pool_id,
-            "path": list(spec.path),
-        }
-        tmp = spec.env.get("TMPDIR")
-        if tmp is None or tmp == os.environ.get("TMPDIR"):  # not what the user gave the pool: ours, removed at the end
-            tmp = self._tmp_dir(plan)
-        return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}
 
     def _wait_ready(self, deadline: float) -> None:
         with self._changed:
@@ -260,7 +161,9 @@ class Gang:
                 handle.stop()
         if first:
             self._poller.close()
-            os.close(self._wake)
+            with self._lock:
+                os.close(self._wake)
+                self._wake = -1
             self.arena.close()
             self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
 
@@ -324,48 +227,44 @@ class Gang:
             job.timers.append(self._after(limit, lambda: self._timed_out(job, number, limit)))
         if self._on_event is not None:
             self._tell(events.CallStarted(job_id=job.request.job_id, ranks=ranks))
-        if self._hang_watch is None:
-            self._hang_watch = self._after(self._hang_period_s, self._watch_for_hangs)
+        if self._hang_round is None:
+            self._hang_round = self._after(self._hangs.period_s, self._look_for_hangs)
 
     def _send_call(self, job: Job) -> None:
+        """Send the call to its ranks: one packing for all that need the same, one write for each node."""
         request = job.request
-        base = job.meta(self.ranks[0].port, os.path.join(self.spec.job_dir, request.job_id, "checkpoints"))
-        if job.whole_gang and all(state.has_torch for state in self.ranks):
-            base["g"] = 1
-        elif job.whole_gang and any(state.has_torch for state in self.ranks):
-            base["g"] = 1  # some have torch from an earlier call: the others import it, so that all agree
-        batches: dict[int, list[tuple[bytes, tuple[int, ...]]]] = {}
+        base = job.meta(self.ranks[0].port)
+        if job.whole_gang and any(state.has_torch for state in self.ranks):
+            base["g"] = 1  # where only some have torch from an earlier call, the others import it: all have to agree
         packed: dict[tuple[bool, bool], tuple[bytearray, tuple[int, ...]]] = {}
+        batches: dict[int, list[bytes]] = {}
         for rank in job.ranks:
             state = self.ranks[rank]
-            with_function = request.function.digest not in state.sent
-            with_path = request.path is not None and state.path != request.path
-            key = (with_function, with_path)
-            if key not in packed:
-                packed[key] = _pack_call(job, base, with_function, with_path)
-            if with_function and request.function.cacheable:
+            needs = (request.function.digest not in state.sent, request.path not in (None, state.path))
+            if needs not in packed:
+                packed[needs] = _pack_call(job, base, *needs)
+            if needs[0] and request.function.cacheable:
                 state.sent.add(request.function.digest)
-            if with_path:
+            if needs[1]:
                 state.path = request.path
-            data, fds = packed[key]
+            data, fds = packed[needs]
             _RANK_FIELD.pack_into(data, _RANK_AT, rank)
-            batches.setdefault(state.node, []).append((bytes(data), fds))
+            if fds:
+                self._send(self.nodes[state.node], data, fds)
+            else:
+                batches.setdefault(state.node, []).append(bytes(data))
         for node, batch in batches.items():
-            self._send_batch(self.nodes[node], batch)
+            self._send(self.nodes[node], b"".join(batch))
 
-    def _send_batch(self, node: NodeState, batch: Sequence[tuple[bytes, tuple[int, ...]]]) -> None:
-        if all(not fds for _, fds in batch):
-            self._send(node, b"".join(data for data, _ in batch))
-            return
-        for data, fds in batch:
-            self._send(node, data, fds)
-
-    def _send(self, node: NodeState, data: bytes, fds: Sequence[int] = ()) -> None:
+    def _send(self, node: NodeState, data: bytes | bytearray, fds: Sequence[int] = ()) -> None:
         handle = node.handle
         if handle is None:
             return
-        with node.send_lock, contextlib.suppress(OSError):  # a lost node is noticed by the reader
-            send_all(handle.channel, data, fds)
+        try:
+            with node.send_lock:
+                send_all(handle.channel, data, fds)
+        except OSError:
+            pass  # a lost node is noticed by the reader
 
     def _node_of(self, rank: int) -> NodeState:
         return self.nodes[self.ranks[rank].node]
@@ -409,7 +308,7 @@ class Gang:
             return
         self._jobs.pop(job.number, None)
         for timer in job.timers:
-            self._take_back(timer)
+            self._timers.take_back(timer)
         job.timers.clear()
         if error is None and job.failures and self._retry(job):
             return
@@ -456,51 +355,40 @@ class Gang:
 
     # -- hangs ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _hang_period_s(self) -> float:
-        """How often stacks are read: often enough that a loop is not always met at the same line."""
-        limit = self.spec.hang_timeout_s
-        return min(max(limit / 20, 0.2), 15.0) if limit is not None else _HANG_WARNING_S / 10
-
-    def _watch_for_hangs(self) -> None:
+    def _look_for_hangs(self) -> None:
         """Ask for the stacks of every call that runs since the last round; one timer for all, none while idle."""
-        period = self._hang_period_s
+        period = self._hangs.period_s
         old = time.monotonic() - period
         for job in self._jobs.values():
             if job.started_s <= old and not job.stopping:
                 for node in {self.ranks[rank].node for rank in job.unfinished}:
                     self._send(self.nodes[node], pack(frames.STACKS, 0, job.number))
-        self._hang_watch = self._after(period, self._watch_for_hangs) if self._jobs else None
+        self._hang_round = self._after(period, self._look_for_hangs) if self._jobs else None
 
     def _on_stacks(self, frame: Frame) -> None:
         job = self._jobs.get(frame.call)
         if job is None or job.stopping:
             return
         stacks = {int(rank): text for rank, text in frame.meta["stacks"].items()}
-        now = time.monotonic()
-        for rank, text in stacks.items():
-            main = summary(text, self.ranks[rank].main_thread)
-            # One that gave no answer this time has shown no progress either.
-            if rank not in job.progress or (main and job.progress[rank][0] != main):
-                job.progress[rank] = (main, now)
-        silent = {rank: now - since for rank, (_, since) in job.progress.items() if rank not in job.ended}
-        limit = self.spec.hang_timeout_s
-        longest = hung_for(silent, {rank: job.progress[rank][0] for rank in silent})
-        if limit is not None and longest >= limit:
-            shown = {rank: job.progress[rank][0] for rank in silent}
-            missing, waiting = hung(shown, sorted(job.ended))
-            job.error = HangError(limit, missing, waiting, shown)
+        hang = self._hangs.seen(job, stacks, {rank: self.ranks[rank].main_thread for rank in stacks})
+        if hang is None:
+            return
+        if hang.error is not None:
+            job.error = hang.error
             self._order(job, frames.KILL)
             self._stop_ranks(job, soft_s=0.0)
-        elif not job.warned and longest >= (limit / 2 if limit else _HANG_WARNING_S):
-            job.warned = True
-            stuck = tuple(sorted(rank for rank, quiet in silent.items() if quiet >= longest))
-            shown = {rank: job.progress[rank][0] for rank in stuck}
-            self._tell(
-                events.HangSuspected(job_id=job.request.job_id, ranks=stuck, silent_s=longest, stacks=shown)
+        else:
+            self._warn_of(job, hang)
+
+    def _warn_of(self, job: Job, hang: Hang) -> None:
+        job.warned = True
+        self._tell(
+            events.HangSuspected(
+                job_id=job.request.job_id, ranks=hang.ranks, silent_s=hang.silent_s, stacks=hang.stacks
             )
-            text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in shown.items())
-            self.logs.note(f"{name_ranks(stuck)} made no progress for {longest:.0f} s\n{text}")
+        )
+        text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in hang.stacks.items())
+        self.logs.note(f"{name_ranks(hang.ranks)} made no progress for {hang.silent_s:.0f} s{hang.why}\n{text}")
 
     # -- frames -----------------------------------------------------------------------------------------------------
 
@@ -566,7 +454,10 @@ class Gang:
                 self._on_result(job, frame)
             case frames.LOG:
                 self._on_log(job, frame)
-            case frames.VALUE | frames.STREAM | frames.REPORT if job is not None and not job.stopping:
+            case frames.VALUE | frames.STREAM if job is not None and job.stopping:
+                for fd in frame.fds:  # nobody takes values of a call that failed; what it reported still counts
+                    os.close(fd)
+            case frames.VALUE | frames.STREAM | frames.REPORT if job is not None:
                 job.saw(frame.rank)
                 job.streaming = job.streaming or frame.kind == frames.STREAM
                 try:
@@ -601,6 +492,8 @@ class Gang:
             job.kept = job.kept or bool(frame.flags & frames.KEPT)
             if frame.kind == frames.RESULT:
                 job.results[frame.rank] = frame
+                if job.streaming:
+                    job.sink.returned(job.results)
             elif not frame.meta.get("cancelled"):
                 self._fail(job, Failure(frame.rank, state.node, frame=frame))
             elif not job.failures and job.error is None:
@@ -719,7 +612,7 @@ class Gang:
                     self._fail(job, Failure(state.rank, state.node, error=lost))
                     self._rank_ended(job, state.rank)
         handle.stop()
-        if not closing or os.path.exists(self._tmp_dir(node.plan)):  # it did not end by itself
+        if not closing or os.path.exists(self.spec.tmp_dir(node.plan)):  # it did not end by itself
             self._sweep(node)
         if not closing and self._broken is None:
             self._reviver = threading.Thread(target=self._revive, args=(node,), name="atoll-revive", daemon=True)
@@ -727,11 +620,8 @@ class Gang:
 
     def _sweep(self, node: NodeState) -> None:
         """An agent on this machine that was killed can't clean up after itself: its processes and files go here."""
-        kill_tree(None, f"ATOLL_POOL_TAG={self.spec.pool_id}.{node.plan.node}")
-        shutil.rmtree(self._tmp_dir(node.plan), ignore_errors=True)
-
-    def _tmp_dir(self, plan: NodePlan) -> str:
-        return os.path.join(self.spec.tmp_root, f"atoll-{self.spec.pool_id}-n{plan.node}")
+        kill_tree(None, self.spec.node_tag(node.plan))
+        shutil.rmtree(self.spec.tmp_dir(node.plan), ignore_errors=True)
 
     def _revive(self, node: NodeState) -> None:
         node.restarts += 1
@@ -760,62 +650,31 @@ class Gang:
 
     def _after(self, delay_s: float, action: Callable[[], None]) -> Timer:
         with self._lock:
-            when = time.monotonic() + delay_s
-            soonest = not self._timers or when < self._timers[0][0]
-            timer: Timer = [when, next(self._timer_numbers), action]
-            heapq.heappush(self._timers, timer)
+            timer, soonest = self._timers.add(delay_s, action)
         if soonest and threading.current_thread() is not self._reader:
             self._poke()
         return timer
 
-    def _take_back(self, timer: Timer) -> None:
-        """The timer will not run; what it held is let go now, its place in the heap when those are half of it."""
-        if timer[2] is None:
-            return
-        timer[2] = None
-        self._num_void += 1
-        if self._num_void > 32 + len(self._timers) // 2:
-            self._timers = [kept for kept in self._timers if kept[2] is not None]
-            heapq.heapify(self._timers)
-            self._num_void = 0
-
     def _poke(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def _next_timer(self) -> float | None:
         with self._lock:
-            return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            return self._timers.next_s()
 
     def _run_timers(self) -> None:
         while True:
-            with self._lock:
-                if not self._timers or self._timers[0][0] > time.monotonic():
-                    return
-                timer = heapq.heappop(self._timers)
-                action, timer[2] = timer[2], None
+            with self._lock:  # taken anew for each, so that callers get their turn
+                action = self._timers.due()
                 if action is None:
-                    self._num_void -= 1
-                else:
-                    action()
+                    return
+                action()
 
     def _tell(self, event: events.Event) -> None:
-        if self._on_event is None:
-            return
-        try:
+        if self._on_event is not None:
             self._on_event(event)
-        except Exception as error:  # noqa: BLE001 - the user's callback must not stop the pool
-            self.logs.note(f"on_event raised {type(error).__name__}: {error}")
-
-
-_BOOT = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
-
-
-def agent_command(source_root: str) -> list[str]:
-    """How an agent is started on this machine. It needs nothing but the standard library."""
-    import sys
-
-    return [sys.executable, "-I", "-S", "-c", _BOOT.format(root=source_root, module="atoll.pool.agent.main")]
 
 
 def _pack_call(

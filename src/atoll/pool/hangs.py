@@ -1,12 +1,69 @@
-"""Reading rank stacks: who waits in a collective, and who never came."""
+"""Reading rank stacks: who waits in a collective, who never came, and when that is a hang."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from atoll.core.errors import HangError
+from atoll.pool.job import Job
+
+_WARNING_S = 600.0  # without a hang_timeout: no progress for so long is worth a line,
+_DESERTED_S = 30.0  # or for so long where some ranks returned and all others wait for them
+_PERIOD_S = 15.0
 # Files and functions in which a rank waits for the others.
-_WAITS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "_engine_run_backward", "jax/_src/distributed.py")
+_WAITS = (
+    "pool/worker/torch_group.py",  # for the others to import torch
+    "torch/distributed/",
+    "torch/nn/parallel/distributed.py",
+    "_engine_run_backward",
+    "jax/_src/distributed.py",
+)
 _MACHINERY = ("atoll/pool/worker/", "atoll/wire/", '"<string>"')
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A call that makes no progress: an error where its limit is reached, else ranks to warn of."""
+
+    silent_s: float
+    ranks: tuple[int, ...]
+    stacks: dict[int, str]
+    why: str = ""
+    error: HangError | None = None
+
+
+class HangWatch:
+    """Tells from the stacks of a call's ranks, read now and then, whether it goes on."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        # Often enough that a loop is not always met at the same line.
+        self.period_s = min(max(limit_s / 20, 0.2), _PERIOD_S) if limit_s is not None else _PERIOD_S
+
+    def seen(self, job: Job, dumps: Mapping[int, str], main_threads: Mapping[int, int]) -> Hang | None:
+        """Take the stacks of a call's running ranks in; says so if that makes it a hang, or one worth a warning."""
+        now = time.monotonic()
+        for rank, text in dumps.items():
+            main = summary(text, main_threads[rank])
+            # One that gave no answer this time has shown no progress either.
+            if rank not in job.progress or (main and job.progress[rank][0] != main):
+                job.progress[rank] = (main, now)
+        silent = {rank: now - since for rank, (_, since) in job.progress.items() if rank not in job.ended}
+        stacks = {rank: job.progress[rank][0] for rank in silent}
+        longest = hung_for(silent, stacks)
+        if self._limit_s is not None and longest >= self._limit_s:
+            missing, waiting = hung(stacks, sorted(job.ended))
+            error = HangError(self._limit_s, missing, waiting, stacks)
+            return Hang(longest, tuple(missing), stacks, error=error)
+        deserted = bool(job.ended) and all(map(_waits, stacks.values()))
+        patience = self._limit_s / 2 if self._limit_s else _DESERTED_S if deserted else _WARNING_S
+        if job.warned or longest < patience:
+            return None
+        stuck = tuple(sorted(rank for rank, quiet in silent.items() if quiet >= longest))
+        why = f"; {len(job.ended)} of {len(job.ranks)} ranks have returned, and they wait for those" if deserted else ""
+        return Hang(longest, stuck, {rank: stacks[rank] for rank in stuck}, why)
 
 
 def summary(dump: str, main_thread: int) -> str:
@@ -19,7 +76,7 @@ def summary(dump: str, main_thread: int) -> str:
             inside = marker in line
         elif inside and line.startswith("  "):
             lines.append(line)
-    own = [line for line in lines if not any(part in line for part in _MACHINERY)]
+    own = [line for line in lines if _waits(line) or not any(part in line for part in _MACHINERY)]
     return "\n".join(own or lines)
 
 

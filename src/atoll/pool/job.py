@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import secrets
+import os
+import random
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from atoll.pool.timers import Timer
 from atoll.wire.frames import Frame
 from atoll.wire.segments import Encoded
+
+# Ids and seeds need to differ, not to be secret. The system is asked once: it would be asked twice a call.
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
 
 
 @dataclass(slots=True)
@@ -36,8 +42,8 @@ class Request:
     timeout_s: float | None = None
     retries: int = 0
     path: tuple[str, ...] | None = None
-    job_id: str = field(default_factory=lambda: secrets.token_hex(6))
-    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    job_id: str = field(default_factory=lambda: f"{_random.getrandbits(48):012x}")
+    seed: int = field(default_factory=lambda: _random.getrandbits(63))
 
 
 @dataclass(slots=True)
@@ -64,33 +70,48 @@ class Sink(Protocol):
     def frame(self, frame: Frame, rank: int, node: int) -> None:
         """A streamed value, the start of a stream, or a report. Owns the frame's descriptors."""
 
+    def returned(self, results: dict[int, Frame]) -> None:
+        """A rank returned, and others stream."""
+
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """The call ended: with a frame for each rank, or failures from ranks, or an error of the gang."""
 
 
-@dataclass(eq=False, slots=True)
 class Job:
     """A request on its way through a gang."""
 
-    request: Request
-    sink: Sink
-    number: int = 0
-    attempt: int = 0
-    ranks: tuple[int, ...] = ()
-    started_s: float = 0.0
-    results: dict[int, Frame] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    ended: set[int] = field(default_factory=set)  # ranks that are through with this call, however
-    wants_group: set[int] = field(default_factory=set)
-    no_group: bool = False
-    streaming: bool = False
-    kept: bool = False  # some rank still maps the arguments
-    stopping: bool = False
-    error: BaseException | None = None  # decided here: cancelled, timed out, hung, pool closed
-    done: bool = False
-    progress: dict[int, tuple[str, float]] = field(default_factory=dict)  # by rank: last stack, and since when
-    warned: bool = False
-    timers: list[list[Any]] = field(default_factory=list)  # the gang's, taken back when the call ends
+    __slots__ = (
+        "attempt",
+        "done",
+        "ended",
+        "error",
+        "failures",
+        "kept",
+        "no_group",
+        "number",
+        "progress",
+        "ranks",
+        "request",
+        "results",
+        "sink",
+        "started_s",
+        "stopping",
+        "streaming",
+        "timers",
+        "wants_group",
+        "warned",
+    )
+
+    def __init__(self, request: Request, sink: Sink) -> None:
+        self.request = request
+        self.sink = sink
+        self.attempt = 0
+        self.kept = False  # some rank still maps the arguments
+        self.error: BaseException | None = None  # decided here: cancelled, timed out, hung, pool closed
+        self.done = False
+        self.warned = False
+        self.timers: list[Timer] = []  # the gang's, taken back when the call ends
+        self.begin(0, ())
 
     @property
     def whole_gang(self) -> bool:
@@ -105,8 +126,11 @@ class Job:
     def begin(self, number: int, ranks: tuple[int, ...]) -> None:
         """Forget an earlier attempt and start on these ranks."""
         self.number, self.ranks, self.started_s = number, ranks, time.monotonic()
-        self.results, self.failures = {}, []
-        self.ended, self.wants_group, self.progress = set(), set(), {}
+        self.results: dict[int, Frame] = {}
+        self.failures: list[Failure] = []
+        self.ended: set[int] = set()  # ranks that are through with this call, however
+        self.wants_group: set[int] = set()
+        self.progress: dict[int, tuple[str, float]] = {}  # by rank: last stack, and since when
         self.no_group = self.streaming = self.stopping = False
 
     def saw(self, rank: int) -> None:
@@ -114,7 +138,7 @@ class Job:
         if rank in self.progress:
             self.progress[rank] = (self.progress[rank][0], time.monotonic())
 
-    def meta(self, head_port: int, checkpoint_dir: str) -> dict[str, Any]:
+    def meta(self, head_port: int) -> dict[str, Any]:
         """The part of the CALL frame that is the same for every rank."""
         request = self.request
         meta: dict[str, Any] = {
@@ -122,7 +146,6 @@ class Job:
             "s": request.seed,
             "f": request.function.digest,
             "a": request.arguments.table,
-            "c": checkpoint_dir,
         }
         if request.whole_gang:
             meta["b"] = 1

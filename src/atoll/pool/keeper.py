@@ -30,10 +30,11 @@ from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed
 from atoll.core.paths import write_atomic
 from atoll.pool import detached
-from atoll.pool.gang import Gang, GangSpec
+from atoll.pool.gang import Gang
 from atoll.pool.image import Image
 from atoll.pool.job import Failure, Job, Request, Shipped
 from atoll.pool.logs import LogRouter
+from atoll.pool.members import GangSpec
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
 from atoll.wire.exceptions import pack_exception, unpack_exception
@@ -128,6 +129,9 @@ class ClientSink:
         """Pass a frame on under the client's own number."""
         data = pack(frame.kind, rank, self.number, frame.meta, [frame.rest], len(frame.fds), frame.flags)
         self.client.send(data, frame.fds)
+
+    def returned(self, results: dict[int, Frame]) -> None:
+        """Told at the end."""
 
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """Pass every result on, then how it ended."""

@@ -13,7 +13,9 @@ from typing import Generic, Protocol, TypeVar
 class Schedulable(Protocol):
     """What the scheduler needs to know of a call."""
 
-    whole_gang: bool
+    @property
+    def whole_gang(self) -> bool:
+        """Does it need every rank at once?"""
 
 
 JobT = TypeVar("JobT", bound=Schedulable)

@@ -35,7 +35,7 @@ _STANDARD_LOADERS = (
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _unique = itertools.count()
 # Pure functions by identity, with the code and defaults they had: an edited function is another one.
-_pure: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, Any, Any, Payload]] = weakref.WeakKeyDictionary()
+_pure: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, Any, Any, Shipped]] = weakref.WeakKeyDictionary()
 
 
 class ByName:
@@ -76,13 +76,18 @@ def unwrap(function: Any) -> Callable[..., Any]:
 
 def ship(function: Callable[..., Any], arena: Arena) -> Shipped:
     """Make a function ready to send; raises ``SerializationError`` naming what in it can't travel."""
-    pure = isinstance(function, FunctionType) and _is_pure(function)
-    payload = _pure_payload(function) if pure and isinstance(function, FunctionType) else _payload(function)
+    if not isinstance(function, FunctionType) or not _is_pure(function):
+        return _shipped(_payload(function), arena, pure=False)
+    state = (function.__code__, function.__defaults__, function.__kwdefaults__)
+    cached = _pure.get(function)
+    if cached is None or cached[0] is not state[0] or cached[1:3] != state[1:]:
+        cached = _pure[function] = (*state, _shipped(_payload(function), arena, pure=True))
+    return cached[3]
+
+
+def _shipped(payload: Payload, arena: Arena, *, pure: bool) -> Shipped:
     cacheable = not payload.buffers and len(payload.head) <= _CACHEABLE_BYTES
-    if cacheable:
-        digest = hashlib.blake2b(payload.head, digest_size=12).hexdigest()
-    else:
-        digest = f"#{next(_unique)}"
+    digest = hashlib.blake2b(payload.head, digest_size=12).hexdigest() if cacheable else f"#{next(_unique)}"
     return Shipped(digest, encode(payload, arena), cacheable, pure and cacheable)
 
 
@@ -119,16 +124,6 @@ def _payload(function: Callable[..., Any]) -> Payload:
         by_name = importable(function.__func__)
         return dumps(BoundByName(by_name, function.__self__) if by_name else function, what=what)
     return dumps(importable(function) or function, what=what)
-
-
-def _pure_payload(function: FunctionType) -> Payload:
-    state = (function.__code__, function.__defaults__, function.__kwdefaults__)
-    cached = _pure.get(function)
-    if cached is not None and cached[0] is state[0] and cached[1:3] == state[1:]:
-        return cached[3]
-    payload = _payload(function)
-    _pure[function] = (*state, payload)
-    return payload
 
 
 def _is_pure(function: FunctionType) -> bool:

@@ -72,9 +72,7 @@ class Provider(Protocol):
     def name(self) -> str:
         """What to call it in messages."""
 
-    def plan(
-        self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str
-    ) -> Plan:
+    def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
         """Say what would be started; raises ``ConfigError`` for what can't be had."""
 
     def start(self, node: NodePlan, agent: Sequence[str]) -> Node:

@@ -49,7 +49,9 @@ class Local:
         wanted = accelerator.count * nodes
         matching = tuple(gpu for gpu in gpus if gpu.name == accelerator.name)
         if len(matching) >= wanted:
-            return self._plan(_cut(matching, nodes, accelerator.count), accelerator.name, nodes, workers_per_node, False, ())
+            return self._plan(
+                _cut(matching, nodes, accelerator.count), accelerator.name, nodes, workers_per_node, False, ()
+            )
         have = f"this machine has {_counted(gpus)}"
         asked = f"{nodes} × {accelerator.name}:{accelerator.count}"
         if not self.simulate:
@@ -59,7 +61,9 @@ class Local:
             )
         if len(gpus) >= wanted:
             line = f"{asked} was asked for; {have}, which are used instead"
-            return self._plan(_cut(gpus, nodes, accelerator.count), gpus[0].name, nodes, workers_per_node, False, (line,))
+            return self._plan(
+                _cut(gpus, nodes, accelerator.count), gpus[0].name, nodes, workers_per_node, False, (line,)
+            )
         line = f"{asked} simulated on CPU: {have}"
         none: list[tuple[Gpu, ...]] = [()] * nodes
         return self._plan(none, accelerator.name, nodes, workers_per_node, True, (line,), accelerator.count)
@@ -91,7 +95,7 @@ class Local:
         ours, theirs = socket.socketpair()
         pidfd = os.pidfd_open(os.getpid())
         try:
-            process = subprocess.Popen(  # noqa: S603 - the interpreter we run under
+            process = subprocess.Popen(
                 [*_namespace(), *agent, str(theirs.fileno()), str(pidfd)],
                 pass_fds=(theirs.fileno(), pidfd),
                 stdin=subprocess.DEVNULL,
@@ -143,7 +147,7 @@ def _probed() -> tuple[str, ...]:
     # Mounts made on the machine later on, by an automounter say, still show up inside.
     base = (unshare, "--pid", "--mount-proc", "--propagation", "slave", "--fork", "--kill-child=SIGKILL")
     for command in (base, (*base, "--user", "--map-current-user")):
-        probe = subprocess.run([*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603
+        probe = subprocess.run([*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
         if probe.returncode == 0:
             return command
     return ()

@@ -44,11 +44,16 @@ ATTACH, ATTACHED, REFUSED, SUBMIT, ACCEPTED, DONE, EVENT, DOWN = 40, 41, 42, 43,
 NAMES: Final = {
     value: name
     for name, value in list(globals().items())
-    if type(value) is int and name.isupper() and name[0] != "_" and name not in ("VERSION", "FLAGS_AT", "KEPT", "HAS_TORCH")
+    if type(value) is int
+    and name.isupper()
+    and name[0] != "_"
+    and name not in ("VERSION", "FLAGS_AT", "KEPT", "HAS_TORCH")
 }
 
 
-_encode_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps would make one a frame
+# Made once: json.dumps would make an encoder a frame, and json.loads would look for encodings and white space.
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode
+_decode_json = json.JSONDecoder().raw_decode
 
 
 class WireError(Exception):
@@ -93,7 +98,7 @@ def split_body(body: memoryview) -> tuple[dict[str, Any], memoryview]:
     (num_bytes,) = _LENGTH.unpack_from(body)
     start = _LENGTH.size
     try:
-        meta = json.loads(bytes(body[start : start + num_bytes])) if num_bytes else {}
+        meta = _decode_json(str(body[start : start + num_bytes], "utf-8"))[0] if num_bytes else {}
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise WireError(f"the head of a frame is no JSON: {error}") from error
     if not isinstance(meta, dict):
@@ -113,9 +118,7 @@ def pack(
     """One frame as bytes."""
     text = _encode_json(meta).encode() if meta else b""
     length = _LENGTH.size + len(text) + sum(map(len, rest))
-    return b"".join(
-        (HEADER.pack(length, kind, flags, num_fds, rank, call), _LENGTH.pack(len(text)), text, *rest)
-    )
+    return b"".join((HEADER.pack(length, kind, flags, num_fds, rank, call), _LENGTH.pack(len(text)), text, *rest))
 
 
 class Parser:
@@ -174,9 +177,7 @@ def send_some(sock: socket.socket, data: bytes | bytearray | memoryview, fds: Se
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """What there is to read, and the descriptors that came with it (close-on-exec). Empty bytes mean the end."""
-    data, ancillary, _flags, _addr = sock.recvmsg(
-        _CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
-    )
+    data, ancillary, _flags, _addr = sock.recvmsg(_CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -42,7 +42,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Encoded:
-    """A payload ready to send: ``table`` goes into the frame's JSON, ``inline`` into its rest, ``segment`` beside it."""
+    """A payload ready to send: ``table`` for the frame's JSON, ``inline`` for its rest, ``segment`` goes beside it."""
 
     table: dict[str, Any]
     inline: list[bytes | memoryview] = field(default_factory=list)

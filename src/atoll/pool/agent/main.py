@@ -31,7 +31,7 @@ _GOODBYES = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _FROM_RANK = frozenset(range(frames.HELLO, frames.WANT_GROUP + 1))
 
 
-class DriverGone(Exception):  # noqa: N818 - control flow of the loop, never shown
+class DriverGone(Exception):
     """The driver closed its end, died, or said goodbye."""
 
 
@@ -283,7 +283,8 @@ class Agent:
 
     def _to_rank(self, rank: Rank, data: bytes, fds: tuple[int, ...]) -> None:
         rank.out.append((data, fds))
-        self._flush_rank(rank)
+        if len(rank.out) == 1:  # else it waits its turn, and is sent when the rank reads
+            self._flush_rank(rank)
 
     def _flush_rank(self, rank: Rank) -> None:
         while rank.out:
@@ -303,7 +304,9 @@ class Agent:
             rank.out.popleft()
             if sent < len(data):
                 rank.out.appendleft((data[sent:], ()))
-        self._poller.want_write(rank.sock.fileno(), bool(rank.out))
+        if rank.out or rank.waiting:
+            rank.waiting = bool(rank.out)
+            self._poller.want_write(rank.sock.fileno(), rank.waiting)
 
     # -- output -----------------------------------------------------------------------------------------------
 
@@ -341,7 +344,8 @@ class Agent:
     def _send(self, data: bytes, fds: tuple[int, ...]) -> None:
         self._out.append((data, fds))
         self._out_bytes += len(data)
-        self._flush_driver()
+        if len(self._out) == 1:  # else it waits its turn, and is sent when the driver reads
+            self._flush_driver()
 
     def _flush_driver(self) -> None:
         while self._out:
@@ -370,14 +374,19 @@ class Agent:
         self._poller.watch(source if isinstance(source, int) else source.fileno(), callback)
 
     def _timeout(self) -> float | None:
+        busy = any(rank.busy for rank in self._ranks.values())
+        if not self._timers and self._deadline is None:
+            return TICK_S if busy else None
         waits = [when for when, _ in self._timers]
         if self._deadline is not None:
             waits.append(self._deadline)
-        if any(rank.busy for rank in self._ranks.values()):
-            waits.append(time.monotonic() + TICK_S)
-        return max(0.0, min(waits) - time.monotonic()) if waits else None
+        left = max(0.0, min(waits) - time.monotonic())
+        return min(left, TICK_S) if busy else left
 
     def _run_timers(self) -> None:
+        if not self._timers and self._deadline is None:
+            self._oom.tick()
+            return
         now = time.monotonic()
         if self._timers:
             due = [action for when, action in self._timers if when <= now]

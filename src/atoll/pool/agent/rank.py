@@ -80,6 +80,7 @@ class Rank:
         self.rank: int = spec["rank"]
         self.local_rank: int = spec["local_rank"]
         self.busy = 0
+        self.waiting = False  # `out` has more than its channel takes just now
         self.killed = False
         self.fault: str | None = None  # what it did that made its agent end it
         self.out: deque[tuple[bytes, tuple[int, ...]]] = deque()

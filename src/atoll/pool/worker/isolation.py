@@ -75,9 +75,10 @@ class Isolation:
             if handler is not None and _getsignal(number) is not handler:
                 signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for name in ("random", "numpy.random"):
-            if name in sys.modules:
-                sys.modules[name].seed()
+        if "random" in sys.modules:  # 16 bytes say as much as the 2,500 that seed() itself would ask the system for
+            sys.modules["random"].seed(int.from_bytes(os.urandom(16), "big"))
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "seed"):
             restore_torch(torch)

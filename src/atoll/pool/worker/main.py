@@ -241,7 +241,8 @@ class Worker:
                 seed=meta["s"],
                 simulated=setup["simulated"],
                 pool_id=setup["pool_id"],
-                checkpoint_dir=os.path.join(meta["c"], f"{call:08d}"),  # a folder for each attempt, in order
+                # A folder for each attempt, in order.
+                checkpoint_dir=f"{setup['job_dir']}/{meta['j']}/checkpoints/{call:08d}",
                 send_report=self._report,
             )
         )

@@ -66,7 +66,7 @@ def explicit(backend: str | None, timeout_s: float | None) -> None:
     if ctx is None or _state.worker is None:
         return
     _state.armed = False
-    import torch.distributed as dist
+    dist = _dist()
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -143,7 +143,8 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
     worker, ctx = _state.worker, context.current()
     assert worker is not None and ctx is not None
     import torch
-    import torch.distributed as dist
+
+    dist = _dist()
 
     if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(ctx.local_rank)
@@ -166,7 +167,7 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
 
 def _agreed_store(worker: Worker, ctx: context.CallContext) -> Any | None:
     """The gang's store once every rank wants it; None when one has returned without."""
-    import torch.distributed as dist
+    dist = _dist()
 
     if ctx.world_size == 1:
         return dist.HashStore()
@@ -181,7 +182,7 @@ def _agreed_store(worker: Worker, ctx: context.CallContext) -> Any | None:
 
 def _store(worker: Worker, ctx: context.CallContext) -> Any:
     """Rank 0's store: the server there, a client elsewhere; kept between calls of the same gang."""
-    import torch.distributed as dist
+    dist = _dist()
 
     stores = _state.stores if _state.stores is not None else {}
     _state.stores = stores
@@ -266,6 +267,13 @@ def _after_call() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _dist() -> Any:
+    """``torch.distributed``, untyped: it does not declare the stores it exports."""
+    import torch.distributed
+
+    return torch.distributed
+
+
 def _seconds(text: str | None) -> float | None:
     if not text:
         return None
@@ -286,14 +294,14 @@ def _on_audit(event: str, args: tuple[Any, ...]) -> None:
     if event != "os.putenv" or not _state.worker or not _state.worker.call or not args[0].startswith(b"NCCL_"):
         return
     name = os.fsdecode(args[0])
-    import torch.distributed as dist
+    dist = _dist()
 
     if not dist.is_initialized():
         return
     if name == "NCCL_SOCKET_TIMEOUT":
         seconds = _seconds(os.fsdecode(args[1]))
         if seconds is not None:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))  # type: ignore[attr-defined]
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
     elif _has_communicator(dist):
         print(
             f"atoll: {name} was set after NCCL had made a communicator in this process, so it has no effect; "

@@ -1,0 +1,123 @@
+"""The nodes and ranks of a gang as the driver knows them, and what it tells their agents to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.providers.base import Node, NodePlan, Plan, Provider
+from atoll.wire.frames import Parser
+
+_BOOT = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+
+
+@dataclass(frozen=True, slots=True)
+class GangSpec:
+    """Everything a gang is started from."""
+
+    provider: Provider
+    plan: Plan
+    pool_id: str
+    python: str
+    env: Mapping[str, str]
+    path: tuple[str, ...]
+    cwd: str
+    log_dir: str
+    job_dir: str
+    tmp_root: str
+    source_root: str
+    hang_timeout_s: float | None = None
+    ttl_s: float | None = None
+    start_timeout_s: float = 60.0
+
+    def tmp_dir(self, plan: NodePlan) -> str:
+        """The folder of a node's temporary files; it goes with the node."""
+        return os.path.join(self.tmp_root, f"atoll-{self.pool_id}-n{plan.node}")
+
+    def node_tag(self, plan: NodePlan) -> str:
+        """What every process of a node has in its environment."""
+        return f"ATOLL_POOL_TAG={self.pool_id}.{plan.node}"
+
+
+@dataclass(slots=True)
+class RankState:
+    """What the driver knows of a rank."""
+
+    rank: int
+    node: int
+    pid: int = 0
+    port: int = 0
+    main_thread: int = 0
+    ready: bool = False
+    has_torch: bool = False
+    starts: int = 0
+    early_deaths: int = 0
+    sent: set[str] = field(default_factory=set)
+    path: tuple[str, ...] | None = None
+
+
+@dataclass(slots=True)
+class NodeState:
+    """A node and the channel to its agent."""
+
+    plan: NodePlan
+    handle: Node | None = None
+    parser: Parser = field(default_factory=Parser)
+    # Reentrant: a stream that the garbage collector drops closes itself, in the middle of whatever runs.
+    send_lock: threading.RLock = field(default_factory=threading.RLock)
+    ended: str | None = None  # why its agent said it ends
+    restarts: int = 0  # since a rank of it last came up
+
+
+def agent_command(source_root: str) -> list[str]:
+    """How an agent is started on this machine. It needs nothing but the standard library."""
+    return [sys.executable, "-I", "-S", "-c", _BOOT.format(root=source_root, module="atoll.pool.agent.main")]
+
+
+def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> dict[str, Any]:
+    """What an agent is told to start: the body of its SETUP frame."""
+    mine = [state for state in ranks if state.node == plan.node]
+    return {
+        "node": plan.node,
+        "tag": spec.pool_id,
+        "python": spec.python,
+        "argv": ["-c", _BOOT.format(root=spec.source_root, module="atoll.pool.worker.main")],
+        "env": {**spec.env, **plan.env},
+        "cwd": spec.cwd,
+        "log_dir": spec.log_dir,
+        "tmp_dir": spec.tmp_dir(plan),
+        "ttl_s": spec.ttl_s,
+        "ranks": [
+            {"rank": state.rank, "local_rank": local, "env": _rank_env(spec, plan, state.rank, local, len(mine))}
+            for local, state in enumerate(mine)
+        ],
+    }
+
+
+def _rank_env(spec: GangSpec, plan: NodePlan, rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:
+    setup = {
+        "rank": rank,
+        "local_rank": local_rank,
+        "node": plan.node,
+        "addr": plan.addr,
+        "head_addr": spec.plan.nodes[0].addr,
+        "world_size": spec.plan.world_size,
+        "local_world_size": local_world_size,
+        "total_nodes": len(spec.plan.nodes),
+        "peers": [node.addr for node in spec.plan.nodes],
+        "accelerator": plan.accelerator,
+        "accelerators": plan.num_accelerators,
+        "simulated": spec.plan.simulated,
+        "pool_id": spec.pool_id,
+        "path": list(spec.path),
+        "job_dir": spec.job_dir,
+    }
+    tmp = spec.env.get("TMPDIR")
+    if tmp is None or tmp == os.environ.get("TMPDIR"):  # not what the user gave the pool: ours, removed at the end
+        tmp = spec.tmp_dir(plan)
+    return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}
