@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -104,7 +103,7 @@ def restore_torch(torch: Any) -> None:
         torch.set_num_threads(_torch_threads[0])
 
 
-class _FreshFinder(MetaPathFinder):
+class _FreshFinder:
     """Drops bytecode of a user's module that is older than its source.
 
     Python matches them by whole seconds and size, so a file edited within a second of its import would run old code.

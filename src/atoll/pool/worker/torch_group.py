@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from atoll.core import context
 from atoll.core.errors import ConfigError
@@ -90,7 +89,7 @@ def backend_for(asked: str | None, *, simulated: bool, local_world_size: int) ->
     return asked
 
 
-class _TorchFinder(MetaPathFinder):
+class _TorchFinder:
     """Runs ``_on_torch`` after the top-level ``torch`` has been imported whole."""
 
     def find_spec(
@@ -100,11 +99,12 @@ class _TorchFinder(MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AfterImport(spec.loader)
+            # No subclass of importlib.abc's: importing that costs every rank half its start.
+            spec.loader = cast("Any", _AfterImport(spec.loader))
         return spec
 
 
-class _AfterImport(Loader):
+class _AfterImport:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
