@@ -127,6 +127,7 @@ def main() -> None:
     """Run both in turn, check that the training is right, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchrun", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each")
     options = parser.parse_args()
     if options.torchrun:
         torchrun_rank(options.torchrun)
@@ -137,28 +138,38 @@ def main() -> None:
     if len(gpus) < 2:
         sys.exit(f"2 or more GPUs are needed, this machine has {len(gpus)}")
     num = len(gpus) - len(gpus) % 2
-    started = time.perf_counter()
-    ours = under_atoll()
-    ours_s = time.perf_counter() - started
-    started = time.perf_counter()
-    peers = under_torchrun(num)
-    peers_s = time.perf_counter() - started
-    for rows in (ours, peers):
+    rounds: dict[str, list[list[dict[str, Any]]]] = {"atoll": [], "torchrun": []}
+    seconds: dict[str, list[float]] = {"atoll": [], "torchrun": []}
+    for _ in range(options.rounds):  # in turn: clocks and caches warm up for both
+        for name, run in (("atoll", under_atoll), ("torchrun", lambda: under_torchrun(num))):
+            started = time.perf_counter()
+            rounds[name].append(run())
+            seconds[name].append(time.perf_counter() - started)
+    for rows in (*rounds["atoll"], *rounds["torchrun"]):
         assert len(rows) == num, rows
         assert all(row["world_size"] == num for row in rows), rows
         assert {row["backend"] for row in rows} == {"nccl"}, rows
         assert len({row["uuid"] for row in rows}) == num, "two ranks share a GPU"
         assert len({row["digest"] for row in rows}) == 1, "parameters differ between ranks"
         assert rows[0]["loss_last"] < rows[0]["loss_first"], "the loss did not fall"
-    equal = ours[0]["digest"] == peers[0]["digest"]
-    print(f"\n{num} × {ours[0]['card']}, {time.strftime('%Y-%m-%d')}; ranks hold equal parameters in both runs")
-    print(f"parameters after {STEPS} steps {'equal' if equal else 'differ from'} torchrun's\n")
+    equal = len({rows[0]["digest"] for name in rounds for rows in rounds[name]}) == 1
+    card = rounds["atoll"][0][0]["card"]
+    print(f"\n{num} × {card}, {time.strftime('%Y-%m-%d')}; ranks hold equal parameters in every run")
+    print(f"parameters after {STEPS} steps {'equal' if equal else 'differ from'} torchrun's")
+    print(f"median of {options.rounds} runs of each, in turn\n")
     print("| figure | Atoll, 2 local nodes | torchrun | Atoll ÷ torchrun |")
     print("|---|---|---|---|")
     for key, title in (("step_ms", "DDP step, ms"), ("all_reduce_gb_s", "all-reduce of 1 GiB, bus GB/s")):
-        a, b = (statistics.median(row[key] for row in rows) for rows in (ours, peers))
-        print(f"| {title} | {a:.2f} | {b:.2f} | {a / b:.3f} |")
-    print(f"| whole run, s | {ours_s:.1f} | {peers_s:.1f} | {ours_s / peers_s:.3f} |")
+        each = {name: [statistics.median(row[key] for row in rows) for rows in rounds[name]] for name in rounds}
+        show(title, each)
+    show("whole run, s", seconds)
+
+
+def show(title: str, each: dict[str, list[float]]) -> None:
+    """One row: medians, and what every run gave."""
+    a, b = (statistics.median(each[name]) for name in ("atoll", "torchrun"))
+    ours, peers = (", ".join(f"{value:.2f}" for value in each[name]) for name in ("atoll", "torchrun"))
+    print(f"| {title} | {a:.2f} ({ours}) | {b:.2f} ({peers}) | {a / b:.3f} |")
 
 
 if __name__ == "__main__":

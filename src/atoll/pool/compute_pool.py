@@ -45,6 +45,7 @@ T = TypeVar("T")
 _KEEP_LOGS = 50
 _FRESH_S = 3600.0  # a pool that wrote in the last hour is taken to be up
 _IDLE_S = 600.0
+_KEEP_JOBS_S = 14 * 86400.0
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -203,7 +204,7 @@ class ComputePool:
         """What a named pool that is up has to agree with, as text; values of variables that are secret, as digests."""
         variables = {**(self.image.env or {}), **self.env}
         settings = {
-            "provider": self.provider.name,
+            "provider": repr(self.provider) if hasattr(self.provider, "__dataclass_fields__") else self.provider.name,
             "nodes": self.nodes,
             "accelerator": self.accelerator,
             "workers_per_node": self.workers_per_node,
@@ -231,6 +232,7 @@ class ComputePool:
         self.id = secrets.token_hex(4)
         home = atoll_home()
         _prune(home / "logs")
+        _prune_jobs(home / "jobs")
         return GangSpec(
             provider=self.provider,
             plan=plan,
@@ -353,7 +355,7 @@ class ComputePool:
         Args:
             iterables: one for each argument; may be endless, they are read as ranks become free.
             ordered: give results in the order of the items; False gives them as they complete.
-            chunksize: items sent at a time; None adapts it to how long they take.
+            chunksize: items sent at a time; None adapts it to how long they take. A ``timeout`` holds for a chunk.
 
         Raises:
             Exception: what the function raised, at that item's place; items after it are dropped.
@@ -540,6 +542,16 @@ def _prune(folder: Path) -> None:
         entries = [(_last_written(entry), entry) for entry in folder.iterdir()]
         for written, entry in sorted(entries)[:-_KEEP_LOGS]:
             if time.time() - written > _FRESH_S and not is_held(entry / "keeper.log"):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _prune_jobs(folder: Path) -> None:
+    """Drop checkpoints and results of calls that nobody has touched for a long while."""
+    import shutil
+
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            if time.time() - max(map(_last_written, (entry, *entry.glob("*/"), *entry.glob("*/*/")))) > _KEEP_JOBS_S:
                 shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -10,7 +10,6 @@ import itertools
 import os
 import shutil
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from atoll.pool.hangs import Hang, HangWatch
 from atoll.pool.job import Failure, Job
 from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec, NodeState, RankState, agent_command, node_setup
+from atoll.pool.outgoing import call_frames
 from atoll.pool.scheduler import Scheduler
 from atoll.pool.timers import Timer, Timers
 from atoll.wire import frames
@@ -38,8 +38,6 @@ from atoll.wire.frames import Frame, Parser, RawFrame, WireError, pack, receive,
 from atoll.wire.poller import Poller
 from atoll.wire.segments import Arena
 
-_RANK_FIELD = struct.Struct("<I")
-_RANK_AT = 8
 _SOFT_STOP_S = 0.15  # after a failure the other ranks get this long to end by themselves,
 _HARD_STOP_S = 0.45  # and are killed after this long
 _GIVE_UP_S = 0.9  # the call ends by now, whatever still has to die
@@ -220,7 +218,8 @@ class Gang:
     def _start_job(self, job: Job, ranks: tuple[int, ...]) -> None:
         job.begin(next(self._numbers), ranks)
         self._jobs[job.number] = job
-        self._send_call(job)
+        for node, data, fds in call_frames(job, self.ranks):
+            self._send(self.nodes[node], data, fds)
         job.sink.started(ranks)
         if job.request.timeout_s is not None:
             number, limit = job.number, job.request.timeout_s
@@ -229,32 +228,6 @@ class Gang:
             self._tell(events.CallStarted(job_id=job.request.job_id, ranks=ranks))
         if self._hang_round is None:
             self._hang_round = self._after(self._hangs.period_s, self._look_for_hangs)
-
-    def _send_call(self, job: Job) -> None:
-        """Send the call to its ranks: one packing for all that need the same, one write for each node."""
-        request = job.request
-        base = job.meta(self.ranks[0].port)
-        if job.whole_gang and any(state.has_torch for state in self.ranks):
-            base["g"] = 1  # where only some have torch from an earlier call, the others import it: all have to agree
-        packed: dict[tuple[bool, bool], tuple[bytearray, tuple[int, ...]]] = {}
-        batches: dict[int, list[bytes]] = {}
-        for rank in job.ranks:
-            state = self.ranks[rank]
-            needs = (request.function.digest not in state.sent, request.path not in (None, state.path))
-            if needs not in packed:
-                packed[needs] = _pack_call(job, base, *needs)
-            if needs[0] and request.function.cacheable:
-                state.sent.add(request.function.digest)
-            if needs[1]:
-                state.path = request.path
-            data, fds = packed[needs]
-            _RANK_FIELD.pack_into(data, _RANK_AT, rank)
-            if fds:
-                self._send(self.nodes[state.node], data, fds)
-            else:
-                batches.setdefault(state.node, []).append(bytes(data))
-        for node, batch in batches.items():
-            self._send(self.nodes[node], b"".join(batch))
 
     def _send(self, node: NodeState, data: bytes | bytearray, fds: Sequence[int] = ()) -> None:
         handle = node.handle
@@ -363,7 +336,20 @@ class Gang:
             if job.started_s <= old and not job.stopping:
                 for node in {self.ranks[rank].node for rank in job.unfinished}:
                     self._send(self.nodes[node], pack(frames.STACKS, 0, job.number))
+        blocked = self._scheduler.waiting
+        if blocked is not None and self._jobs and all(job.streaming for job in self._jobs.values()):
+            self._warn_of_streams(blocked)
         self._hang_round = self._after(period, self._look_for_hangs) if self._jobs else None
+
+    def _warn_of_streams(self, blocked: Job) -> None:
+        """A call waits for ranks that only stream: whoever made it may be the one who should read the streams."""
+        if not blocked.warned:
+            blocked.warned = True
+            streams = ", ".join(sorted({job.request.name for job in self._jobs.values()}))
+            self.logs.note(
+                f"{blocked.request.name} waits for a free rank while {streams} is being streamed: read that stream to "
+                f"its end or close() it, or give the pool more ranks"
+            )
 
     def _on_stacks(self, frame: Frame) -> None:
         job = self._jobs.get(frame.call)
@@ -675,23 +661,3 @@ class Gang:
     def _tell(self, event: events.Event) -> None:
         if self._on_event is not None:
             self._on_event(event)
-
-
-def _pack_call(
-    job: Job, base: dict[str, Any], with_function: bool, with_path: bool
-) -> tuple[bytearray, tuple[int, ...]]:
-    request = job.request
-    meta = dict(base)
-    parts: list[bytes | memoryview] = []
-    fds: list[int] = []
-    for encoded in ([request.function.encoded] if with_function else []) + [request.arguments]:
-        parts += encoded.inline
-        if encoded.segment is not None:
-            fds.append(encoded.segment.fd)
-    if with_function:
-        meta["ft"] = request.function.encoded.table
-        if request.function.cacheable:
-            meta["k"] = 1
-    if with_path and request.path is not None:
-        meta["path"] = list(request.path)
-    return bytearray(pack(frames.CALL, 0, job.number, meta, parts, len(fds))), tuple(fds)

@@ -35,6 +35,7 @@ from atoll.pool.image import Image
 from atoll.pool.job import Failure, Job, Request, Shipped
 from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec
+from atoll.providers.local import Local
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
 from atoll.wire.exceptions import pack_exception, unpack_exception
@@ -47,7 +48,7 @@ _PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
 GO = b"+"  # what the process that asked answers once it has heard that the pool is up
 # Settings that two users of a pool must agree on, as text. What is left at its default asks for nothing.
 DEFAULTS = {
-    "provider": "local",
+    "provider": repr(Local()),
     "nodes": "1",
     "accelerator": "None",
     "workers_per_node": "auto",

@@ -33,6 +33,11 @@ class Scheduler(Generic[JobT]):
     def __len__(self) -> int:
         return len(self._queue)
 
+    @property
+    def waiting(self) -> JobT | None:
+        """The call that will start next, or None."""
+        return self._queue[0] if self._queue else None
+
     def add(self, job: JobT, *, first: bool = False) -> None:
         """Queue a call; ``first`` puts a repetition before everything that waits."""
         if first:
