@@ -14,6 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 atoll = importlib.import_module("atoll")
 
 MARKER = "<!-- every public name -->"
+# Members that modules of the package call on each other.
+INTERNAL = ("settle", "settle_streams", "submit_call", "place")
+# What calls give back: nobody makes one, so there is no constructor to show.
+GIVEN = {"CallFuture", "Group", "Pending", "RankResults", "Stream"}
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -56,7 +60,10 @@ def _body(name: str, value: object) -> list[str]:
 
 
 def _block(path: str, heading: str, *, level: int) -> list[str]:
-    options = {"heading": heading, "toc_label": heading, "heading_level": level}
+    options: dict[str, object] = {"heading": heading, "toc_label": heading, "heading_level": level}
+    options["filters"] = ["!^_", f"!^({'|'.join(INTERNAL)})$"]
+    if path.rpartition(".")[2] in GIVEN:
+        options["merge_init_into_class"] = "false"
     return [f"::: {path}", "    options:", *(f"      {key}: {value}" for key, value in options.items())]
 
 

@@ -411,3 +411,21 @@ def test_nccl_socket_timeout_set_late_bounds_the_first_collective() -> None:
         future = pool.submit(stay_away, everywhere=True)
         results = future.result(timeout=60)
     assert results[0].startswith("ended"), results[0]
+
+
+def test_a_rank_whose_group_was_left_half_made_is_replaced() -> None:
+    def half() -> None:
+        import datetime
+
+        import torch.distributed as dist
+
+        if sky.instance_info().rank == 1:  # alone: nobody answers, and what torch counts groups by is off from now on
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+        time.sleep(60)
+
+    with sky.ComputePool(nodes=2, logs="quiet") as pool:
+        assert total() @ pool == [(True, 3.0, 2)] * 2
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"(?i)time|connect"):
+                pool.run(half)
+            assert total() @ pool == [(True, 3.0, 2)] * 2

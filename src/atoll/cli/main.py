@@ -18,7 +18,8 @@ _HELP = """Train one model on any hardware you can reach.
 
 \b
 I have …                            → type …
-a Python function for every rank    → python train.py    (f(x) @ sky.ComputePool(nodes=2))
+a Python function for every rank    → python train.py, with this in it:
+        with sky.ComputePool(nodes=2) as pool: f(x) @ pool
 a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
 the id of a detached call           → atoll result ID
 a question about this machine       → atoll gpus

@@ -148,6 +148,7 @@ class Attached:
         self._send_lock = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._closing = False
+        self._pid = os.getpid()
         self._parser = Parser()
         greeting = self._attach(wishes, to_start, idle_s)
         self.pool_id: str = greeting["pool_id"]
@@ -254,8 +255,15 @@ class Attached:
         """The consumer wants no more."""
         self._send(pack(frames.CLOSE, rank, job.number))
 
+    @property
+    def in_reader(self) -> bool:
+        """Is this the thread that takes answers, as in a callback? It must not wait for one."""
+        return threading.current_thread() is self._reader
+
     def stop(self) -> None:
         """Leave the pool; it stays up."""
+        if os.getpid() != self._pid:  # a forked child's copy: the connection is its parent's
+            return
         self._closing = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -421,7 +429,12 @@ def _start_keeper(wanted: dict[str, Any]) -> None:
     path = [os.path.abspath(entry) for entry in sys.path]
     boot = f"import sys; sys.path[:] = {path!r}; from atoll.pool.keeper import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", boot], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/"
+        [sys.executable, "-c", boot],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        env={**os.environ, "ATOLL_HOME": str(atoll_home())},
     )
     assert process.stdin is not None and process.stdout is not None
     with process.stdin as wish, process.stdout as answer:

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from atoll.core import events
-from atoll.core.errors import AtollError, RemoteError, SerializationError
+from atoll.core.errors import AtollError, RemoteError, SerializationError, UsageError
 from atoll.pool.job import Failure, Job, Request
 from atoll.wire import frames
 from atoll.wire.codec import loads
@@ -30,6 +30,8 @@ class Backend(Protocol):
     world_size: int
 
     def submit(self, job: Job) -> None: ...
+    @property
+    def in_reader(self) -> bool: ...
     def cancel(self, job: Job, error: BaseException) -> None: ...
     def credit(self, job: Job, rank: int, num: int) -> None: ...
     def close_stream(self, job: Job, rank: int) -> None: ...
@@ -97,6 +99,7 @@ class CallFuture(Future[R], Generic[R]):
 
     def result(self, timeout: float | None = None) -> R:
         """The value, or for a broadcast the list of values by rank; raises what the call raised."""
+        self._may_wait()
         value, error = self._outcome(super().result(timeout))
         if error is not None:
             try:
@@ -108,11 +111,12 @@ class CallFuture(Future[R], Generic[R]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None."""
-        try:
-            raw = super().result(timeout)
-        except CancelledError:
-            raise
-        return self._outcome(raw)[1]
+        self._may_wait()
+        return self._outcome(super().result(timeout))[1]
+
+    def _may_wait(self) -> None:
+        if not self.done():
+            check_may_wait(self._backend)
 
     def cancel(self) -> bool:
         """Stop the call, also while it runs or streams; False if it had ended."""
@@ -165,6 +169,15 @@ class CallFuture(Future[R], Generic[R]):
             return (RankResults(values, nodes, metrics, checkpoint, job_id) if whole else values[0]), None
 
         self.set_result(decode)  # type: ignore[arg-type]  # decoded on first use, see _outcome
+
+
+def check_may_wait(backend: Backend) -> None:
+    """Raise ``UsageError`` in the thread that takes a pool's answers: it can't wait for one."""
+    if backend.in_reader:
+        raise UsageError(
+            "this callback (on_event, logs or add_done_callback) runs in the thread that takes the pool's answers, so "
+            "it can't wait for one: start the call with pool.submit and wait elsewhere"
+        )
 
 
 class Received:

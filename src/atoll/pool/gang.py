@@ -41,6 +41,8 @@ from atoll.wire.segments import Arena
 _SOFT_STOP_S = 0.15  # after a failure the other ranks get this long to end by themselves,
 _HARD_STOP_S = 0.45  # and are killed after this long
 _GIVE_UP_S = 0.9  # the call ends by now, whatever still has to die
+_UNWIND_S = 0.3  # what a running call gets to unwind when the pool goes down
+_DEAF_S = 10.0  # an agent that has not answered for so long is given up
 _MAX_EARLY_DEATHS = 3
 _FORCE_S = 3.0  # ending one node by force takes no longer than this
 _LEAVE_S = 1.5  # agents get this long to end, of which they give their ranks a second; then their channels close
@@ -75,6 +77,7 @@ class Gang:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller: Poller[NodeState | None] = Poller()
         self._poller.watch(self._wake, None)
+        self._pid = os.getpid()
         self._reader: threading.Thread | None = None
         self._reviver: threading.Thread | None = None
 
@@ -109,6 +112,7 @@ class Gang:
     def _start_node(self, state: NodeState) -> None:
         handle = self.spec.provider.start(state.plan, agent_command(self.spec.source_root))
         state.handle, state.parser, state.ended = handle, Parser(), None
+        state.silent, state.asked_s = None, 0.0
         with state.send_lock:
             send_all(handle.channel, pack(frames.SETUP, meta=node_setup(self.spec, state.plan, self.ranks)))
         self._poller.watch(handle.channel.fileno(), state)
@@ -130,16 +134,21 @@ class Gang:
 
     def stop(self) -> None:
         """Fail what runs, end every rank, release every node. Safe to call twice, and from any thread."""
+        if os.getpid() != self._pid:  # a forked child's copy: the pool is its parent's
+            return
         if threading.current_thread() is self._reader:  # a callback's, or the garbage collector's: can't await itself
             threading.Thread(target=self.stop, name="atoll-stop").start()
             return
         with self._lock:
             first = not self._closing
             self._closing = True
-            jobs = [*self._jobs.values(), *self._scheduler.drain()]
-            closed = PoolClosed("the pool was shut down before the call finished")
-            for job in jobs:
-                self._end(job, job.error or (None if job.failures else self._broken or closed))
+            closed = self._broken or PoolClosed("the pool was shut down before the call finished")
+            for job in self._jobs.values():
+                job.error = job.error or (None if job.failures else closed)
+            if first:
+                self._let_end()
+            for job in [*self._jobs.values(), *self._scheduler.drain()]:
+                self._end(job, job.error or (None if job.failures else closed))
         for node in self.nodes:
             self._send(node, pack(frames.SHUTDOWN))
         if self._reviver is not None:
@@ -164,6 +173,19 @@ class Gang:
                 self._wake = -1
             self.arena.close()
             self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
+
+    def _let_end(self) -> None:
+        """Running calls get a moment to unwind: `finally` blocks of theirs, and of generators, are run."""
+        for job in self._jobs.values():
+            self._order(job, frames.CANCEL)
+        deadline = time.monotonic() + _UNWIND_S
+        while self._jobs and self._reader is not None and self._reader.is_alive() and time.monotonic() < deadline:
+            self._changed.wait(deadline - time.monotonic())
+
+    @property
+    def in_reader(self) -> bool:
+        """Is this the thread that takes answers, as in a callback? It must not wait for one."""
+        return threading.current_thread() is self._reader
 
     @property
     def usable(self) -> bool:
@@ -271,9 +293,27 @@ class Gang:
             (_GIVE_UP_S, lambda: self._end(job, job.error)),
         ):
             job.timers.append(self._after(delay_s, action))
+        number = job.number
+        self._after(_DEAF_S, lambda: self._lose_deaf(job, number))
+
+    def _lose_deaf(self, job: Job, number: int) -> None:
+        """A rank that was to be killed long ago still counts as running: its agent does not hear us."""
+        if job.number == number:
+            for rank in job.unfinished:
+                if self._scheduler.running.get(rank) is job:
+                    self._lose(self._node_of(rank), f"its agent did not stop rank {rank} within {_DEAF_S:g} s")
+
+    def _lose(self, node: NodeState, reason: str) -> None:
+        """Give a node up that no longer answers; the reader sees the end of its channel."""
+        if node.handle is not None and not self._closing:
+            node.silent = reason
+            with contextlib.suppress(OSError):
+                node.handle.channel.shutdown(socket.SHUT_RDWR)
 
     def _order(self, job: Job, kind: int) -> None:
         for rank in job.unfinished:
+            # A result that crosses the order on its way does not save the rank.
+            self.ranks[rank].spent |= kind == frames.KILL
             self._send(self._node_of(rank), pack(kind, rank, job.number))
 
     def _end(self, job: Job, error: BaseException | None) -> None:
@@ -293,7 +333,11 @@ class Gang:
                 failed = f"rank {job.failures[0].rank} raised"
             took = time.monotonic() - job.started_s
             self._tell(events.CallFinished(job_id=job.request.job_id, took_s=took, error=failed))
-        job.sink.done(job.results, job.failures, error)
+        try:
+            job.sink.done(job.results, job.failures, error)
+        except Exception as problem:  # noqa: BLE001 - out of descriptors or memory, say: whoever waits has to hear of it
+            job.sink.done({}, [], AtollError(f"the call ended, and its results could not be taken: {problem}"))
+        self._changed.notify_all()
 
     def _release(self, job: Job, *, reusable: bool) -> None:
         """Let go of the memory files that its arguments and function lie in."""
@@ -335,11 +379,19 @@ class Gang:
         for job in self._jobs.values():
             if job.started_s <= old and not job.stopping:
                 for node in {self.ranks[rank].node for rank in job.unfinished}:
-                    self._send(self.nodes[node], pack(frames.STACKS, 0, job.number))
+                    self._ask_stacks(self.nodes[node], job)
         blocked = self._scheduler.waiting
         if blocked is not None and self._jobs and all(job.streaming for job in self._jobs.values()):
             self._warn_of_streams(blocked)
         self._hang_round = self._after(period, self._look_for_hangs) if self._jobs else None
+
+    def _ask_stacks(self, node: NodeState, job: Job) -> None:
+        now = time.monotonic()
+        node.asked_s = node.asked_s or now
+        if now - node.asked_s > _DEAF_S:
+            self._lose(node, f"its agent has not answered for {now - node.asked_s:.0f} s")
+        else:
+            self._send(node, pack(frames.STACKS, 0, job.number))
 
     def _warn_of_streams(self, blocked: Job) -> None:
         """A call waits for ranks that only stream: whoever made it may be the one who should read the streams."""
@@ -381,7 +433,7 @@ class Gang:
     def _read(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # without a reader everybody would wait for ever
+        except BaseException as error:  # without a reader everybody would wait for ever
             self._break(PoolClosed(f"the pool's reader failed: {type(error).__name__}: {error}"))
             raise
 
@@ -448,7 +500,7 @@ class Gang:
                 job.streaming = job.streaming or frame.kind == frames.STREAM
                 try:
                     job.sink.frame(frame, frame.rank, node.plan.node)
-                except Exception as error:  # noqa: BLE001 - what a report's pickle runs here is the user's
+                except BaseException as error:  # noqa: BLE001 - what a report's pickle runs here is the user's
                     self.cancel(job, error)
             case frames.WANT_GROUP if job is not None:
                 self._on_want_group(job, frame.rank)
@@ -457,6 +509,7 @@ class Gang:
             case frames.EXIT:
                 self._on_exit(node, frame)
             case frames.STACKS:
+                node.asked_s = 0.0
                 self._on_stacks(frame)
             case frames.AGENT:
                 self._on_agent(node, frame)
@@ -468,7 +521,11 @@ class Gang:
         state = self.ranks[frame.rank]
         state.has_torch = bool(frame.flags & frames.HAS_TORCH)
         self.logs.flush(frame.rank)
-        self._scheduler.free(frame.rank)
+        if state.spent or frame.flags & frames.SPENT:  # it ends, and a fresh one is started when it has
+            state.ready, state.spent = False, True
+            self._scheduler.lost(frame.rank)
+        else:
+            self._scheduler.free(frame.rank)
         if job is None or frame.rank in job.ended:
             for fd in frame.fds:
                 os.close(fd)
@@ -508,7 +565,7 @@ class Gang:
         state = self.ranks[frame.rank]
         state.pid, state.port = frame.meta["pid"], frame.meta["port"]
         state.main_thread = frame.meta["main_thread"]
-        state.ready, state.has_torch = True, False
+        state.ready, state.spent, state.has_torch = True, False, False
         state.sent, state.path = set(), self.spec.path
         self._node_of(state.rank).restarts = 0
         self._tell(events.RankStarted(rank=state.rank, node=state.node, pid=state.pid, restarts=state.starts))
@@ -522,7 +579,7 @@ class Gang:
         meta = frame.meta
         self.logs.flush(frame.rank)
         job = self._scheduler.running.get(frame.rank)
-        came_up, state.ready = state.ready, False
+        came_up, state.ready = state.ready or state.spent, False
         self._scheduler.lost(frame.rank)
         died = WorkerDied(
             rank=frame.rank,
@@ -533,7 +590,8 @@ class Gang:
             log_tail=meta["tail"],
             reason=meta.get("fault"),
         )
-        if not meta["killed"] and not self._closing:
+        spent, state.spent = state.spent, False
+        if not meta["killed"] and not spent and not self._closing:
             self._tell(events.RankDied(rank=frame.rank, node=state.node, reason=died.reason))
         state.early_deaths = 0 if came_up else state.early_deaths + 1
         if job is not None and not job.done and frame.rank not in job.ended:
@@ -580,7 +638,7 @@ class Gang:
             assert handle is not None
             self._poller.unwatch(handle.channel.fileno())
             node.parser.close()
-            reason = node.ended or reason
+            reason = node.ended or node.silent or reason
             ranks = [state for state in self.ranks if state.node == node.plan.node]
             came_up = all(state.starts for state in ranks)
             lost = NodeLost(node.plan.node, reason)

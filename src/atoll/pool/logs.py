@@ -109,7 +109,7 @@ class LogRouter:
                 line = LogLine(rank, self._node_of(rank), name, raw.decode(errors="replace"), end)
                 try:
                     self._logs(line)
-                except Exception as error:  # noqa: BLE001 - the user's callback must not stop the pool
+                except BaseException as error:  # noqa: BLE001 - the user's callback must not stop the pool
                     _write(sys.stderr, f"atoll: logs callable raised {type(error).__name__}: {error}\n")
             return
         out = sys.stderr if is_stderr else sys.stdout

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import json
 import os
+import shutil
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +19,7 @@ from atoll.providers.base import Node, NodePlan, Plan, Provider
 from atoll.wire.frames import Parser
 
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+_STARTING_S = 60.0  # a folder younger than this may be one whose agent has yet to lock it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class RankState:
     main_thread: int = 0
     ready: bool = False
     has_torch: bool = False
+    spent: bool = False  # it said that it can't take another call, or was ordered to be killed
     starts: int = 0
     early_deaths: int = 0
     sent: set[str] = field(default_factory=set)
@@ -72,6 +79,25 @@ class NodeState:
     send_lock: threading.RLock = field(default_factory=threading.RLock)
     ended: str | None = None  # why its agent said it ends
     restarts: int = 0  # since a rank of it last came up
+    asked_s: float = 0.0  # since when it owes an answer
+    silent: str | None = None  # why it was given up
+
+
+def sweep_stale(tmp_root: str) -> None:
+    """Remove folders of nodes whose agents were killed together with their drivers: nobody was left to do it.
+
+    An agent holds a lock on its folder as long as it lives.
+    """
+    for path in glob.glob(os.path.join(glob.escape(tmp_root), "atoll-????????-n*")):
+        with contextlib.suppress(OSError):
+            if time.time() - os.stat(path).st_mtime < _STARTING_S or os.stat(path).st_uid != os.getuid():
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
 
 
 def agent_command(source_root: str) -> list[str]:

@@ -22,9 +22,10 @@ from typing import Any, Final, NamedTuple
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBHIQ")
 FLAGS_AT: Final = 5
-# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it.
+# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again.
 KEPT: Final = 2
 HAS_TORCH: Final = 4
+SPENT: Final = 8
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FDS: Final = 64
 _MAX_BODY_BYTES: Final = 1 << 28  # large payloads travel in memory files: a body beyond this is no frame of ours
@@ -47,7 +48,7 @@ NAMES: Final = {
     if type(value) is int
     and name.isupper()
     and name[0] != "_"
-    and name not in ("VERSION", "FLAGS_AT", "KEPT", "HAS_TORCH")
+    and name not in ("VERSION", "FLAGS_AT", "KEPT", "HAS_TORCH", "SPENT")
 }
 
 

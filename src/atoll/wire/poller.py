@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 READ = 1
 WRITE = 4
+_LONGEST_S = 1e6  # what the system call takes
 
 
 class Poller(Generic[T]):
@@ -45,7 +46,7 @@ class Poller(Generic[T]):
 
     def wait(self, timeout_s: float | None) -> list[tuple[T, bool, bool]]:
         """What is ready, and whether to read and to write; waits for ever with None."""
-        ready = self._poll.poll(timeout_s)
+        ready = self._poll.poll(None if timeout_s is None else min(timeout_s, _LONGEST_S))
         return [
             (self._watched[fd], bool(events & ~WRITE), bool(events & WRITE))
             for fd, events in ready

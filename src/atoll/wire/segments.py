@@ -19,6 +19,7 @@ from typing import Any
 from atoll.wire.codec import Payload
 
 _INLINE_BYTES = 1 << 17  # below this, copying through the socket costs less than making a memory file
+_READ_BYTES = 1 << 22  # below this a received file is read, not mapped
 _ALIGN = 64
 _KEEP_BYTES = 2 << 30  # memory files kept for reuse, together
 _KEEP_S = 30.0  # an unused one is let go at the next call after this long
@@ -145,6 +146,8 @@ def decode_parts(
             offset += size
         return parts[0], parts[1:], None
     total = sum(map(_aligned, sizes))
+    if total <= _READ_BYTES:
+        return *_read_parts(sizes, fds[0]), None
     try:
         mapping = mmap.mmap(fds[0], total, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
@@ -156,6 +159,24 @@ def decode_parts(
         parts.append(view[offset : offset + size])
         offset += _aligned(size)
     return parts[0], parts[1:], weakref.ref(mapping)
+
+
+def _read_parts(sizes: Sequence[int], fd: int) -> tuple[memoryview, list[memoryview]]:
+    """The parts of a file that is not worth a mapping: a mapping holds a descriptor as long as it lives."""
+    parts = []
+    offset = 0
+    try:
+        for size in sizes:
+            part = bytearray(size)
+            view = memoryview(part)
+            done = 0
+            while done < size:
+                done += os.preadv(fd, [view[done:]], offset + done)
+            parts.append(view)
+            offset += _aligned(size)
+    finally:
+        os.close(fd)
+    return parts[0], parts[1:]
 
 
 def _aligned(size: int) -> int:

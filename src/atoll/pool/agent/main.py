@@ -6,6 +6,7 @@ It ends, and everything below it, when the driver closes the channel or dies, ho
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import shutil
@@ -129,6 +130,10 @@ class Agent:
         self._setup = setup
         os.makedirs(setup["log_dir"], mode=0o700, exist_ok=True)
         os.makedirs(setup["tmp_dir"], mode=0o700, exist_ok=True)
+        folder = os.open(setup["tmp_dir"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(
+            folder, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # held as long as we live: it tells that the folder is in use
         os.chdir(setup["cwd"])
         if setup.get("ttl_s"):
             self._deadline = time.monotonic() + setup["ttl_s"]
@@ -432,8 +437,6 @@ def main() -> None:
 
 def _moved(fd: int) -> int:
     """The same descriptor above those that ranks use, close-on-exec."""
-    import fcntl
-
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(fd)
     return moved

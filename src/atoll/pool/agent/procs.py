@@ -11,6 +11,8 @@ from collections.abc import Iterable
 # Names that libraries give to shared memory they mean to remove themselves. A process that is killed can't.
 _SHM_PREFIXES = ("psm_", "torch_", "nccl-", "sem.mp-", "pym-", "cuda.shm.", "__KMP_REGISTERED_LIB_")
 TICK_S = 0.5
+_KILL_S = 1.5  # a process that sits in the kernel is waited for no longer
+_TRACKER_S = 0.5  # what Python's resource tracker gets to remove shared memory of those that were killed
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -53,11 +55,16 @@ def kill_tree(root: int | None, tag: str) -> None:
     With no ``root``, everything that carries the tag.
     """
     shm: set[str] = set()
-    for _round in range(10):
+    started = time.monotonic()
+    while time.monotonic() - started < _KILL_S:
         pids = [pid for pid in tree(root, tag) if _alive(pid)]
         if not pids:
             break
-        for pid in pids:
+        doomed = [pid for pid in pids if not _is_tracker(pid)]
+        if not doomed and time.monotonic() - started < _TRACKER_S:
+            time.sleep(0.005)  # with everybody else gone it unlinks what they left, and ends
+            continue
+        for pid in doomed or pids:
             shm |= shared_memory_names(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -142,6 +149,12 @@ def _parents() -> dict[int, tuple[int, int]]:
 def _environ_has(pid: int, needle: bytes) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
         return needle in environ.read().split(b"\0")
+    return False
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+        return b"resource_tracker" in cmdline.read()
     return False
 
 

@@ -38,6 +38,7 @@ class Isolation:
         self._cwd = os.getcwd()
         self._path = list(sys.path)
         self._argv = list(sys.argv)
+        self._recursion_limit = sys.getrecursionlimit()
         self._umask = os.umask(0o022)
         os.umask(self._umask)
         self._handlers = {number: _getsignal(number) for number in _SIGNALS}
@@ -73,7 +74,10 @@ class Isolation:
         for number, handler in self._handlers.items():
             if handler is not None and _getsignal(number) is not handler:
                 signal.signal(number, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        sys.setrecursionlimit(self._recursion_limit)
         if "random" in sys.modules:  # 16 bytes say as much as the 2,500 that seed() itself would ask the system for
             sys.modules["random"].seed(int.from_bytes(os.urandom(16), "big"))
         if "numpy.random" in sys.modules:

@@ -28,6 +28,7 @@ from atoll.wire.frames import Frame, Parser, pack, receive, send_all
 from atoll.wire.segments import Arena, decode_parts
 
 _WORD = struct.Struct("<Q")
+_EXIT_S = 0.5  # for exit handlers
 _ASK_AGAIN_S = 0.02
 
 
@@ -43,6 +44,7 @@ class Worker:
         self.call = 0
         self.broadcast = False
         self.made_group = False
+        self.spent = False  # something half-done in this process can't be undone: a fresh one has to take over
         self.at_end: list[Callable[[], None]] = []  # run after the result is on its way, newest first
         self._sock = sock
         self._parser = Parser()
@@ -154,10 +156,13 @@ class Worker:
                 data, fds = self._failure(error)
             flush_output()
             self.call, call = 0, self.call  # from here on there is nothing to cancel
-            self._send(data, fds)
         except Cancelled:
             self.call, call = 0, frame.call
-            self._send(pack(frames.ERROR, self.setup["rank"], call, {"cancelled": 1}))
+            data, fds = bytearray(pack(frames.ERROR, self.setup["rank"], call, {"cancelled": 1})), []
+        data[frames.FLAGS_AT] |= frames.SPENT * self.spent
+        self._send(data, fds)
+        if self.spent:
+            leave(0)
         self._clean_up()
 
     def _call(self, frame: Frame) -> tuple[bytearray, list[int]]:
@@ -321,7 +326,7 @@ def _exit_code(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
-        return stop.code & 0xFF
+        return stop.code & 0xFF if -(2**31) <= stop.code < 2**31 else 255
     print(stop.code, file=sys.stderr)
     return 1
 
@@ -340,6 +345,9 @@ def flush_output() -> None:
 def leave(code: int) -> NoReturn:
     """End the process as Python would, without waiting for threads that never end."""
     signal.signal(CANCEL_SIGNAL, signal.SIG_IGN)
+    last = threading.Timer(_EXIT_S, os._exit, (code,))
+    last.daemon = True
+    last.start()  # a handler that joins a child which never ends must not keep the driver waiting
     atexit._run_exitfuncs()
     flush_output()
     os._exit(code)

@@ -7,10 +7,11 @@ serves the store on the port it reserved when it started, so nothing can take th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
@@ -115,9 +116,10 @@ class _AfterImport:
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        isolation.note_torch(module)
-        _on_torch()
+        with _whole():
+            self._loader.exec_module(module)
+            isolation.note_torch(module)
+            _on_torch()
 
 
 def _on_torch() -> None:
@@ -137,6 +139,20 @@ def _on_torch() -> None:
     _state.armed = False
     if not torch.distributed.is_initialized():
         _make(None, None)
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Importing torch and making a group are done whole or not at all: a rank that was stopped half-way is replaced.
+
+    torch can't be imported a second time, and what it counts groups by would no longer agree between ranks.
+    """
+    try:
+        yield
+    except BaseException:
+        if _state.worker is not None:
+            _state.worker.spent = True
+        raise
 
 
 def _make(backend: str | None, timeout_s: float | None) -> None:
@@ -159,7 +175,8 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
     chosen = backend_for(backend, simulated=ctx.simulated, local_world_size=ctx.local_world_size)
     _state.num_groups += 1
     prefixed = dist.PrefixStore(f"atoll/{worker.call}/{_state.num_groups}", store)
-    _original_init(dist)(chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options)
+    with _whole():
+        _original_init(dist)(chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options)
     _state.ours = True
     worker.made_group = True
     _watch_late_settings()
@@ -231,7 +248,8 @@ def _own_group_for_callers(torch: Any) -> None:
                     kwargs[name] = mine
         if ctx.simulated:
             args, kwargs = _simulated_backend(args, kwargs)
-        original(*args, **kwargs)
+        with _whole():
+            original(*args, **kwargs)
         _watch_late_settings()
 
     init_process_group._atoll_original = original  # type: ignore[attr-defined]

@@ -1,0 +1,247 @@
+"""What testers broke: each case was a hang, a leak or a wrong answer once."""
+
+from __future__ import annotations
+
+import multiprocessing.shared_memory
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import atoll as sky
+from atoll.pool import gang as gang_module
+from atoll.pool.members import sweep_stale
+
+
+def run_script(text: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+    )
+
+
+def test_a_forked_child_cannot_use_its_parents_pool() -> None:
+    done = run_script("""
+        import os, time
+        import atoll as sky
+        def tagged(tag): return tag
+        with sky.ComputePool(nodes=2) as pool:
+            pool.run(tagged, 0)
+            child = os.fork()
+            if child == 0:
+                try:
+                    pool.submit(tagged, "CHILD", everywhere=True)
+                except sky.PoolClosed as error:
+                    assert "forked" in str(error)
+                    os._exit(7)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            if os.fork() == 0:
+                raise SystemExit(0)  # runs the child's exit handlers
+            os.wait()
+            assert pool.run(tagged, "parent") == ["parent", "parent"]
+        print("fine")
+    """)
+    assert done.stdout.endswith("fine\n"), done.stderr
+
+
+@pytest.mark.parametrize("how", ["return", "kill", "exit"])
+def test_shared_memory_of_a_task_is_gone_with_its_pool(how: str) -> None:
+    def keep(how: str) -> str:
+        memory = multiprocessing.shared_memory.SharedMemory(create=True, size=1000)
+        Path(os.environ["NAME_FILE"]).write_text(memory.name)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(1)
+        return memory.name
+
+    name_file = Path(os.environ["TMPDIR"]) / f"shm-{how}"
+    with sky.ComputePool(logs="quiet", env={"NAME_FILE": str(name_file)}) as pool:
+        if how == "return":
+            pool.run(keep, how)
+        else:
+            with pytest.raises(sky.WorkerDied):
+                pool.run(keep, how)
+    name = name_file.read_text()
+    name_file.unlink()
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_exit_handlers_that_take_long_do_not_hold_the_error_up() -> None:
+    def leave() -> None:
+        import atexit
+
+        atexit.register(time.sleep, 30)
+        sys.exit(3)
+
+    with sky.ComputePool(logs="quiet") as pool:
+        started = time.monotonic()
+        with pytest.raises(sky.WorkerDied) as caught:
+            pool.run(leave)
+        assert time.monotonic() - started < 3.0
+    assert caught.value.exit_code == 3
+
+
+def test_waiting_in_a_callback_is_refused() -> None:
+    heard: list[object] = []
+    done = threading.Event()
+
+    def nested(_future: object) -> None:
+        try:
+            pool.run(int)
+        except sky.UsageError as error:
+            heard.append(error)
+        done.set()
+
+    with sky.ComputePool(logs="quiet") as pool:
+        pool.submit(time.sleep, 0.2).add_done_callback(nested)
+        assert done.wait(10)
+        assert "callback" in str(heard[0])
+        assert pool.run_one(int) == 0
+
+
+def test_a_callback_that_exits_stops_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with sky.ComputePool(on_event=lambda event: sys.exit(3)) as pool:
+        assert pool.run_one(int) == 0
+    assert "on_event raised SystemExit" in capfd.readouterr().err
+
+
+def test_an_exception_in_the_waiting_thread_cancels_the_call() -> None:
+    def too_late(*_: object) -> None:
+        raise LookupError("from a signal handler")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    try:
+        with sky.ComputePool(logs="quiet") as pool:
+            pool.run_one(int)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(LookupError):
+                pool.run_one(time.sleep, 60)
+            started = time.monotonic()
+            assert pool.run_one(int) == 0
+            assert time.monotonic() - started < 5.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_unread_results_hold_no_descriptors() -> None:
+    done = run_script("""
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        import numpy as np
+        import atoll as sky
+        def block(i): return np.full(1 << 17, i)
+        with sky.ComputePool(nodes=2) as pool:
+            futures = [pool.submit(block, i) for i in range(300)]
+            assert [int(future.result()[0]) for future in futures] == list(range(300))
+        print("fine")
+    """)
+    assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.mark.parametrize("leave", ["exception", "pool"])
+def test_a_stream_that_is_left_behind_runs_its_finally(leave: str, tmp_path: Path) -> None:
+    mark = tmp_path / "closed"
+
+    @sky.compute
+    def numbers(path: str):  # type: ignore[no-untyped-def]
+        try:
+            yield from range(1000)
+        finally:
+            Path(path).write_text("closed")
+
+    def use() -> None:
+        with sky.ComputePool(logs="quiet") as pool:
+            stream = numbers(str(mark)) >> pool
+            assert next(stream) == 0
+            if leave == "exception":
+                for _ in stream:
+                    raise LookupError
+        assert mark.exists()  # the stream is still held here
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        use()
+    assert mark.exists()
+
+
+def test_a_frozen_agent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_module, "_DEAF_S", 2.0)
+    with sky.ComputePool(nodes=2, hang_timeout=60, logs="quiet") as pool:
+        pool._backend._hangs.period_s = 0.2  # type: ignore[union-attr]
+        future = pool.submit(time.sleep, 300, everywhere=True)
+        time.sleep(0.5)
+        victim = agent_of(pool, 1)
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            with pytest.raises(sky.NodeLost, match="has not answered"):
+                future.result(timeout=30)
+        finally:
+            if Path(f"/proc/{victim}").exists():
+                os.kill(victim, signal.SIGCONT)
+        assert pool.run(int) == [0, 0]
+
+
+def agent_of(pool: sky.ComputePool, node: int) -> int:
+    """Pid of a node's agent as this process sees it."""
+    process = pool._backend.nodes[node].handle.process  # type: ignore[union-attr]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(children[0]) if "unshare" in Path(f"/proc/{process.pid}/comm").read_text() else process.pid
+
+
+def test_folders_of_killed_agents_are_swept(tmp_path: Path) -> None:
+    old, young, used = (tmp_path / f"atoll-0000000{n}-n0" for n in range(3))
+    for folder in (old, young, used):
+        folder.mkdir()
+        (folder / "left").write_text("x")
+    long_ago = time.time() - 3600
+    os.utime(old, (long_ago, long_ago))
+    os.utime(used, (long_ago, long_ago))
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import fcntl, os; fcntl.flock(os.open({str(used)!r}, os.O_RDONLY), 2); print(1, flush=True); input()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with holder.stdin, holder.stdout:
+        holder.stdout.readline()
+        sweep_stale(str(tmp_path))
+        assert [folder.exists() for folder in (old, young, used)] == [False, True, True]
+    holder.wait()
+
+
+def test_a_relative_home_is_the_same_for_everybody(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import atoll as sky
+        with sky.ComputePool(name="relative", idle=30) as pool:
+            job = pool.submit(int, "7", detach=True)
+            assert sky.result(job, timeout=30) == 7
+            pool.down()
+        print("fine")
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "ATOLL_HOME": "here"},
+    )
+    assert done.stdout == "fine\n", done.stderr
+    assert (tmp_path / "here" / "jobs").is_dir()
