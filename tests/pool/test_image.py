@@ -344,7 +344,7 @@ def test_a_package_that_does_not_exist_is_named_with_what_pip_said(home: Path, w
 
 def test_a_network_that_is_not_there_is_said(home: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens on the discard port
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")  # nothing listens on the discard port
     monkeypatch.setenv("PIP_RETRIES", "1")
     with pytest.raises(ImageError, match="package index could not be reached"):
         resolve(Image(pip=["atoll-t-far"]), has_gpu=False)

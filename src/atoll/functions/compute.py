@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from atoll.core.errors import ConfigError, NeverDispatched, UsageError
+from atoll.core.hints import check_seconds, suggests_keywords
 from atoll.pool.calls import CallFuture, RankResults
 from atoll.pool.compute_pool import ComputePool
 from atoll.pool.shipping import importable, name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_PARTS = ("function", "args", "kwargs", "where")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ def compute(function: Callable[P, R], /) -> ComputeFunction[P, R]: ...
 def compute(
     *, retries: int | None = None, timeout: float | None = None
 ) -> Callable[[Callable[P, R]], ComputeFunction[P, R]]: ...
+@suggests_keywords
 def compute(function: Any = None, /, *, retries: int | None = None, timeout: float | None = None) -> Any:
     """Make a function dispatchable: ``f(x) @ pool`` runs it on every rank, ``f(x) >> pool`` on one.
 
@@ -87,8 +91,7 @@ def compute(function: Any = None, /, *, retries: int | None = None, timeout: flo
 def _check(retries: object, timeout: object) -> None:
     if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 0):
         raise ConfigError(f"retries={retries!r}: expected a whole number, 0 or more")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
-        raise ConfigError(f"timeout={timeout!r}: expected seconds, more than 0, or None")
+    check_seconds("timeout", timeout)
 
 
 def _decorate(function: Any, options: Options) -> Any:
@@ -101,7 +104,46 @@ def _decorate(function: Any, options: Options) -> Any:
     return ComputeFunction(function, options)
 
 
-class Pending(Generic[R]):
+class _Dispatched(ABC):
+    """Refuses the operators that people take for ``@`` and ``>>``, with the right form."""
+
+    @abstractmethod
+    def _mark_used(self) -> None:
+        """Don't warn on top that it was never dispatched."""
+
+    def _refuse(self, left: object, operator: str, right: object) -> NoReturn:
+        self._mark_used()
+        raise UsageError(
+            f"`{_side(left)} {operator} {_side(right)}` dispatches nothing: write `{_call(self)} >> pool` for one "
+            f"rank, or `{_call(self)} @ pool` for every rank"
+        )
+
+    def __or__(self, right: object) -> NoReturn:
+        self._refuse(self, "|", right)
+
+    def __ror__(self, left: object) -> NoReturn:
+        self._refuse(left, "|", self)
+
+    def __lshift__(self, right: object) -> NoReturn:
+        self._refuse(self, "<<", right)
+
+    def __rlshift__(self, left: object) -> NoReturn:
+        self._refuse(left, "<<", self)
+
+    def __gt__(self, right: object) -> NoReturn:
+        self._refuse(self, ">", right)
+
+    def __lt__(self, right: object) -> NoReturn:  # also `pool > f(1)`, which Python asks the right side the other way
+        self._refuse(self, "<", right)
+
+    def __ge__(self, right: object) -> NoReturn:
+        self._refuse(self, ">=", right)
+
+    def __le__(self, right: object) -> NoReturn:
+        self._refuse(self, "<=", right)
+
+
+class Pending(_Dispatched, Generic[R]):
     """A call that has not been dispatched: ``@ pool`` runs it on every rank, ``>> pool`` on one rank."""
 
     __array_ufunc__ = None
@@ -115,6 +157,14 @@ class Pending(Generic[R]):
         self.kwargs = kwargs
         self.where = where
         self._used = False
+
+    if not TYPE_CHECKING:  # a type checker should go on to refuse unknown attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or name in _PARTS:  # asked for by a protocol, or before there is a call
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._used = True
+            raise AttributeError(_no_attribute(self, name))
 
     def __matmul__(self, pool: ComputePool) -> RankResults[R]:
         """Run on every rank; the results, ordered by global rank."""
@@ -192,7 +242,7 @@ class Pending(Generic[R]):
             )
 
 
-class Group:
+class Group(_Dispatched):
     """Several calls to run side by side, each on one rank as a world of one: ``group >> pool``."""
 
     __array_ufunc__ = None
@@ -238,6 +288,7 @@ class Group:
         return " & ".join(map(repr, self.calls))
 
 
+@suggests_keywords
 def gather(*calls: Pending[Any], stream: bool = False) -> Group:
     """Put calls side by side: ``sky.gather(*calls) >> pool`` gives their results in call order.
 
@@ -274,6 +325,22 @@ def _as_completed(futures: list[CallFuture[Any]]) -> Iterator[Any]:
     finally:
         for future in left:
             future.cancel()
+
+
+def _no_attribute(call: Pending[Any], name: str) -> str:
+    if name == "local":
+        return f"{call} is a pending call: {str(call).removesuffix('(...)')}.local(...) runs it here"
+    if name in ("result", "done", "cancel"):
+        return f"{call} is a pending call: `{call} >> pool` gives its result, `{call}.submit(pool).{name}()` goes on"
+    return f"{call} is a pending call, which has no {name!r}; dispatch it first: `{call} >> pool`"
+
+
+def _side(value: object) -> str:
+    return "pool" if isinstance(value, ComputePool) else _call(value) if isinstance(value, _Dispatched) else "..."
+
+
+def _call(value: object) -> str:
+    return f"({value})" if isinstance(value, Group) else str(value)
 
 
 def _wrong_side(left: object, operator: str, call: Pending[Any]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from atoll.core.errors import ConfigError, UsageError
+from atoll.core.hints import suggests_keywords
 from atoll.functions.sampler import loaded_type, permutation, place, resolve_seed
 
 __all__ = ["shard"]
@@ -30,9 +31,8 @@ def shard(
 
 
 # mypy doesn't see that `*arrays: Any` takes every `*Ts`.
-def shard(  # type: ignore[misc]
-    *arrays: Any, shuffle: bool = False, seed: int | None = 0, drop_last: bool = False
-) -> Any:
+@suggests_keywords  # type: ignore[misc]
+def shard(*arrays: Any, shuffle: bool = False, seed: int | None = 0, drop_last: bool = False) -> Any:
     """This rank's part of the data: the parts of all ranks are disjoint and together are the whole.
 
     Rank r of w gets elements r, r + w, r + 2w, ...: lengths differ by at most one, and nothing is repeated. Where the

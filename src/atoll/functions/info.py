@@ -70,18 +70,4 @@ def instance_info() -> InstanceInfo:
             accelerators=0,
             job_id="local",
         )
-    return InstanceInfo(
-        node=ctx.node,
-        total_nodes=ctx.total_nodes,
-        rank=ctx.rank,
-        local_rank=ctx.local_rank,
-        world_size=ctx.world_size,
-        local_world_size=ctx.local_world_size,
-        head_addr=ctx.head_addr,
-        head_port=ctx.head_port,
-        peers=ctx.peers,
-        accelerator=ctx.accelerator,
-        accelerators=ctx.accelerators,
-        job_id=ctx.job_id,
-        simulated=ctx.simulated,
-    )
+    return InstanceInfo(**{name: getattr(ctx, name) for name in InstanceInfo.__dataclass_fields__})

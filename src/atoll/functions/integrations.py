@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from atoll.core.context import current
 from atoll.core.errors import ConfigError, UsageError
+from atoll.core.hints import check_seconds, nearest, suggests_keywords
 from atoll.functions.compute import ComputeFunction
 from atoll.pool.shipping import importable, name_of
 
 __all__ = ["torch", "transformers"]
 
 F = TypeVar("F")
+_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl")
+_LATER = ("jax", "keras", "tensorflow")
 
 
 class Integrated:
@@ -57,19 +61,23 @@ class Integrated:
         return Integrated, (inner, self.framework, self.backend, self.timeout)
 
 
+@suggests_keywords
 def torch(function: Any = None, /, *, backend: str | None = None, timeout: float | None = None) -> Any:
     """Make the torch process group before the function starts and leave it after, also in a world of one.
 
     Args:
-        backend: ``"nccl"``, ``"gloo"``, or None for NCCL where each rank has its own GPU, else Gloo.
+        backend: ``"nccl"``, ``"gloo"``, another that torch has, one for each device as in
+            ``"cpu:gloo,cuda:nccl"``, or None for NCCL where each rank has its own GPU, else Gloo.
         timeout: seconds a collective may take; torch's default where None.
 
     Raises:
-        ConfigError: ``backend="nccl"`` without a GPU for each rank, where they are not simulated.
+        ConfigError: an argument that can't work; on the rank, ``backend="nccl"`` without a GPU for each rank, where
+            they are not simulated.
     """
     return _decorator("torch", function, backend, timeout)
 
 
+@suggests_keywords
 def transformers(function: Any = None, /, *, backend: str | None = None) -> Any:
     """The same as ``torch``, and the Hugging Face ``Trainer`` sees every rank, on CPU too."""
     return _decorator("transformers", function, backend, None)
@@ -78,13 +86,39 @@ def transformers(function: Any = None, /, *, backend: str | None = None) -> Any:
 def _decorator(framework: str, function: Any, backend: str | None, timeout: float | None) -> Any:
     if isinstance(function, str):
         raise UsageError(f"write @sky.integrations.{framework}(backend={function!r}), with the name of the argument")
-    if backend is not None and not isinstance(backend, str):
-        raise ConfigError(f"backend={backend!r}: expected 'nccl', 'gloo' or None")
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"timeout={timeout!r}: expected seconds, more than 0, or None")
+    backend, timeout = _backend(backend), check_seconds("timeout", timeout)
     if function is None:
         return lambda decorated: _wrap(framework, decorated, backend, timeout)
     return _wrap(framework, function, backend, timeout)
+
+
+def _backend(value: object) -> str | None:
+    """A backend as torch spells it; one of its names, or several as ``cpu:gloo,cuda:nccl``."""
+    if value is None:
+        return None
+    # Others come with packages that add to torch's own list, which is only there where torch is loaded.
+    distributed = sys.modules.get("torch.distributed")
+    known = (*_BACKENDS, *getattr(getattr(distributed, "Backend", None), "backend_list", ()))
+    if isinstance(value, str):
+        parts = value.lower().split(",")
+        names = [name for part in parts for device, _, name in [part.rpartition(":")] if device or len(parts) == 1]
+        unknown = [name for name in names if name not in known]
+        if not unknown and len(names) == len(parts):
+            return value.lower()
+        hint = nearest(unknown[0], known) if unknown else ""
+    else:
+        hint = ""
+    raise ConfigError(
+        f"backend={value!r}{hint or ': not known.'} Expected {', '.join(map(repr, _BACKENDS))}, one for each device as "
+        f"in 'cpu:gloo,cuda:nccl', or None"
+    )
+
+
+if not TYPE_CHECKING:  # a type checker should go on to refuse these
+
+    def __getattr__(name: str) -> NoReturn:
+        hint = f": {name} comes with a later version" if name in _LATER else nearest(name, __all__)
+        raise AttributeError(f"sky.integrations has no {name!r}{hint}")
 
 
 def _wrap(framework: str, function: Any, backend: str | None, timeout: float | None) -> Any:

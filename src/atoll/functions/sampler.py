@@ -12,7 +12,8 @@ from itertools import chain
 from typing import Any
 
 from atoll.core.context import CallContext, current
-from atoll.core.errors import UsageError
+from atoll.core.errors import ConfigError, UsageError
+from atoll.core.hints import suggests_keywords
 
 __all__ = ["DistributedSampler", "agreed_seed", "loaded_type", "permutation", "place"]
 
@@ -48,6 +49,7 @@ class DistributedSampler(Sized):
         UsageError: ``dataset`` has no length, or is an iterable dataset, which takes no sampler.
     """
 
+    @suggests_keywords
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = 0, drop_last: bool = False) -> None:
         _require_map_style(dataset)
         for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
@@ -96,8 +98,18 @@ class DistributedSampler(Sized):
         return chain(whole, (order[position % n] for position in wrapped))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration takes; without it each epoch repeats the first order."""
-        self.epoch = operator.index(epoch)
+        """Choose the epoch whose order the next iteration takes; without it each epoch repeats the first order.
+
+        Raises:
+            ConfigError: ``epoch`` is no whole number.
+        """
+        try:
+            self.epoch = operator.index(epoch)
+        except TypeError:
+            raise ConfigError(
+                f"set_epoch({epoch!r}): expected a whole number, as in `for epoch in range(3): "
+                f"sampler.set_epoch(epoch)`"
+            ) from None
 
     def __repr__(self) -> str:
         return (

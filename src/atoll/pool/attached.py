@@ -426,7 +426,8 @@ def _connect_or_start(name: str, wishes: dict[str, str], to_start: ToStart, idle
 
 
 def _start_keeper(wanted: dict[str, Any]) -> None:
-    path = [os.path.abspath(entry) for entry in sys.path]
+    entries: list[object] = list(sys.path)  # None and worse have been seen there
+    path = [os.path.abspath(entry) for entry in entries if isinstance(entry, str)]
     boot = f"import sys; sys.path[:] = {path!r}; from atoll.pool.keeper import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", boot],

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import secrets
 import sys
 import sysconfig
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import TracebackType
@@ -22,30 +19,33 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, overload
 
 from atoll.core import events
 from atoll.core.errors import ConfigError, PoolClosed, UsageError
+from atoll.core.hints import (
+    current_folder,
+    digest_credentials,
+    shown_variable,
+    suggests_keywords,
+)
 from atoll.core.paths import atoll_home
+from atoll.pool import settings
 from atoll.pool.attached import Attached, check_name, end_pool
-from atoll.pool.calls import Backend, CallFuture, RankResults
-from atoll.pool.detached import is_held
+from atoll.pool.calls import Backend, CallFuture, RankResults, check_may_wait
 from atoll.pool.gang import Gang
-from atoll.pool.image import Image
+from atoll.pool.image import Image, check_env, check_pip
 from atoll.pool.job import Request
 from atoll.pool.keeper import DEFAULTS
 from atoll.pool.logs import LogRouter, Logs
-from atoll.pool.mapping import Mapped
-from atoll.pool.members import GangSpec
+from atoll.pool.mapping import Mapped, zip_items
+from atoll.pool.members import GangSpec, sweep_stale
 from atoll.pool.overlay import Environment, resolve
+from atoll.pool.retention import prune_jobs, prune_logs
 from atoll.pool.shipping import encode, name_of, pack_arguments, ship, unwrap
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Plan, Provider
-from atoll.providers.local import Local
 from atoll.wire.segments import Arena
 
 R = TypeVar("R")
 T = TypeVar("T")
-_KEEP_LOGS = 50
-_FRESH_S = 3600.0  # a pool that wrote in the last hour is taken to be up
 _IDLE_S = 600.0
-_KEEP_JOBS_S = 14 * 86400.0
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -86,6 +86,7 @@ class ComputePool:
         ImageError: packages could not be installed.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         provider: Provider | None = None,
@@ -113,33 +114,34 @@ class ComputePool:
                     f"one setting; give one"
                 )
             workers_per_node = nproc_per_node
-        self.provider: Provider = provider if provider is not None else Local()
-        self.nodes = _count("nodes", nodes, 1)
+        self.provider: Provider = settings.provider(provider)
+        self.nodes = settings.count("nodes", nodes, 1)
         self.accelerator = AcceleratorSpec.parse(accelerator)
         if self.accelerator is not None and self.accelerator.mig is not None:
             raise ConfigError(
                 f"mig={self.accelerator.mig!r}: MIG slices are not supported by this version; leave mig out to use "
                 f"whole cards"
             )
-        self.image = image if image is not None else Image()
-        self.pip = pip
-        self.env = dict(env or {})
-        self.workers_per_node = _workers(workers_per_node)
-        self.timeout = _seconds("timeout", timeout)
-        self.ttl = _seconds("ttl", ttl)
-        self.retries = _count("retries", retries, 0)
-        self.hang_timeout = _seconds("hang_timeout", hang_timeout)
+        self.image = settings.image(image)
+        self.pip = check_pip("pip=", pip) or None
+        self.env = check_env("env=", env)
+        self.workers_per_node = settings.workers(workers_per_node)
+        self.timeout = settings.seconds("timeout", timeout)
+        self.ttl = settings.seconds("ttl", ttl)
+        self.retries = settings.count("retries", retries, 0)
+        self.hang_timeout = settings.seconds("hang_timeout", hang_timeout)
         self.name = check_name(name) if name is not None else None
-        self.idle = _seconds("idle", idle)
+        self.idle = settings.seconds("idle", idle)
         if idle is not None and name is None:
             raise ConfigError(
                 f"idle={idle!r} keeps a named pool warm; give the pool a name= as well, or leave idle out"
             )
         self.logs: Logs = logs
         self.id = ""
-        self._on_event = _guarded(on_event) if on_event is not None else None
+        self._on_event = _guarded(settings.callback(on_event)) if on_event is not None else None
         self._wishes = self._settings_asked_for()
         self._path_cache: tuple[tuple[list[str], str], tuple[str, ...]] | None = None
+        self._pid = os.getpid()
         self._backend: _Stoppable | None = None
         self._node_of: list[int] = []
         self._lock = threading.Lock()
@@ -159,6 +161,7 @@ class ComputePool:
         """Start the nodes and wait until every rank is ready. Does nothing on a pool that is up."""
         with self._lock:
             if self._backend is None:
+                self._pid = os.getpid()
                 self._backend = self._start()
                 self._finalizer = weakref.finalize(self, self._backend.stop)
         return self
@@ -203,36 +206,37 @@ class ComputePool:
     def _settings_asked_for(self) -> dict[str, str]:
         """What a named pool that is up has to agree with, as text; values of variables that are secret, as digests."""
         variables = {**(self.image.env or {}), **self.env}
-        settings = {
+        wishes = {
             "provider": repr(self.provider) if hasattr(self.provider, "__dataclass_fields__") else self.provider.name,
             "nodes": self.nodes,
             "accelerator": self.accelerator,
             "workers_per_node": self.workers_per_node,
             "image": dataclasses.replace(self.image, env=None),
             "pip": self.pip,
-            "env": ", ".join(f"{key}={_shown(key, str(value))}" for key, value in sorted(variables.items())),
+            "env": ", ".join(f"{key}={shown_variable(key, str(value))}" for key, value in sorted(variables.items())),
             "ttl": self.ttl,
             "hang_timeout": self.hang_timeout,
         }
-        return {key: str(value) for key, value in settings.items() if str(value) != DEFAULTS[key]}
+        return {key: digest_credentials(str(value)) for key, value in wishes.items() if str(value) != DEFAULTS[key]}
 
     def _router(self, node_of: Callable[[int], int], world_size: int) -> LogRouter:
         return LogRouter(self.logs, node_of, world_size)
 
     def _spec(self) -> GangSpec:
         """Everything to start a gang from; builds the image first."""
+        cwd = current_folder()
         plan = self.plan()
         for line in plan.lines:
             self._say(line)
-        progress = _Progress(self._say)
-        environment = resolve(self.image, pip=self.pip, env=self.env, has_gpu=plan.has_gpu, progress=progress)
+        environment = resolve(self.image, pip=self.pip, env=self.env, has_gpu=plan.has_gpu, progress=self._say)
         for line in environment.lines:
             self._say(line)
         self._node_of = [node.node for node in plan.nodes for _ in range(node.num_ranks)]
         self.id = secrets.token_hex(4)
         home = atoll_home()
-        _prune(home / "logs")
-        _prune_jobs(home / "jobs")
+        prune_logs(home / "logs")
+        prune_jobs(home / "jobs")
+        sweep_stale(tempfile.gettempdir())
         return GangSpec(
             provider=self.provider,
             plan=plan,
@@ -240,7 +244,7 @@ class ComputePool:
             python=environment.python,
             env=_environment(environment, plan.world_size),
             path=self._rank_path(environment),
-            cwd=os.getcwd(),
+            cwd=cwd,
             log_dir=str(home / "logs" / self.id),
             job_dir=str(home / "jobs"),
             tmp_root=tempfile.gettempdir(),
@@ -261,13 +265,13 @@ class ComputePool:
 
     def _path(self) -> tuple[str, ...]:
         # Asked at every call, changes hardly ever: only an entry that means "here" needs looking up each time.
-        key = (list(sys.path), os.getcwd() if "" in sys.path else "")
+        key = (list(sys.path), _here() if "" in sys.path else "")
         if self._path_cache is None or self._path_cache[0] != key:
             self._path_cache = (key, self._resolve_path(key[1]))
         return self._path_cache[1]
 
     def _resolve_path(self, here: str) -> tuple[str, ...]:
-        path = tuple(os.path.abspath(entry) if entry else here for entry in sys.path)
+        path = _import_path(here)
         if not self._own_python:
             installed = tuple(os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
             return (*self._extra_path, *(p for p in path if not os.path.realpath(p).startswith(installed)))
@@ -303,11 +307,13 @@ class ComputePool:
 
     def run(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> RankResults[R]:
         """Run on every rank at once; the same as ``function(...) @ pool``."""
+        check_may_wait(self._running())
         results: RankResults[R] = self._wait(self.submit_call(function, args, kwargs, whole_gang=True))
         return results
 
     def run_one(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         """Run on one rank, as a world of one; the same as ``function(...) >> pool``."""
+        check_may_wait(self._running())
         result: R = self._wait(self.submit_call(function, args, kwargs, whole_gang=False))
         return result
 
@@ -365,7 +371,7 @@ class ComputePool:
         self._running()
         if not callable(function):
             raise UsageError(_no_function(function))
-        items = zip(*iterables, strict=False)
+        items = zip_items(name_of(unwrap(function)), iterables)
         return Mapped(self._submit_chunk(function), function, items, self.world_size, ordered, chunksize)
 
     def _submit_chunk(
@@ -429,14 +435,19 @@ class ComputePool:
     def _wait(self, future: CallFuture[Any]) -> Any:
         try:
             return future.result()
-        except (KeyboardInterrupt, CancelledError):
-            if not future.done():
+        except BaseException:
+            if not future.done():  # it was the wait that ended, by Ctrl-C or a signal handler's exception
                 future.cancel()
                 wait_for([future], 2.0)
             raise
 
     def _running(self) -> _Stoppable:
         backend = self._backend
+        if backend is not None and self._pid != os.getpid():
+            raise PoolClosed(
+                "this process was forked from the one that started the pool, and can't use it: both would read the "
+                "same answers. Start a pool here, or make the calls in the parent"
+            )
         if backend is None:
             raise PoolClosed(
                 "the pool is not up: make calls inside `with sky.ComputePool(...) as pool:`, or call pool.up() first"
@@ -469,7 +480,7 @@ def _guarded(on_event: Callable[[events.Event], object]) -> Callable[[events.Eve
     def call(event: events.Event) -> None:
         try:
             on_event(event)
-        except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises, sys.exit() too
             print(f"atoll: on_event raised {type(error).__name__}: {error}", file=sys.stderr)
 
     return call
@@ -503,26 +514,20 @@ def _no_function(value: object) -> str:
     return f"expected a function and its arguments, not {type(value).__name__}: pool.submit(function, ...)"
 
 
-def _count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}: expected a whole number, {least} or more")
-    return value
+def _here() -> str:
+    """The current folder, or nothing where it was removed: no import can come from there then."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.getcwd()
+    return ""
 
 
-def _seconds(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(f"{name}={value!r}: expected seconds, more than 0, or None")
-    return float(value)
-
-
-def _workers(value: object) -> int | str:
-    if value in ("auto", "gpu"):
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number, 1 or more")
-    return value
+def _import_path(here: str) -> tuple[str, ...]:
+    """``sys.path`` with absolute entries. Import skips what is no path, and so does this."""
+    given: list[object] = [*sys.path]
+    entries = [os.fspath(entry) for entry in given if isinstance(entry, (str, os.PathLike))]
+    with contextlib.suppress(FileNotFoundError):  # a relative entry where the current folder was removed
+        return tuple(os.path.abspath(entry) if entry else here for entry in entries if entry or here)
+    return tuple(entry for entry in entries if os.path.isabs(entry))
 
 
 def _environment(environment: Environment, world_size: int) -> dict[str, str]:
@@ -532,47 +537,3 @@ def _environment(environment: Environment, world_size: int) -> dict[str, str]:
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
     env.update(environment.env)
     return env
-
-
-def _prune(folder: Path) -> None:
-    """Keep the logs of the last pools only, and of those that may still be up."""
-    import shutil
-
-    with contextlib.suppress(OSError):
-        entries = [(_last_written(entry), entry) for entry in folder.iterdir()]
-        for written, entry in sorted(entries)[:-_KEEP_LOGS]:
-            if time.time() - written > _FRESH_S and not is_held(entry / "keeper.log"):
-                shutil.rmtree(entry, ignore_errors=True)
-
-
-def _prune_jobs(folder: Path) -> None:
-    """Drop checkpoints and results of calls that nobody has touched for a long while."""
-    import shutil
-
-    with contextlib.suppress(OSError):
-        for entry in folder.iterdir():
-            if time.time() - max(map(_last_written, (entry, *entry.glob("*/"), *entry.glob("*/*/")))) > _KEEP_JOBS_S:
-                shutil.rmtree(entry, ignore_errors=True)
-
-
-def _last_written(folder: Path) -> float:
-    with contextlib.suppress(OSError):
-        return max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
-    return 0.0
-
-
-def _shown(name: str, value: str) -> str:
-    """A variable's value for messages and lists; a secret's digest, which still tells two apart."""
-    if name.upper().endswith(("TOKEN", "KEY", "SECRET", "PASSWORD")):
-        return f"<secret {hashlib.sha256(value.encode()).hexdigest()[:8]}>"
-    return value
-
-
-class _Progress:
-    """Shows what takes long, one line a step."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def __call__(self, line: str) -> None:
-        self._say(line)

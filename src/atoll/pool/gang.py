@@ -143,12 +143,14 @@ class Gang:
             first = not self._closing
             self._closing = True
             closed = self._broken or PoolClosed("the pool was shut down before the call finished")
+            for job in self._scheduler.drain():
+                self._end(job, job.error or closed)
             for job in self._jobs.values():
                 job.error = job.error or (None if job.failures else closed)
             if first:
                 self._let_end()
-            for job in [*self._jobs.values(), *self._scheduler.drain()]:
-                self._end(job, job.error or (None if job.failures else closed))
+            for job in list(self._jobs.values()):
+                self._end(job, job.error)
         for node in self.nodes:
             self._send(node, pack(frames.SHUTDOWN))
         if self._reviver is not None:

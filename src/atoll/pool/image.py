@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import redact, suggests_fields
 from atoll.pool.requirements import check_requirement
 
 _MIN_PYTHON = (3, 11)
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Image:
     """Packages and variables for the ranks of a pool.
@@ -68,7 +70,7 @@ def check_pip(what: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(check_requirement(what, text) for text in _texts(what, value))
 
 
-def check_env(what: str, value: Mapping[str, object] | None) -> dict[str, str]:
+def check_env(what: str, value: object) -> dict[str, str]:
     """Variables as text; ``what`` names them in errors.
 
     Raises:
@@ -77,7 +79,9 @@ def check_env(what: str, value: Mapping[str, object] | None) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{what}: expected a dict of names and values, got {type(value).__name__}")
+        # Texts stay out of the message, as one may be a secret.
+        given = repr(value) if isinstance(value, (int, float)) else type(value).__name__
+        raise ConfigError(f"{what}: expected a dict of names and values such as {{'A': '1'}}, got {given}")
     return {_check_name(what, name): _check_value(what, name, entry) for name, entry in value.items()}
 
 
@@ -94,6 +98,8 @@ def _check_value(what: str, name: str, value: object) -> str:
         return str(value)
     if isinstance(value, str) and "\0" not in value:
         return value
+    if value is None:
+        raise ConfigError(f"{what}: {name} is None (NoneType); leave it out, or give '' for an empty value")
     # The value itself stays out of the message: it may be a secret.
     raise ConfigError(f"{what}: {name} has a value of type {type(value).__name__}; expected str, int, float or bool")
 
@@ -115,7 +121,7 @@ def _texts(what: str, value: object) -> tuple[str, ...]:
     if isinstance(value, (str, os.PathLike)):
         value = (value,)
     if not isinstance(value, Iterable) or isinstance(value, (Mapping, bytes)):
-        raise ConfigError(f"{what}: expected a list of strings, got {value!r}")
+        raise ConfigError(f"{what}: expected a list of strings, got {redact(repr(value))}")
     texts = []
     for entry in value:
         text = os.fspath(entry) if isinstance(entry, os.PathLike) else entry

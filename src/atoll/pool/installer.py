@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ImageError
+from atoll.core.hints import redact
 from atoll.pool.interpreters import find_uv
 from atoll.pool.requirements import canonical_name
 
@@ -70,6 +71,7 @@ print(wheels[-1] if wheels else "")
 """
 
 _TOLD = re.compile(r"\s*(Collecting|Downloading|Building|Installing|Resolved|Prepared|Installed|WARNING: Retrying)\b")
+_FROM_FILE = re.compile(r" \(from -r \S.*?requirements\.txt \(line \d+\)\)")  # pip says it of each requirement
 _TAIL_LINES = 12
 
 
@@ -132,10 +134,10 @@ class Installer:
         limits = self._constraint_options(constraints, work)
         if self.uv:
             options = ["install", "--dry-run", "--python", self.python, "--break-system-packages", *limits]
-            return _read_uv_plan(self._run([*options, "--", *requirements], requirements, work, progress))
+            return _read_uv_plan(self._run(options, requirements, work, progress), requirements)
         report = work / "report.json"
         options = ["install", "--dry-run", "--report", str(report), "--no-user", *_PIP_OPTIONS, *limits]
-        self._run([*options, "--", *requirements], requirements, work, progress)
+        self._run(options, requirements, work, progress)
         return _read_pip_report(report, requirements)
 
     def install(
@@ -152,21 +154,23 @@ class Installer:
             options = ["--python", self.python, "--compile-bytecode"]
         else:
             options = ["--no-user", "--no-warn-script-location", *_PIP_OPTIONS]
-        command = ["install", "--no-deps", "--target", str(target), *options, *limits, "--", *specs]
+        command = ["install", "--no-deps", "--target", str(target), *options, *limits]
         self._run(command, specs, work, progress)
 
     def _constraint_options(self, constraints: Sequence[str], work: Path) -> list[str]:
         options = []
         if constraints:
-            path = work / "constraints.txt"
-            path.write_text("".join(f"{line}\n" for line in constraints), encoding="utf-8")
-            options += ["-c", str(path)]
+            options += ["-c", str(_write_private(work / "constraints.txt", constraints))]
         if self.uv:  # pip reads this variable by itself
             options += [part for path in os.environ.get("PIP_CONSTRAINT", "").split() for part in ("-c", path)]
         return options
 
     def _run(self, arguments: list[str], wanted: Sequence[str], work: Path, progress: Progress) -> list[str]:
-        """Run the installer; its lines. Whatever ends this call, no process of it is left."""
+        """Run the installer on the requirements ``wanted``; its lines. Whatever ends this, no process of it is left.
+
+        Requirements go through a file: everybody on the machine can read a command line, passwords in URLs included.
+        """
+        asked = _write_private(work / "requirements.txt", [_as_line(each) for each in wanted])
         scratch = work / "tmp"
         scratch.mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
@@ -174,7 +178,7 @@ class Installer:
         lines: deque[str] = deque(maxlen=5000)
         process = subprocess.Popen(
             # A session of its own: Ctrl-C reaches the driver only, which then ends the whole group.
-            [sys.executable, "-I", "-S", "-c", _KEEPER, *self.command, *arguments],
+            [sys.executable, "-I", "-S", "-c", _KEEPER, *self.command, *arguments, "-r", str(asked)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -186,10 +190,11 @@ class Installer:
         )
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line.rstrip())
+            for raw in process.stdout:
+                line = _FROM_FILE.sub("", raw.rstrip())
+                lines.append(line)
                 if _TOLD.match(line):
-                    progress(line.strip())
+                    progress(redact(line.strip()))
             code = process.wait()
         finally:
             if process.poll() is None:
@@ -201,6 +206,19 @@ class Installer:
         if code != 0:
             raise ImageError(_failure("uv" if self.uv else "pip", code, wanted, lines))
         return list(lines)
+
+
+def _as_line(requirement: str) -> str:
+    """A requirement for a file of them, where spaces, ``#`` and ``$`` of a path would be read as something else."""
+    odd = requirement.startswith("/") and "[" not in requirement and re.search(r"[\s#$]", requirement)
+    return Path(requirement).as_uri() if odd else requirement
+
+
+def _write_private(path: Path, lines: Sequence[str]) -> Path:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return path
 
 
 _PIP_OPTIONS = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--root-user-action", "ignore"]
@@ -217,25 +235,31 @@ def _read_pip_report(report: Path, requirements: Sequence[str]) -> list[Pin]:
 
 def _location(download: dict[str, Any], requirements: Sequence[str]) -> str:
     """A URL for pip from what its report says of a download (PEP 610: a repository is named by its commit)."""
-    url: str = download["url"]
-    scheme, _, place = url.partition("://")
-    if "@" not in place.split("/", maxsplit=1)[0]:
-        # pip strips user and password from its report; fetching needs them.
-        for user, host in re.findall(r"://([^/@\s]+)@([^/\s]+)", " ".join(requirements)):
-            if place.split("/", maxsplit=1)[0] == host:
-                url = f"{scheme}://{user}@{place}"
+    url = _with_credentials(download["url"], requirements)
     if "vcs_info" in download:
         url = f"{download['vcs_info']['vcs']}+{url}@{download['vcs_info']['commit_id']}"
     return f"{url}#subdirectory={download['subdirectory']}" if "subdirectory" in download else url
 
 
-def _read_uv_plan(lines: Sequence[str]) -> list[Pin]:
+def _with_credentials(url: str, requirements: Sequence[str]) -> str:
+    """``url`` with user and password as in ``requirements``: pip leaves them out of its report, uv masks them."""
+    scheme, _, place = url.partition("://")
+    shown, _, host = place.split("/", maxsplit=1)[0].rpartition("@")
+    if not shown or "****" in shown:
+        for user, known in re.findall(r"://([^/\s]+)@([^/@\s]+)", " ".join(requirements)):
+            if host == known:
+                return f"{scheme}://{user}@{place.removeprefix(f'{shown}@')}"
+    return url
+
+
+def _read_uv_plan(lines: Sequence[str], requirements: Sequence[str]) -> list[Pin]:
     pins = []
     for line in lines:
         found = re.fullmatch(r"\s*\+ ([A-Za-z0-9._-]+)==(\S+)(?: \(from (.+)\))?\s*", line)
         if found:
             name, version, url = found.groups()
-            pins.append(Pin(canonical_name(name), version, url or f"{name}=={version}"))
+            spec = _with_credentials(url, requirements) if url else f"{name}=={version}"
+            pins.append(Pin(canonical_name(name), version, spec))
     return sorted(pins, key=lambda pin: pin.name)
 
 
@@ -247,9 +271,9 @@ def _failure(tool: str, code: int, wanted: Sequence[str], lines: Sequence[str]) 
         line for line in said if re.search("error|could not|no matching|conflict|unsatisf", line, re.I)
     )
     blamed = [each for each in wanted if re.split(r"[\s\[<>=!~;@(]", each)[0].casefold() in complaints.casefold()]
-    named = re.sub(r"://[^/@\s]+@", "://****@", ", ".join(repr(each) for each in blamed or wanted))
+    named = ", ".join(repr(each) for each in blamed or wanted)
     tail = "\n".join(f"  {line}" for line in said[-_TAIL_LINES:]) or "  (nothing)"
-    return f"{tool} could not install {named} (exit code {code}). Its last lines:\n{tail}\n{_next_step(text)}"
+    return redact(f"{tool} could not install {named} (exit code {code}). Its last lines:\n{tail}\n{_next_step(text)}")
 
 
 def _next_step(text: str) -> str:

@@ -44,10 +44,10 @@ class Interpreter:
 
 def running_interpreter() -> Interpreter:
     """The interpreter that runs this code, with the package folders of its import path."""
-    folders = tuple(
-        dict.fromkeys(path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
-    )
-    return Interpreter(sys.executable, platform.python_version(), folders, running=True)
+    entries: list[object] = [*sys.path]  # import skips what is no text, and so does this
+    paths = [entry for entry in entries if isinstance(entry, str)]
+    folders = dict.fromkeys(path for path in paths if os.path.basename(path) in ("site-packages", "dist-packages"))
+    return Interpreter(sys.executable, platform.python_version(), tuple(folders), running=True)
 
 
 def find_interpreter(minor: str) -> Interpreter:

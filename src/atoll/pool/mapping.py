@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, UsageError
 from atoll.pool.calls import CallFuture
 from atoll.pool.shipping import importable, name_of, unwrap
 from atoll.pool.worker.chunk import Chunk, ChunkResult
@@ -18,6 +19,27 @@ _LARGEST = 256
 _AHEAD = 2  # chunks a rank has running or waiting
 
 Submit = Callable[[Callable[..., Any], tuple[Any, ...]], CallFuture[Any]]
+
+
+def zip_items(name: str, iterables: tuple[object, ...]) -> Iterator[tuple[Any, ...]]:
+    """The arguments of each call of the function ``name``.
+
+    Raises:
+        UsageError: one of ``iterables`` isn't one.
+    """
+    for value in iterables:
+        if not hasattr(type(value), "__iter__") and not hasattr(type(value), "__getitem__"):
+            shown = reprlib.repr(value)
+            raise UsageError(
+                f"map takes iterables of items, and {shown} is {type(value).__name__}: write "
+                f"pool.map({name}, [{shown}]) for one item, or pool.run_one({name}, {shown})"
+            )
+    return zip(*cast("tuple[Iterable[Any], ...]", iterables), strict=False)
+
+
+def _check_chunksize(value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"chunksize={value!r}: expected a whole number, 1 or more, or None")
 
 
 class Mapped(Iterator[Any]):
@@ -32,10 +54,10 @@ class Mapped(Iterator[Any]):
         ordered: bool,
         chunksize: int | None,
     ) -> None:
-        if chunksize is not None and chunksize < 1:
-            raise ConfigError(f"chunksize={chunksize!r}: expected a whole number, 1 or more, or None")
+        _check_chunksize(chunksize)
         raw = unwrap(function)
-        self._chunk = Chunk(importable(raw) or raw, name_of(raw))
+        self._name = name_of(raw)
+        self._chunk = Chunk(importable(raw) or raw, self._name)
         self._submit = submit
         self._items = items
         self._ordered = ordered
@@ -49,6 +71,9 @@ class Mapped(Iterator[Any]):
 
     def __iter__(self) -> Mapped:
         return self
+
+    def __repr__(self) -> str:
+        return f"<results of map over {self._name}: iterate over it>"
 
     def __next__(self) -> Any:
         while not self._ready:

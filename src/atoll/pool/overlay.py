@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from atoll.core.hints import redact
 from atoll.core.paths import atoll_home, fsync_folder, write_atomic
 from atoll.pool.image import Image, check_env, check_pip
 from atoll.pool.installer import DROPPED_VARIABLES, Installer, Pin, Progress
@@ -75,6 +76,7 @@ def resolve(
     lines: list[str] = []
     if not has_gpu:
         requirements, lines = without_cuda(requirements)
+    constraints = constraint_lines(image.constraints)  # also where nothing is to install: a wrong path is a mistake
     check_apt(image.apt)
     paths = include_paths(image.includes)
     interpreter = running_interpreter()
@@ -83,7 +85,7 @@ def resolve(
         requirements = merge([_own_cloudpickle()], requirements)
     if requirements:
         store = _store()
-        plan = _plan(store, interpreter, requirements, constraint_lines(image.constraints), report)
+        plan = _plan(store, interpreter, requirements, constraints, report)
         if plan.pins:
             paths.append(_folder(store, plan, report))
         lines += plan.lines
@@ -145,7 +147,7 @@ def _plan(
     with _workshop(store, f"plan-{key}", progress) as work:
         known = _read_plan(path)  # another process may have made it while this one waited
         if known is None:
-            progress(f"looking up {', '.join(wanted)}")
+            progress(redact(f"looking up {', '.join(wanted)}"))
             known = Installer.find(interpreter.python).plan(wanted, constraints, work, progress)
             _write_plan(path, known)
     return made(known)
@@ -202,7 +204,8 @@ def _folder(store: Path, plan: _Plan, progress: Progress) -> str:
         built.mkdir()
         installer = Installer.find(interpreter.python)
         installer.install(plan.pins, plan.constraints, built / "site-packages", work, progress)
-        marker = {"python": interpreter.python, "version": interpreter.version, "packages": pins}
+        shown = [{**pin, "spec": redact(pin["spec"])} for pin in pins]
+        marker = {"python": interpreter.python, "version": interpreter.version, "packages": shown}
         _publish(built, folder, marker)
         progress(f"installed {len(pins)} package{'s' * (len(pins) != 1)} in {time.monotonic() - started:.1f} s")
     return str(packages)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import redact
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -54,9 +55,11 @@ def check_requirement(what: str, text: str) -> str:
     Raises:
         ConfigError: an option, a path that does not exist, or something pip could not read.
     """
+    if len(text.splitlines()) > 1:  # it goes into a file of requirements, a line each
+        raise ConfigError(f"{what}: {redact(text)!r} has several lines; give each requirement as a string of its own")
     if text.startswith("-"):
         raise ConfigError(
-            f"{what}: {text!r} is an option of pip, not a requirement; set options through the environment "
+            f"{what}: {redact(text)!r} is an option of pip, not a requirement; set options through the environment "
             "(PIP_INDEX_URL, PIP_FIND_LINKS), pins through constraints=, your own modules through includes="
         )
     if is_location(text):
@@ -69,7 +72,9 @@ def check_requirement(what: str, text: str) -> str:
         return f"{absolute}{bracket}{extras}"
     found = _NAMED.fullmatch(text)
     if found is None or (found["rest"] and found["rest"][0] not in "<>=!~;@("):
-        raise ConfigError(f"{what}: {text!r} is no requirement; expected one like 'torch>=2.4' or 'jax[cuda12]'")
+        raise ConfigError(
+            f"{what}: {redact(text)!r} is no requirement; expected one like 'torch>=2.4' or 'jax[cuda12]'"
+        )
     return text
 
 
@@ -87,7 +92,7 @@ def without_cuda(requirements: Iterable[str]) -> tuple[list[str], list[str]]:
         plain = _cpu_requirement(text)
         kept.append(plain)
         if plain != text:
-            lines.append(f"{text} → {plain}: this node has no GPU")
+            lines.append(redact(f"{text} → {plain}: this node has no GPU"))
     return kept, lines
 
 
@@ -196,8 +201,8 @@ def constraint_lines(constraints: str | os.PathLike[str] | Sequence[str] | None)
             lines: Sequence[str] = Path(constraints).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"constraints={os.fspath(constraints)!r} cannot be read: {error}; expected the path of a constraints "
-                "file or a list of lines such as ['numpy<2']"
+                redact(f"constraints={os.fspath(constraints)!r} cannot be read: {error}; ")
+                + "expected the path of a constraints file or a list of lines such as ['numpy<2']"
             ) from error
     else:
         lines = constraints

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlan, Plan
 from atoll.providers.gpus import Gpu, local_gpus
@@ -23,6 +24,7 @@ _AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
 _END_S = 2.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
 
 
+@suggests_fields
 @dataclass(frozen=True, slots=True)
 class Local:
     """Nodes on this machine; the default provider.
@@ -30,9 +32,16 @@ class Local:
     Args:
         simulate: run on CPU what asks for accelerators the machine lacks, and say so in one line. With False
             such a pool is refused.
+
+    Raises:
+        ConfigError: ``simulate`` is neither True nor False.
     """
 
     simulate: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.simulate, bool):
+            raise ConfigError(f"Local(simulate={self.simulate!r}): expected True or False")
 
     @property
     def name(self) -> str:

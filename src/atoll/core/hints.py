@@ -1,0 +1,115 @@
+"""What messages need to be of help: the nearest known name, plain checks of values, and nothing that is secret."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+from atoll.core.errors import ConfigError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_TEN_YEARS_S = 10 * 365.25 * 86400.0
+_VARIABLE_KEYWORDS = 0x08  # inspect.CO_VARKEYWORDS, without what importing inspect costs
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
+_SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.I)
+
+
+def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Have an unknown keyword argument raise ``UsageError`` with the nearest known one.
+
+    Signature and text stay those of the function. Those that take any keyword are left as they are.
+    """
+    code = function.__code__  # a plain function, which every use of this decorates
+    if code.co_flags & _VARIABLE_KEYWORDS:
+        return function
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    by_position, by_name = named[: code.co_posonlyargcount], frozenset(named[code.co_posonlyargcount :])
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not kwargs.keys() <= by_name:
+            unknown = next(name for name in kwargs if name not in by_name)
+            raise UsageError(_unknown_keyword(function.__qualname__, unknown, named, by_position))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def suggests_fields(cls: type[T]) -> type[T]:
+    """``suggests_keywords`` for the ``__init__`` that a dataclass generates; stands above ``@dataclass``."""
+    type.__setattr__(cls, "__init__", suggests_keywords(vars(cls)["__init__"]))
+    return cls
+
+
+def _unknown_keyword(where: str, unknown: str, named: Iterable[str], by_position: Iterable[str]) -> str:
+    call = f"{where.removesuffix('.__init__')}()"
+    if unknown in by_position:
+        return f"{call} takes {unknown!r} by position: leave {unknown}= out"
+    names = [name for name in named if name != "self" and name not in by_position]
+    hint = nearest(unknown, names)
+    return f"{call} has no argument {unknown!r}{hint or ': it takes ' + ', '.join(names)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``: did you mean 'nodes'?``, or nothing where no known name is near."""
+    import difflib  # only where something went wrong: it is slow to import
+
+    names = list(known)
+    near = difflib.get_close_matches(name, names)
+    # Of several as near, the one that is listed first.
+    best = max(names, key=lambda each: (each in near, difflib.SequenceMatcher(None, each, name).ratio()), default="")
+    return f": did you mean {best!r}?" if near else ""
+
+
+def check_seconds(name: str, value: object) -> float | None:
+    """A duration in seconds, or None.
+
+    Raises:
+        ConfigError: not a number, or not in (0, 10 years].
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _TEN_YEARS_S:
+        raise ConfigError(f"{name}={value!r}: expected seconds, more than 0, or None (finite, at most 10 years)")
+    return float(value)
+
+
+def current_folder() -> str:
+    """The folder this process works in.
+
+    Raises:
+        ConfigError: it was removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the current folder is gone: it was removed after this process went into it, and ranks start there. "
+            "Go to one that exists, with cd or os.chdir(...)"
+        ) from None
+
+
+def redact(text: str) -> str:
+    """``text`` with user and password of every URL in it replaced by ``****``."""
+    return _CREDENTIALS.sub("****@", text)
+
+
+def digest_credentials(text: str) -> str:
+    """``text`` with user and password of every URL in it as a digest, which still tells two apart."""
+    return _CREDENTIALS.sub(lambda found: f"{_digest(found[0])}@", text)
+
+
+def shown_variable(name: str, value: str) -> str:
+    """A variable's value for messages and lists; a secret's digest, which still tells two apart."""
+    return _digest(value) if _SECRET_NAME.search(name) or _CREDENTIALS.search(value) else value
+
+
+def _digest(secret: str) -> str:
+    return f"<secret {hashlib.sha256(secret.encode()).hexdigest()[:8]}>"

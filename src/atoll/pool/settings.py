@@ -1,0 +1,65 @@
+"""Checks of what ``ComputePool`` is given: each message names the value, what is expected and the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from atoll.core import events
+from atoll.core.errors import ConfigError
+from atoll.core.hints import check_seconds, redact
+from atoll.pool.image import Image
+from atoll.providers.base import Provider
+from atoll.providers.local import Local
+
+
+def count(name: str, value: object, least: int) -> int:
+    """A whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}: expected a whole number, {least} or more")
+    return value
+
+
+def seconds(name: str, value: object) -> float | None:
+    """A time, or None for no limit."""
+    return check_seconds(name, value)
+
+
+def provider(value: object) -> Provider:
+    """A provider; this machine where None."""
+    if value is None:
+        return Local()
+    if isinstance(value, type):
+        raise ConfigError(f"provider={value.__name__} is a class: call it, as in sky.{value.__name__}()")
+    if callable(getattr(value, "plan", None)) and callable(getattr(value, "start", None)):
+        return cast("Provider", value)
+    step = f"; nodes are given as nodes={value!r}" if isinstance(value, int) and not isinstance(value, bool) else ""
+    raise ConfigError(f"provider={value!r}: expected a provider such as sky.Local(){step}")
+
+
+def image(value: object) -> Image:
+    """An image; an empty one where None."""
+    if value is None:
+        return Image()
+    if isinstance(value, Image):
+        return value
+    if isinstance(value, type):
+        raise ConfigError(f"image={value.__name__} is a class: call it, as in sky.{value.__name__}(pip=['torch'])")
+    wanted = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else ["torch"]
+    raise ConfigError(redact(f"image={value!r}: expected an Image; packages are given as sky.Image(pip={wanted!r})"))
+
+
+def callback(value: Callable[[events.Event], object]) -> Callable[[events.Event], object]:
+    """Something that can be called with an event."""
+    if not callable(value):
+        raise ConfigError(f"on_event={value!r}: expected a function that takes an event, or None")
+    return value
+
+
+def workers(value: object) -> int | str:
+    """Ranks of each node, or how to choose them."""
+    if isinstance(value, str) and value in ("auto", "gpu"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number, 1 or more")
+    return value
