@@ -14,7 +14,7 @@ from atoll.wire import segments
 from atoll.wire.codec import Payload, dumps, loads
 from atoll.wire.segments import Arena, Encoded, decode_parts
 
-BIG = 1 << 18
+BIG = 5 << 20  # more than is read instead of mapped
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_small_payload_takes_no_huge_file(arena: Arena) -> None:
     arena.give_back(huge)
     small = arena.encode(payload(b"", [memoryview(bytes(BIG))])).segment
     assert small is not None
-    assert small.capacity < 1 << 20
+    assert small.capacity < 8 << 20
     arena.give_back(small)
 
 
@@ -169,3 +169,16 @@ def test_threads_never_share_a_file(arena: Arena) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_file_not_worth_a_mapping_is_read(arena: Arena) -> None:
+    encoded = arena.encode(payload(b"head", [memoryview(bytes(range(256)) * 4096)]))
+    assert encoded.segment is not None
+    before = open_files()
+    head, (part,), alive = received(encoded)
+    assert open_files() == before, "a mapping would hold a descriptor"
+    assert alive is None
+    assert bytes(head) == b"head"
+    assert bytes(part) == bytes(range(256)) * 4096
+    part[0] = 7  # writable
+    arena.give_back(encoded.segment)

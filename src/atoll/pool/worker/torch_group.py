@@ -35,7 +35,6 @@ class _State:
     ours: bool = False  # the present group was made by us
     num_groups: int = 0
     stores: dict[tuple[str, int], Any] | None = None
-    audited: bool = False
 
 
 _state = _State()
@@ -301,23 +300,28 @@ def _seconds(text: str | None) -> float | None:
         raise ConfigError(f"NCCL_SOCKET_TIMEOUT={text!r} is no number of seconds; write e.g. 600") from error
 
 
+class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # a class like any other, typed as a variable
+    """``os.environ`` that says when a setting of NCCL's comes too late. An audit hook would slow every training step."""
+
+    def __setitem__(self, key: str, value: str) -> None:
+        super().__setitem__(key, value)
+        if key.startswith("NCCL_"):
+            _nccl_set(key, value)
+
+
 def _watch_late_settings() -> None:
     """Notice ``os.environ["NCCL_…"] = …`` inside a function, once groups are in play."""
-    if not _state.audited:
-        _state.audited = True
-        sys.addaudithook(_on_audit)
+    os.environ.__class__ = _WatchedEnviron
 
 
-def _on_audit(event: str, args: tuple[Any, ...]) -> None:
-    if event != "os.putenv" or not _state.worker or not _state.worker.call or not args[0].startswith(b"NCCL_"):
+def _nccl_set(name: str, value: str) -> None:
+    if _state.worker is None or not _state.worker.call:
         return
-    name = os.fsdecode(args[0])
     dist = _dist()
-
     if not dist.is_initialized():
         return
     if name == "NCCL_SOCKET_TIMEOUT":
-        seconds = _seconds(os.fsdecode(args[1]))
+        seconds = _seconds(value)
         if seconds is not None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
     elif _has_communicator(dist):
