@@ -301,7 +301,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # a class like any other, typed as a variable
-    """``os.environ`` that says when a setting of NCCL's comes too late. An audit hook would slow every training step."""
+    """``os.environ`` that says when a setting of NCCL's comes too late. An audit hook slows every training step."""
 
     def __setitem__(self, key: str, value: str) -> None:
         super().__setitem__(key, value)
