@@ -49,11 +49,6 @@ class Encoded:
     inline: list[bytes | memoryview] = field(default_factory=list)
     segment: Segment | None = None
 
-    @property
-    def inline_bytes(self) -> int:
-        """Bytes this adds to the frame."""
-        return sum(map(len, self.inline))
-
 
 class Arena:
     """Memory files for sending, kept warm between calls. Thread-safe."""

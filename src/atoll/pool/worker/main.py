@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -43,7 +43,6 @@ class Worker:
         self.setup = setup
         self.call = 0
         self.broadcast = False
-        self.made_group = False
         self.spent = False  # something half-done in this process can't be undone: a fresh one has to take over
         self.at_end: list[Callable[[], None]] = []  # run after the result is on its way, newest first
         self._sock = sock
@@ -141,7 +140,7 @@ class Worker:
     def _run(self, frame: Frame) -> None:
         meta = frame.meta
         self.broadcast = bool(meta.get("b"))
-        self.made_group = self._cancel_pending = False
+        self._cancel_pending = False
         self.isolation.before_call()
         self._enter(meta, frame.call)
         self.call = frame.call
@@ -373,7 +372,7 @@ def _setup_from_environment(env: Any) -> dict[str, Any]:
     return setup
 
 
-def main(argv: Sequence[str] | None = None) -> Iterator[None] | None:
+def main() -> None:
     """Entry of a rank's process."""
     if os.environ.pop("ATOLL_PDEATHSIG", None):
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -386,4 +385,3 @@ def main(argv: Sequence[str] | None = None) -> Iterator[None] | None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     Worker(socket.socket(fileno=CHANNEL_FD), setup).serve()
-    return None

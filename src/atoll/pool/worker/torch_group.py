@@ -131,13 +131,18 @@ def _on_torch() -> None:
     if not torch.distributed.is_available():
         return
     _own_group_for_callers(torch)
-    if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(ctx.local_rank)
+    _own_device(torch, ctx)
     if not _state.armed or ctx.world_size == 1:
         return
     _state.armed = False
     if not torch.distributed.is_initialized():
         _make(None, None)
+
+
+def _own_device(torch: Any, ctx: context.CallContext) -> None:
+    """Make ``cuda:LOCAL_RANK`` current, where there is one."""
+    if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(ctx.local_rank)
 
 
 @contextlib.contextmanager
@@ -161,8 +166,7 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
 
     dist = _dist()
 
-    if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(ctx.local_rank)
+    _own_device(torch, ctx)
     store = _agreed_store(worker, ctx)
     if store is None:
         return
@@ -177,7 +181,6 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
     with _whole():
         _original_init(dist)(chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options)
     _state.ours = True
-    worker.made_group = True
     _watch_late_settings()
 
 
