@@ -1,0 +1,1 @@
+"""Checkpoints that are one atomic thing, wherever they are kept."""

@@ -1,0 +1,121 @@
+"""What a run tells while it goes. The loop emits these on rank 0; consoles, files and trackers take them.
+
+Events travel from the ranks to the terminal of ``atoll train`` as JSON objects: ``encode`` and ``decode``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """The model stands and the first step is next."""
+
+    name: str
+    output_dir: str
+    parameters: int  # of the whole model
+    layout: str  # "FSDP over 2 ranks", ...
+    device: str  # "CPU", "NVIDIA H100 80GB HBM3", ...
+    world_size: int
+    first_step: int  # steps done before; 0 for a fresh start
+    steps: int  # of the whole run
+    tokens_per_step: int
+    resumed_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Something that takes a while outside the steps: tokenising, downloading, loading weights, saving."""
+
+    phase: str
+    done: float
+    total: float | None
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """One optimizer step. Times are of this step; memory is the peak since the start, of the fullest rank."""
+
+    step: int
+    tokens: int  # trained since the beginning of the run, over all ranks
+    samples: int  # sequences consumed since the beginning
+    loss: float  # nats per trained token, over all ranks
+    lr: float
+    grad_norm: float
+    tokens_per_s: float  # all ranks
+    tokens_per_s_per_gpu: float
+    step_s: float
+    data_wait_s: float
+    memory_bytes: int
+    mfu: float | None = None
+    step_spread_s: float = 0.0  # slowest minus fastest rank
+    # sample numbers of the step, as (first, count)
+    first_sample: int = 0
+    num_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """Loss on held-out text, per token, over all ranks."""
+
+    step: int
+    loss: float
+    tokens: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint is complete."""
+
+    step: int
+    path: str
+    stall_s: float  # how long training stood still
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The run is over: ``finished``, ``stopped`` (asked to, saved) or ``failed``."""
+
+    status: str
+    step: int
+    loss: float | None
+    tokens: int
+    took_s: float
+    validation_loss: float | None = None
+    checkpoint: str | None = None
+    sample: str | None = None  # generated text
+    curve: str | None = None  # path of the picture
+    error: str | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+Event = RunStarted | Progress | StepDone | Validated | CheckpointSaved | Note | RunEnded
+
+_BY_NAME = {
+    each.__name__: each for each in (RunStarted, Progress, StepDone, Validated, CheckpointSaved, Note, RunEnded)
+}
+
+
+def encode(event: Event) -> dict[str, Any]:
+    """The event as a JSON object."""
+    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def decode(data: dict[str, Any]) -> Event:
+    """The event of a JSON object that ``encode`` made."""
+    values = dict(data)
+    event: Event = _BY_NAME[values.pop("event")](**values)
+    return event

@@ -1,0 +1,1 @@
+"""What a run shows: the console, metrics.jsonl, pictures, trackers and traces."""

@@ -1,0 +1,1 @@
+"""Language models as single-device modules; parallelism is applied to them from outside."""

@@ -1,0 +1,31 @@
+"""Llama 3 (Grattafiori et al., "The Llama 3 herd of models", 2024), and what has its shape: SmolLM2, many others."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from atoll.train.models.parts import Attention, Decoder, SwiGLU
+from atoll.train.recipe.schema import ModelSection
+
+
+class LlamaBlock(nn.Module):
+    """Attention and a gated feed-forward part, each after a norm and added to what came in."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = SwiGLU(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        x = x + self.attention(self.attention_norm(x), mask, rope)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+def build(config: ModelSection) -> Decoder:
+    """A Llama of these dimensions, its weights not set."""
+    blocks: list[nn.Module] = [LlamaBlock(config) for _ in range(config.layers)]
+    return Decoder(config, blocks, nn.RMSNorm(config.dim, eps=config.norm_eps))

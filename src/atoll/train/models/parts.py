@@ -1,0 +1,215 @@
+"""Parts that the model families share. Shapes: B batch, S sequence, D model, H heads, K kv-heads, E head width."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.train.models.head import Head
+from atoll.train.recipe.schema import ModelSection, RopeScaling
+
+
+class Positions(nn.Module):
+    """Rotary position angles of a sequence (Su et al., "RoFormer", 2021), with the stretching of Llama 3.1 or YaRN.
+
+    The two halves of a head's width turn as pairs (i, i + E/2), as Hugging Face checkpoints expect.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
+
+    def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        """Angles per position [E/2] in float32, and the factor on cosines and sines."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+        inverse = 1.0 / self.theta**exponents
+        factor = 1.0
+        if self.scaling is not None and self.scaling.kind == "llama3":
+            inverse = _llama3(inverse, self.scaling)
+        elif self.scaling is not None:
+            inverse = _yarn(inverse, self.scaling, self.head_dim, self.theta)
+            stretch = self.scaling.factor
+            factor = self.scaling.attention_factor or (0.1 * math.log(stretch) + 1.0 if stretch > 1 else 1.0)
+        return inverse.to(torch.float32).to(device), factor
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each [B, S, 1, E], of ``positions`` [B, S]."""
+        inverse, factor = self.frequencies(positions.device)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        angles = positions.to(exact)[..., None] * inverse.to(exact)
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow turns are slowed by ``factor``, fast ones kept, those between blended (Llama 3.1 model card)."""
+    wavelength = 2 * math.pi / inverse
+    turns = scaling.original_max_seq_len / wavelength
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return inverse / scaling.factor * (1 - blend) + inverse * blend
+
+
+def _yarn(inverse: Tensor, scaling: RopeScaling, head_dim: int, theta: float) -> Tensor:
+    """Interpolation by parts (Peng et al., "YaRN", 2023, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension(scaling.beta_slow)), head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return inverse / scaling.factor * ramp + inverse * (1 - ramp)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn heads ``x`` [B, S, H, E] by the angles of their positions."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class CausalMask(nn.Module):
+    """Which positions see which; made once per forward and used by every block."""
+
+    def forward(self, documents: Tensor | None) -> Tensor | None:
+        """None for plain causal attention, else a boolean mask [B, 1, S, S], true where a query sees a key.
+
+        Args:
+            documents: [B, S], the number of each token's document within its sequence; None where documents are
+                not told apart.
+        """
+        if documents is None:
+            return None
+        length = documents.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+        return (documents[:, None, :, None] == documents[:, None, None, :]) & causal
+
+
+class AttentionCore(nn.Module):
+    """Scaled dot-product attention of heads; context parallelism puts another in its place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend.
+
+        Args:
+            q: [B, S, H, E].
+            k: [B, S, K, E], as ``v``; H is a multiple of K.
+            mask: what ``CausalMask`` gave.
+
+        Returns:
+            [B, S, H, E].
+        """
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al., 2023), rotary positions, queries and keys normed if asked."""
+
+    def __init__(self, config: ModelSection, *, bias: bool = False, head_norm: bool = False) -> None:
+        super().__init__()
+        self.head_dim = config.size_of_head
+        query_width, key_width = config.heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.q = nn.Linear(config.dim, query_width, bias=bias)
+        self.k = nn.Linear(config.dim, key_width, bias=bias)
+        self.v = nn.Linear(config.dim, key_width, bias=bias)
+        self.o = nn.Linear(query_width, config.dim, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
+        self.core = AttentionCore()
+
+    def forward(self, x: Tensor, mask: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        # -1 heads: tensor parallelism leaves each rank its share of them.
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        out: Tensor = self.o(self.core(q, k, v, mask).flatten(-2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward part (Shazeer, "GLU variants improve Transformer", 2020)."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(Protocol):
+    """One layer: ``forward(x [B, S, D], mask, rope) -> [B, S, D]``."""
+
+    attention: Attention
+    attention_norm: nn.Module
+    feed_forward: nn.Module
+    feed_forward_norm: nn.Module
+
+
+class Decoder(nn.Module):
+    """A stack of blocks between an embedding and a head.
+
+    Pipeline stages are the same class with the parts of other stages set to None. Blocks are in a ``ModuleDict`` under
+    their number, so that a parameter has the same name wherever its block runs. A tied head has no weight of its own:
+    it is handed the embedding's.
+    """
+
+    def __init__(self, config: ModelSection, blocks: list[nn.Module], norm: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocabulary, config.dim)
+        self.learned_positions: nn.Embedding | None = None
+        self.rope: Positions | None = Positions(config.size_of_head, config.rope_theta, config.rope_scaling)
+        self.causal_mask = CausalMask()
+        self.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+        self.norm: nn.Module | None = norm
+        self.head: Head | None = Head(config.vocabulary, config.dim, tied=config.tied)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or the loss where ``labels`` are given.
+
+        Args:
+            x: tokens [B, S]; on later pipeline stages the hidden state [B, S, D] of the stage before.
+            positions: [B, S], each token's place in its document.
+            documents: [B, S], each token's document; None lets tokens see all before them.
+            labels: [B, S], the token to predict at each place, -100 where none is.
+
+        Returns:
+            the sum of the negative log-likelihoods, [1], in float32 or wider; without labels the logits [B, S, V]; on
+            stages without the head the hidden state [B, S, D].
+        """
+        if self.embed is not None:
+            x = self.embed(x)
+            if self.learned_positions is not None:
+                x = x + self.learned_positions(positions)
+        mask = self.causal_mask(documents)
+        rope = None if self.rope is None else self.rope(positions, x.dtype)
+        for block in self.blocks.values():
+            x = block(x, mask, rope)
+        if self.norm is None or self.head is None:
+            return x
+        weight = self.embed.weight if self.config.tied and self.embed is not None else None
+        out: Tensor = self.head(self.norm(x), labels, weight)
+        return out

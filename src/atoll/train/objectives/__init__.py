@@ -1,0 +1,1 @@
+"""What is minimised: each objective defines its loss and nothing else."""

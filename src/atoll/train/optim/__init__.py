@@ -1,0 +1,1 @@
+"""Optimizers, their parameter groups, and learning rates as functions of a counter."""

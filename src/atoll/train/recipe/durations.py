@@ -1,0 +1,74 @@
+"""Lengths of training as typed strings: ``500``, ``"500step"``, ``"2ep"``, ``"1e9tok"``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainSerializer
+
+Unit = Literal["step", "ep", "tok"]
+
+_PATTERN = re.compile(
+    r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*(step|steps|ep|epoch|epochs|tok|toks|tokens)?\s*"
+)
+_UNITS: dict[str, Unit] = {
+    "step": "step",
+    "steps": "step",
+    "ep": "ep",
+    "epoch": "ep",
+    "epochs": "ep",
+    "tok": "tok",
+    "toks": "tok",
+    "tokens": "tok",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A length in optimizer steps, epochs or trained tokens."""
+
+    value: float
+    unit: Unit = "step"
+
+    def __str__(self) -> str:
+        number = f"{self.value:.0f}" if self.value == int(self.value) else f"{self.value:g}"
+        return f"{number}{self.unit}"
+
+    def in_steps(self, *, steps_per_epoch: float, tokens_per_step: float) -> int:
+        """Whole optimizer steps that cover this length, at least as long as it.
+
+        Args:
+            steps_per_epoch: steps, with a fraction where an epoch is not a whole number of them.
+            tokens_per_step: positions that a full step trains on.
+        """
+        per_unit = {"step": 1.0, "ep": steps_per_epoch, "tok": 1.0 / tokens_per_step}[self.unit]
+        exact = self.value * per_unit
+        return max(0, -int(-exact // 1) if abs(exact - round(exact)) > 1e-9 * max(1.0, exact) else round(exact))
+
+
+def parse_duration(value: Any) -> Duration:
+    """Read ``100``, ``"500step"``, ``"2ep"``, ``"0.5ep"`` or ``"1e9tok"``.
+
+    Raises:
+        ValueError: it is none of these; the text says what was expected.
+    """
+    if isinstance(value, Duration):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{value!r} is no length: expected 100, '500step', '2ep' or '1e9tok'")
+    found = _PATTERN.fullmatch(str(value))
+    if found is None:
+        raise ValueError(f"{value!r} is no length: expected 100, '500step', '2ep' or '1e9tok'")
+    number, unit = float(found[1].replace("_", "")), _UNITS[found[2] or "step"]
+    if unit == "step" and number != int(number):
+        raise ValueError(f"{value!r}: steps are whole, expected for instance '{int(number)}step'")
+    return Duration(number, unit)
+
+
+def _shown(duration: Duration) -> int | str:
+    return int(duration.value) if duration.unit == "step" else str(duration)
+
+
+DurationField = Annotated[Duration, BeforeValidator(parse_duration), PlainSerializer(_shown, return_type=int | str)]

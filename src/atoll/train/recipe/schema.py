@@ -1,0 +1,291 @@
+"""The recipe: every section and key, with its meaning, unit and default. This file is the reference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from atoll.train.recipe.durations import Duration, DurationField
+
+SCHEMA_VERSION = 1
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+AxisSize = Annotated[int, Field(ge=-1)]
+
+
+class Section(BaseModel):
+    """A section: unknown keys are refused, values do not change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, arbitrary_types_allowed=True)
+
+
+class RopeScaling(Section):
+    """How rotary positions are stretched past the length they were trained on."""
+
+    kind: Literal["llama3", "yarn"]
+    factor: Annotated[float, Field(ge=1)]
+    original_max_seq_len: Positive
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+class ModelSection(Section):
+    """Which network. Its dimensions derive from ``layers``, ``dim``, ``heads`` and ``hidden_dim``."""
+
+    family: Literal["llama", "qwen3", "phi3", "gpt2"] = "llama"
+    layers: Positive = 6
+    dim: Positive = 256
+    heads: Positive = 8
+    kv_heads: Positive | None = None  # as many as heads
+    head_dim: Positive | None = None  # dim / heads
+    hidden_dim: Positive | None = None  # of the feed-forward part; 4 dim for gpt2, 8/3 dim rounded up to 64 otherwise
+    vocab_size: Positive | None = None  # the tokenizer's
+    max_seq_len: Positive = 2048
+    tied: bool = False  # the head shares the embedding's weight
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    init: str | None = None  # weights to start from: a hub name, a folder, a .safetensors or .gguf file
+    python: str | None = None  # "pkg.module:build", called with this section, returns the model
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if self.head_dim is None and self.dim % self.heads:
+            raise ValueError(f"dim = {self.dim} is not divisible by heads = {self.heads}; set head_dim")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(f"heads = {self.heads} is not divisible by kv_heads = {self.num_kv_heads}")
+        if self.family != "gpt2" and self.size_of_head % 2:
+            raise ValueError(f"head_dim = {self.size_of_head} is odd, and rotary positions need pairs")
+        return self
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width inside the feed-forward part."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        return 4 * self.dim if self.family == "gpt2" else -(-8 * self.dim // (3 * 64)) * 64
+
+    @property
+    def vocabulary(self) -> int:
+        """Vocabulary size.
+
+        Raises:
+            ValueError: the recipe leaves it to a tokenizer that was not read yet.
+        """
+        if self.vocab_size is None:
+            raise ValueError("[model] vocab_size is not known before the tokenizer is read")
+        return self.vocab_size
+
+
+class MixturePart(Section):
+    """One part of a mixture."""
+
+    path: str | list[str]
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class DataSection(Section):
+    """What is read. ``path``: file, folder, glob, URL that fsspec knows, ``hf://owner/name``, a list, or a mixture."""
+
+    path: str | list[str] | list[MixturePart] | None = None
+    tokenizer: str | None = None  # "bytes", "bpe:4096" (trained on the data), a hub name, a folder or tokenizer.json
+    format: Literal["auto", "text", "jsonl", "parquet", "hf", "bin"] = "auto"
+    text_key: str = "text"  # the column or key that holds a document's text
+    split: str = "train"  # of a Hugging Face dataset
+    subset: str | None = None
+    streaming: bool = False  # Hugging Face datasets: read without downloading the whole
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin files without a header
+    document_end: str | None = None  # text files: a line that ends a document; None: a file is one document
+    validation: str | list[str] | Fraction = 0.0  # paths, or the fraction of documents held out
+    isolate_documents: bool = True  # tokens see their own document only, and positions restart in each
+    shuffle: bool = True
+    cache: str | None = None  # folder of tokenised shards; $ATOLL_HOME/data by default
+    workers: Annotated[int, Field(ge=0)] = 0  # processes that tokenise; 0: one for each core
+
+
+class ObjectiveSection(Section):
+    """What is minimised."""
+
+    kind: Literal["pretrain"] = "pretrain"
+    chunk_tokens: Positive = 2048  # tokens whose logits are in memory at a time, per rank
+
+
+class TrainSection(Section):
+    """How long, how much at a time, and where it goes."""
+
+    steps: DurationField | None = None  # 100, "500step", "2ep", "1e9tok"
+    tokens: Annotated[float, Field(gt=0)] | None = None  # the same as steps = "<tokens>tok"
+    output_dir: str = "outputs/{name}"
+    seed: Annotated[int, Field(ge=0)] = 0
+    seq_len: Positive = 2048
+    global_batch: Positive = 8  # sequences an optimizer step
+    micro_batch: Positive = 1  # sequences a rank handles at a time
+    recompute: Literal["none", "full", "selective", "auto"] = "auto"  # activation checkpointing
+    validate_every: DurationField | None = None
+    validate_batches: Positive | None = None  # global batches a validation reads at most
+    deterministic: bool = False
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # a collective that takes longer is an error
+    grace_s: Annotated[float, Field(gt=0)] = 30.0  # from SIGTERM to the end, the checkpoint included
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("steps") is not None and values.get("tokens") is not None:
+            raise ValueError("steps and tokens are both given: keep one")
+        return values
+
+    @property
+    def length(self) -> Duration | None:
+        """How long to train."""
+        return Duration(self.tokens, "tok") if self.tokens is not None else self.steps
+
+
+class OptimizerSection(Section):
+    """What moves the weights. Norms, biases and embeddings never decay."""
+
+    kind: Literal["adamw", "muon", "sgd"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: NonNegative = 0.1
+    momentum: Fraction = 0.95  # muon and sgd
+    muon_lr: Annotated[float, Field(gt=0)] = 0.02  # for the matrices; lr is AdamW's, for the rest
+    moments: Literal["fp32", "bf16"] = "fp32"  # how AdamW keeps its two moments
+    max_grad_norm: NonNegative = 1.0  # 0 does not clip
+
+
+class ScheduleSection(Section):
+    """The learning rate over the run, as a function of the step alone."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup: DurationField = Duration(0)
+    decay: DurationField | None = None  # wsd: the length of the last part; 10 % of the run by default
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1  # of lr, at the end
+
+
+_OTHER_SPELLINGS = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+
+
+class ParallelSection(Section):
+    """Sizes of the mesh; -1 is "the rest", on one axis at most. None leaves replicate and shard to Atoll."""
+
+    replicate: AxisSize | None = None
+    shard: AxisSize | None = None
+    tensor: AxisSize = 1
+    pipeline: AxisSize = 1
+    context: AxisSize = 1
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    stages_per_rank: Positive | None = None  # of the interleaved schedules; 2 there, else 1
+    reshard_after_forward: bool | None = None  # None: yes, but not inside a pipeline
+    sequence_parallel: bool = True  # norms and residuals split along the sequence over the tensor ranks
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_spellings(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known: dict[str, Any] = {}
+        for key, value in values.items():
+            name: str = _OTHER_SPELLINGS.get(key, key)
+            if name in known:
+                raise ValueError(f"{name} is given twice: {key} is another spelling of it")
+            known[name] = value
+        return known
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelSection:
+        sizes = {name: getattr(self, name) for name in ("replicate", "shard", "tensor", "pipeline", "context")}
+        for name, size in sizes.items():
+            if size == 0:
+                raise ValueError(f"{name} = 0: expected 1 or more, or -1 for the rest")
+        if sum(size == -1 for size in sizes.values()) > 1:
+            raise ValueError(
+                "-1 (the rest) stands on more than one axis: "
+                + ", ".join(f"{n} = {s}" for n, s in sizes.items() if s == -1)
+            )
+        return self
+
+
+class PrecisionSection(Section):
+    """Number formats. Master weights and moments are fp32 under bf16."""
+
+    compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # auto: bf16 on a GPU, fp32 on CPU
+    reduce: Literal["fp32", "bf16"] = "fp32"  # gradients, over the ranks (fp64 under compute = fp64)
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    float8_skip: list[str] = ["head"]  # modules whose names contain one of these stay in bf16
+    float8_emulate: bool = False  # for tests on cards without float8
+
+
+class CompileSection(Section):
+    """``torch.compile``, block by block."""
+
+    enabled: bool | None = None  # None: on a GPU yes, on CPU no
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+
+
+class CheckpointSection(Section):
+    """What is saved, when, and where."""
+
+    every: DurationField | None = None  # None: at the end only
+    keep: Annotated[int, Field(ge=1)] = 2  # newest ones
+    keep_every: DurationField | None = None  # these stay for good
+    keep_best: bool = False  # the one with the lowest validation loss stays too
+    path: str | None = None  # folder or fsspec URL; <output_dir>/checkpoints by default
+    asynchronous: bool = True  # train on while the files are written
+    at_end: bool = True
+
+
+class ProfileSection(Section):
+    """A ``torch.profiler`` trace of a few steps."""
+
+    start: Positive = 10
+    steps: Positive = 3
+
+
+class MetricsSection(Section):
+    """What is shown and where it goes; metrics.jsonl is always written."""
+
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = []
+    project: str = "atoll"
+    plot: bool = True  # loss.png in output_dir
+    sample_prompt: str | None = None  # text that the trained model goes on with, at the end
+    sample_tokens: Positive = 120
+    profile: ProfileSection | None = None
+    notify: str | None = None  # a command, or an http(s) URL that gets a JSON summary when the run ends
+
+
+class Recipe(Section):
+    """Model × data × objective × parallelism × precision."""
+
+    version: Literal[1] = 1
+    name: str = "run"
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    parallel: ParallelSection = ParallelSection()
+    precision: PrecisionSection = PrecisionSection()
+    compile: CompileSection = CompileSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()

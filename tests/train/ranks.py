@@ -1,0 +1,274 @@
+"""Ranks for tests: a server that has imported torch forks them, so that a gang of four starts in 0.2 s.
+
+``run(4, function, *args)`` gives each rank a Gloo group and returns what ``function(*args)`` returned, by rank. A rank
+that raises makes ``run`` raise ``RankFailed`` with its traceback; the others are killed. Functions and arguments travel
+by cloudpickle. Ranks are real processes: ``start(...)`` gives the ``Gang`` itself to those who kill some.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+import leaks
+
+_server: tuple[socket.socket, subprocess.Popen[bytes]] | None = None
+_IMPORTS = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "numpy",
+)
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the text has its traceback."""
+
+
+class Gang:
+    """Ranks that run; ``pids`` by rank."""
+
+    def __init__(self, channel: socket.socket, world: int, folder: str) -> None:
+        self._channel, self._folder = channel, folder
+        self.world = world
+        self.pids: list[int] = _receive(channel)
+
+    def wait(self, timeout: float = 100.0) -> list[Any]:
+        """What each rank returned.
+
+        Raises:
+            RankFailed: one raised or died.
+            TimeoutError: they took longer.
+        """
+        try:
+            kind, value = _receive(self._channel, timeout)
+        except TimeoutError:
+            stacks = "".join(_stack(pid) for pid in self.pids)
+            raise TimeoutError(f"{self.world} ranks are not done after {timeout:.0f} s\n{stacks}") from None
+        finally:
+            self.close()
+        if kind == "failed":
+            raise RankFailed(value)
+        return value
+
+    def outcomes(self, timeout: float = 100.0) -> list[tuple[str, Any]]:
+        """Per rank ``("returned", value)``, ``("raised", traceback)`` or ``("died", signal or exit code)``."""
+        try:
+            return _receive(self._channel, timeout)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._channel.close()  # the server kills what still runs
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 100.0, **kwargs: Any) -> list[Any]:
+    """Run ``function`` on ``world`` ranks with a Gloo group and return the values by rank."""
+    return start(world, function, *args, **kwargs).wait(timeout)
+
+
+def start(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    patient: bool = False,
+    env: dict[str, str] | None = None,
+    group: bool = True,
+    **kwargs: Any,
+) -> Gang:
+    """Start ranks. ``patient``: a rank that fails leaves the others running, and ``outcomes`` tells of all."""
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    ours, theirs = socket.socketpair()
+    request = cloudpickle.dumps((world, function, args, kwargs, patient, env or {}, group, folder, os.getcwd()))
+    server = _serving()
+    socket.send_fds(server, [b"r"], [theirs.fileno()])
+    theirs.close()
+    _send_bytes(ours, request)
+    return Gang(ours, world, folder)
+
+
+def _serving() -> socket.socket:
+    global _server
+    if _server is None:
+        with leaks.keep():
+            ours, theirs = socket.socketpair()
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path])}
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+            theirs.close()
+            ours.recv(1)  # it has imported torch
+            _server = (ours, process)
+            atexit.register(ours.close)
+    return _server[0]
+
+
+# ------------------------------------------------------------------------------------------------- the server
+def _serve(control: socket.socket) -> None:
+    import importlib
+
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    control.send(b"+")
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            break
+        if os.fork() == 0:
+            control.close()
+            with contextlib.suppress(BrokenPipeError, EOFError):
+                _run_gang(socket.socket(fileno=descriptors[0]))
+            os._exit(0)
+        os.close(descriptors[0])
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _run_gang(channel: socket.socket) -> None:
+    request = _receive_bytes(channel, 60.0)
+    world = pickle.loads(request)[0]
+    patient, folder = pickle.loads(request)[4], pickle.loads(request)[7]
+    pipes: dict[int, int] = {}
+    pids: list[int] = []
+    for rank in range(world):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            os.close(reading)
+            _rank_main(rank, request, writing)
+        os.close(writing)
+        pipes[reading] = rank
+        pids.append(pid)
+    _send(channel, pids)
+    outcomes: dict[int, tuple[str, Any]] = {}
+    buffers = dict.fromkeys(pipes, b"")
+    while pipes:
+        ready, _, _ = select.select([*pipes, channel], [], [])
+        if channel in ready:  # the test gave up
+            break
+        for descriptor in ready:
+            piece = os.read(descriptor, 1 << 20)
+            buffers[descriptor] += piece
+            if piece:
+                continue
+            rank = pipes.pop(descriptor)
+            status = os.waitpid(pids[rank], 0)[1]
+            if buffers[descriptor]:
+                outcomes[rank] = pickle.loads(buffers[descriptor])
+            else:
+                outcomes[rank] = ("died", os.waitstatus_to_exitcode(status))
+            if outcomes[rank][0] != "returned" and not patient:
+                pipes.clear()
+                break
+    for rank, pid in enumerate(pids):
+        if rank not in outcomes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+    if patient:
+        _send(channel, [outcomes.get(rank, ("died", -9)) for rank in range(world)])
+        return
+    failed = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] != "returned"}
+    if failed:
+        _send(channel, ("failed", "\n".join(f"rank {r} {kind}: {value}" for r, (kind, value) in failed.items())))
+    else:
+        _send(channel, ("ok", [outcomes[rank][1] for rank in range(world)]))
+
+
+def _rank_main(rank: int, request: bytes, writing: int) -> None:
+    import traceback
+
+    try:
+        import torch.distributed as dist
+
+        world, function, args, kwargs, _, env, group, folder, cwd = pickle.loads(request)
+        os.chdir(cwd)
+        os.environ.update(
+            {
+                **env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+            }
+        )
+        if group:
+            store = dist.FileStore(str(Path(folder) / "store"), world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        outcome = ("returned", function(*args, **kwargs))
+        # Not destroyed: a rank that is done must not pull the store from under one that is not.
+    except BaseException:
+        outcome = ("raised", traceback.format_exc())
+    with os.fdopen(writing, "wb") as file:
+        try:
+            file.write(cloudpickle.dumps(outcome))
+        except Exception:
+            file.write(pickle.dumps(("raised", traceback.format_exc())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _stack(pid: int) -> str:
+    done = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True)
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------- messages
+def _send(channel: socket.socket, value: Any) -> None:
+    _send_bytes(channel, cloudpickle.dumps(value))
+
+
+def _send_bytes(channel: socket.socket, data: bytes) -> None:
+    channel.sendall(struct.pack("<Q", len(data)) + data)
+
+
+def _receive(channel: socket.socket, timeout: float = 60.0) -> Any:
+    return pickle.loads(_receive_bytes(channel, timeout))
+
+
+def _receive_bytes(channel: socket.socket, timeout: float) -> bytes:
+    deadline = time.monotonic() + timeout
+
+    def exactly(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            channel.settimeout(max(0.01, deadline - time.monotonic()))
+            piece = channel.recv(min(count - len(data), 1 << 20))
+            if not piece:
+                raise EOFError("the server of ranks is gone")
+            data += piece
+        channel.settimeout(None)
+        return bytes(data)
+
+    return exactly(struct.unpack("<Q", exactly(8))[0])
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
