@@ -205,10 +205,10 @@ class ParallelSection(Section):
             return values
         known: dict[str, Any] = {}
         for key, value in values.items():
-            name: str = _OTHER_SPELLINGS.get(key, key)
-            if name in known:
-                raise ValueError(f"{name} is given twice: {key} is another spelling of it")
-            known[name] = value
+            axis = str(_OTHER_SPELLINGS.get(key, key))
+            if axis in known:
+                raise ValueError(f"{axis} is given twice: {key} is another spelling of it")
+            known[axis] = value
         return known
 
     @model_validator(mode="after")
