@@ -121,8 +121,14 @@ def _serving() -> socket.socket:
             theirs.close()
             ours.recv(1)  # it has imported torch
             _server = (ours, process)
-            atexit.register(ours.close)
+            atexit.register(_end_server)
     return _server[0]
+
+
+def _end_server() -> None:
+    if _server is not None:
+        _server[0].close()
+        _server[1].wait(10)
 
 
 # ------------------------------------------------------------------------------------------------- the server

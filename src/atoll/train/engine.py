@@ -1,0 +1,122 @@
+"""Forward and backward of one optimizer step on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from atoll.train.batch import Batch
+from atoll.train.models.registry import build
+from atoll.train.parallel.apply import build_dtype, compute_dtype, parallelize, weights_of
+from atoll.train.parallel.context import split
+from atoll.train.parallel.gradients import Weights
+from atoll.train.parallel.layout import num_stages_per_rank
+from atoll.train.parallel.mesh import Mesh
+from atoll.train.parallel.pipeline import Pipeline, cut, stage_numbers
+from atoll.train.recipe.schema import Recipe
+
+Applied = Callable[[nn.Module], None]
+
+
+class Engine:
+    """A model spread over the mesh, and what it does with micro-batches.
+
+    Attributes:
+        stages: the parts of the model on this rank, by their number; a single one without a pipeline.
+        weights: their parameters as the optimizer sees them.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh,
+        set_weights: Callable[[nn.Module], None],
+        *,
+        objective: Applied | None = None,
+        recompute: Applied | None = None,
+        compile_blocks: Applied | None = None,
+    ) -> None:
+        """Build the model on the meta device, parallelize it, allocate this rank's part and set its weights.
+
+        Args:
+            recipe: resolved, with a known vocabulary.
+            mesh: where this rank is.
+            set_weights: fills the parameters of a stage, in place.
+            objective: puts its loss into the model.
+            recompute: wraps blocks for activation checkpointing.
+            compile_blocks: compiles blocks.
+        """
+        self.mesh = mesh
+        self.stages: dict[int, nn.Module] = {}
+        numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if _piped(mesh) else [0]
+        num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
+        for number in numbers:
+            model = build(recipe.model, device="meta", dtype=build_dtype(recipe, mesh))
+            if objective is not None:
+                objective(model)
+            if _piped(mesh):
+                model = cut(model, number, num_stages)  # type: ignore[arg-type]  # it refuses others
+            parallelize(model, recipe, mesh, recompute=recompute, compile_blocks=compile_blocks)
+            model.to_empty(device=mesh.device)
+            set_weights(model)
+            self.stages[number] = model
+        self.weights: Weights = weights_of(list(self.stages.values()), recipe, mesh)
+        self._pipeline = (
+            Pipeline(self.stages, recipe, mesh, compute_dtype(recipe, mesh.device)) if _piped(mesh) else None
+        )
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes the loss: it has the last stage."""
+        return self._pipeline is None or self._pipeline.has_last
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer moves on this rank."""
+        return list(self.weights.masters.values())
+
+    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+        """Sum the gradients of a step's micro-batches into the weights.
+
+        Returns:
+            the summed loss of this rank's tokens, [1]; zero on ranks without the last stage.
+        """
+        self.weights.begin()
+        own = [self._own_part(batch) for batch in batches]
+        if self._pipeline is not None:
+            self.weights.last_micro_batch()
+            total = self._pipeline.train(own)
+        else:
+            (model,) = self.stages.values()
+            total = torch.zeros(1, device=self.mesh.device)
+            for number, batch in enumerate(own):
+                if number == len(own) - 1:
+                    self.weights.last_micro_batch()
+                loss = _loss(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total = total + loss.detach()
+        self.weights.finish()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """The summed loss of this rank's tokens, [1]; zero on ranks without the last stage."""
+        own = [self._own_part(batch) for batch in batches]
+        if self._pipeline is not None:
+            return self._pipeline.evaluate(own)
+        (model,) = self.stages.values()
+        return torch.stack([_loss(model, batch) for batch in own]).sum().reshape(1)
+
+    def _own_part(self, batch: Batch) -> Batch:
+        return split(batch, self.mesh.place["context"], self.mesh.layout.context)
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(batch.tokens, batch.positions, batch.documents, batch.labels)
+    return loss
+
+
+def _piped(mesh: Mesh) -> bool:
+    return mesh.layout.pipeline > 1

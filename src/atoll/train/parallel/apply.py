@@ -1,0 +1,119 @@
+"""Parallelism from outside: one function that turns a single-device model into this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from atoll.train.models.parts import Decoder
+from atoll.train.parallel.context import apply_context
+from atoll.train.parallel.gradients import ReplicatedWeights, ShardedWeights, Weights
+from atoll.train.parallel.mesh import Mesh
+from atoll.train.parallel.tensor import apply_tensor
+from atoll.train.recipe.schema import Recipe
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The number format of matrix products."""
+    wanted = recipe.precision.compute
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[wanted]
+
+
+def master_dtype(recipe: Recipe) -> torch.dtype:
+    """The number format that weights are kept in."""
+    return torch.float64 if recipe.precision.compute == "fp64" else torch.float32
+
+
+def reduce_dtype(recipe: Recipe) -> torch.dtype:
+    """The number format that gradients are summed in."""
+    if recipe.precision.compute == "fp64":
+        return torch.float64
+    return _DTYPES[recipe.precision.reduce]
+
+
+def build_dtype(recipe: Recipe, mesh: Mesh) -> torch.dtype:
+    """The format of the model's own parameters: FSDP casts at each use, replicas hold the narrow copy."""
+    return master_dtype(recipe) if mesh.fsdp is not None else compute_dtype(recipe, mesh.device)
+
+
+def parallelize(
+    model: nn.Module,
+    recipe: Recipe,
+    mesh: Mesh,
+    *,
+    recompute: Callable[[nn.Module], None] | None = None,
+    compile_blocks: Callable[[nn.Module], None] | None = None,
+) -> None:
+    """Shard ``model``, which is on the meta device, in place.
+
+    The order matters: context and tensor parallelism change what a block does, recomputation wraps that, compilation
+    sees both, and FSDP gathers the parameters of the compiled block.
+    """
+    layout = mesh.layout
+    if layout.context > 1:
+        apply_context(model, mesh.group("context"))
+    if layout.tensor > 1:
+        apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # it refuses others
+    if recompute is not None:
+        recompute(model)
+    if compile_blocks is not None:
+        compile_blocks(model)
+    if mesh.fsdp is not None:
+        _shard(model, recipe, mesh)
+
+
+def _shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
+    assert mesh.fsdp is not None
+    compute, master = compute_dtype(recipe, mesh.device), master_dtype(recipe)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute if compute != master else None,
+        reduce_dtype=reduce_dtype(recipe) if reduce_dtype(recipe) != compute else None,
+        cast_forward_inputs=compute != master,
+    )
+    reshard = recipe.parallel.reshard_after_forward
+    if reshard is None:
+        reshard = mesh.layout.pipeline == 1  # a stage's parameters are needed again at the next micro-batch
+    if isinstance(model, Decoder):
+        for block in model.blocks.values():
+            fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+        if not model.config.tied:
+            if model.embed is not None:
+                fully_shard(model.embed, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+            if model.norm is not None and model.head is not None:
+                # Needed again at once by the backward pass.
+                fully_shard([model.norm, model.head], mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    else:
+        for part in _repeated(model):
+            fully_shard(part, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """The layers of a user's model: the members of its lists of modules that hold parameters."""
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
+    found: list[nn.Module] = []
+    for each in lists:
+        members = each.values() if isinstance(each, nn.ModuleDict) else each
+        found += [member for member in members if next(member.parameters(), None) is not None]
+    nested = {id(inner) for outer in found for inner in outer.modules() if inner is not outer}
+    return [each for each in found if id(each) not in nested]
+
+
+def weights_of(stages: Sequence[nn.Module], recipe: Recipe, mesh: Mesh) -> Weights:
+    """The weights of a parallelized model, or of its stages on this rank, after they were set."""
+    if mesh.fsdp is not None:
+        return ShardedWeights(stages, replicated=mesh.layout.replicate > 1)
+    return ReplicatedWeights(
+        stages,
+        group=mesh.gradients,
+        master_dtype=master_dtype(recipe),
+        reduce_dtype=reduce_dtype(recipe),
+        overlap=mesh.layout.pipeline == 1,
+    )

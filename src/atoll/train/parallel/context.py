@@ -1,0 +1,141 @@
+"""Context parallelism: each rank holds a part of every sequence, and attends to the keys and values of all.
+
+A sequence is cut into twice as many pieces as there are ranks; rank r holds pieces r and 2n-1-r, so that every rank
+has as much to attend to under a causal mask. Keys and values are gathered for the attention (Llama 3, section 3.3.2),
+which works on every backend and lets documents be told apart across the cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.train.batch import Batch
+from atoll.train.models.parts import Attention, AttentionCore, CausalMask
+
+
+def places(rank: int, size: int, length: int) -> Tensor:
+    """Which positions of a sequence of ``length`` rank ``rank`` of ``size`` holds, in its order."""
+    pieces = torch.arange(length).chunk(2 * size)
+    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
+
+
+def split(batch: Batch, rank: int, size: int) -> Batch:
+    """This rank's part of each sequence."""
+    if size == 1:
+        return batch
+    own = places(rank, size, batch.tokens.shape[1]).to(batch.tokens.device)
+    parts = (batch.tokens, batch.labels, batch.positions, batch.documents)
+    return Batch(*(None if part is None else part.index_select(1, own) for part in parts))  # type: ignore[arg-type]  # only documents can be None
+
+
+class _Gather(torch.autograd.Function):
+    """[B, S/n, ...] of each rank to [B, S, ...] in the order of the sequence; backwards, gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.group, ctx.order = group, order
+        return gathered(part, group).index_select(1, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        size = dist.get_world_size(ctx.group)
+        pieces = torch.unflatten(grad.index_select(1, ctx.order), 1, (size, -1)).transpose(0, 1).contiguous()
+        own = torch.empty_like(pieces[0])
+        dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=ctx.group)
+        return own, None, None, None
+
+
+def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S/n, ...] of each rank, one rank's part after the other: [B, S, ...]."""
+    size = dist.get_world_size(group)
+    pieces = part.new_empty((size * part.shape[0], *part.shape[1:]))
+    dist.all_gather_into_tensor(pieces, part.contiguous(), group=group)
+    return torch.unflatten(pieces, 0, (size, -1)).transpose(0, 1).flatten(1, 2)
+
+
+class _Sequence:
+    """Where the parts of all ranks lie in the sequence."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._known: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def orders(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """For sequences of ``length``: own places [S/n], the places in rank order [S], and the way back [S]."""
+        key = (length, device)
+        if key not in self._known:
+            order = torch.cat([places(rank, self.size, length) for rank in range(self.size)])
+            own = places(self.rank, self.size, length)
+            self._known[key] = (own.to(device), order.to(device), order.argsort().to(device))
+        return self._known[key]
+
+
+class ContextMask(CausalMask):
+    """The mask of this rank's queries over the keys of the whole sequence."""
+
+    def __init__(self, sequence: _Sequence) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def forward(self, documents: Tensor | None) -> Tensor | None:
+        """[B, 1, S/n, S] of this rank's ``documents`` [B, S/n]."""
+        if documents is None:
+            return None
+        own, _, inverse = self.sequence.orders(documents.shape[1] * self.sequence.size, documents.device)
+        everywhere = gathered(documents, self.sequence.group).index_select(1, inverse)
+        causal = own[:, None] >= torch.arange(everywhere.shape[1], device=own.device)
+        return (documents[:, None, :, None] == everywhere[:, None, None, :]) & causal
+
+
+class ContextCore(AttentionCore):
+    """Attention of this rank's queries to the gathered keys and values."""
+
+    def __init__(self, sequence: _Sequence) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """As ``AttentionCore``, with S/n positions of this rank."""
+        length = q.shape[1] * self.sequence.size
+        _, order, inverse = self.sequence.orders(length, q.device)
+        both = torch.cat((k, v), dim=-1)
+        gathered_both: Tensor = _Gather.apply(both, self.sequence.group, order, inverse)  # type: ignore[no-untyped-call]
+        k, v = gathered_both.chunk(2, dim=-1)
+        if mask is not None:
+            return super().forward(q, k, v, mask)
+        # Each of the two pieces sees the keys up to its own end, so that no work is spent on what is masked.
+        piece, rank, size = q.shape[1] // 2, self.sequence.rank, self.sequence.size
+        ends = ((rank + 1) * piece, (2 * size - rank) * piece)
+        outs = [_causal(part, k[:, :end], v[:, :end]) for part, end in zip(q.chunk(2, dim=1), ends, strict=True)]
+        return torch.cat(outs, dim=1)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last positions of ``k`` to all of it."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias = causal_lower_right(q.shape[1], k.shape[1])
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    # The bias object picks a fused kernel where there is one; the plain mask is for those that have none.
+    mask = bias if q.is_cuda and not grouped else bias._materialize(q.device)
+    if q.is_cuda and grouped:
+        groups = q.shape[1] // k.shape[1]
+        k, v, grouped, mask = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False, bias
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+def apply_context(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the attention of ``model`` see the parts of every rank of ``group``."""
+    sequence = _Sequence(group)
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.core = ContextCore(sequence)
+        if isinstance(getattr(module, "causal_mask", None), CausalMask):
+            module.causal_mask = ContextMask(sequence)

@@ -1,0 +1,209 @@
+"""Summed gradients of a step, and the weights the optimizer sees.
+
+Gradients are sums over tokens. They are added up over micro-batches and ranks in the reduction's number format, and
+divided once, by the number of tokens of the whole step (``clip.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+_BUCKET_BYTES = 32 * 2**20
+
+
+class Weights(Protocol):
+    """What the loop asks of a model's weights in a step, in this order."""
+
+    masters: dict[str, nn.Parameter]  # what the optimizer moves, by name
+
+    def begin(self) -> None:
+        """A step begins: gradients are zero."""
+
+    def last_micro_batch(self) -> None:
+        """The backward pass that comes is the last of this step."""
+
+    def finish(self) -> None:
+        """All backward passes are done: ``masters`` hold the sums of all ranks in ``.grad``."""
+
+    def publish(self) -> None:
+        """The optimizer has moved ``masters``: the model computes with them from now on."""
+
+
+class ShardedWeights:
+    """FSDP2 sums the gradients of each block while the backward pass goes on."""
+
+    def __init__(self, stages: Iterable[nn.Module], *, replicated: bool) -> None:
+        self.masters = {name: p for stage in stages for name, p in stage.named_parameters()}
+        self._units = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
+        self._replicated = replicated
+        for unit in self._units:
+            # Sums, not means; torch's own pre-multiplied sum has no Gloo kernel.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def begin(self) -> None:
+        for parameter in self.masters.values():
+            parameter.grad = None
+        self._all_reduce(False)
+
+    def last_micro_batch(self) -> None:
+        self._all_reduce(True)
+
+    def _all_reduce(self, wanted: bool) -> None:
+        # Under HSDP the sum over replicas is needed once; that over shards frees memory after every micro-batch.
+        if self._replicated:
+            for unit in self._units:
+                unit.set_requires_all_reduce(wanted, recurse=False)
+
+    def finish(self) -> None:
+        return
+
+    def publish(self) -> None:
+        return
+
+
+class ReplicatedWeights:
+    """Whole parameters on each rank (DDP); gradients are summed bucket by bucket while the last backward pass goes on.
+
+    Where the model computes in a narrower format than ``master_dtype``, the masters are copies of their own.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[nn.Module],
+        *,
+        group: dist.ProcessGroup | None,
+        master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        overlap: bool,
+    ) -> None:
+        self._parameters = {name: p for stage in stages for name, p in stage.named_parameters() if p.requires_grad}
+        self._own_masters = any(p.dtype != master_dtype for p in self._parameters.values())
+        self.masters = {
+            name: nn.Parameter(p.detach().to(master_dtype)) if p.dtype != master_dtype else p
+            for name, p in self._parameters.items()
+        }
+        self._group = group
+        self._overlap = overlap
+        self._summing = False
+        self._work: list[dist.Work] = []
+        self._buckets: list[_Bucket] = []
+        if group is not None or self._own_masters:
+            self._make_buckets(reduce_dtype)
+
+    def _make_buckets(self, dtype: torch.dtype) -> None:
+        # The backward pass reaches the last parameters first.
+        waiting: list[str] = []
+        size = 0
+        for name in reversed(self._parameters):
+            waiting.append(name)
+            size += _local(self._parameters[name]).numel() * dtype.itemsize
+            if size >= _BUCKET_BYTES:
+                self._add_bucket(waiting, dtype)
+                waiting, size = [], 0
+        if waiting:
+            self._add_bucket(waiting, dtype)
+
+    def _add_bucket(self, names: list[str], dtype: torch.dtype) -> None:
+        number = len(self._buckets)
+        bucket = _Bucket([_local(self._parameters[name]) for name in names], dtype)
+        self._buckets.append(bucket)
+        for place, name in enumerate(names):
+            parameter = self._parameters[name]
+
+            def arrived(parameter: Tensor, number: int = number, place: int = place) -> None:
+                assert parameter.grad is not None
+                self._buckets[number].views[place].add_(_local(_placed(parameter.grad, parameter)))
+                parameter.grad = None
+                self._buckets[number].missing.discard(place)
+                if self._summing:
+                    self._send()
+
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        self._summing = False
+        self._work.clear()
+        for parameter in self.masters.values():
+            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+
+    def last_micro_batch(self) -> None:
+        # In a pipeline the passes of several micro-batches interleave: sums are made when all are done.
+        self._summing = self._overlap and self._group is not None
+        for bucket in self._buckets:
+            bucket.missing = set(range(len(bucket.views)))
+
+    def _send(self, *, all_of_them: bool = False) -> None:
+        # Strictly one bucket after the other, since ranks must agree on the order of their collectives.
+        while len(self._work) < len(self._buckets):
+            bucket = self._buckets[len(self._work)]
+            if bucket.missing and not all_of_them:
+                return
+            work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            assert work is not None
+            self._work.append(work)
+
+    def finish(self) -> None:
+        if self._group is not None and self._buckets:
+            self._send(all_of_them=True)  # also those with parameters that no token reached
+            for work in self._work:
+                work.wait()
+        views = (view for bucket in self._buckets for view in bucket.views)
+        for name, view in zip(reversed(self._parameters), views, strict=False):
+            master = self.masters[name]
+            master.grad = _like(master, view.to(master.dtype))
+        for master in self.masters.values():
+            if master.grad is not None:
+                master.grad = _placed(master.grad, master)
+
+    def publish(self) -> None:
+        if self._own_masters:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [_local(p) for p in self._parameters.values()], [_local(m) for m in self.masters.values()]
+                )
+
+
+class _Bucket:
+    """Gradients that are summed over the ranks together."""
+
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype) -> None:
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+        pieces = torch.split(self.flat, [p.numel() for p in parameters])
+        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self.missing: set[int] = set()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _placed(grad: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient spread as its parameter is: tensor parallelism can leave sums that are still to be made."""
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        return grad.redistribute(placements=parameter.placements)
+    return grad
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """``local`` as part of a tensor that is spread as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,134 @@
+"""Pipeline parallelism: the model cut into stages, and the order in which micro-batches pass through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    _PipelineSchedule,
+)
+
+from atoll.core.errors import ConfigError
+from atoll.train.batch import Batch
+from atoll.train.models.parts import Decoder
+from atoll.train.parallel.layout import num_stages_per_rank
+from atoll.train.parallel.mesh import Mesh
+from atoll.train.recipe.schema import Recipe
+
+_SCHEDULES: dict[str, Callable[..., _PipelineSchedule]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def stage_numbers(recipe: Recipe, rank: int, size: int) -> list[int]:
+    """Which stages of the model a pipeline rank holds, first to last."""
+    per_rank = num_stages_per_rank(recipe)
+    if recipe.parallel.pipeline_schedule == "zbv":  # down one leg of a V, up the other
+        return [rank, 2 * size - 1 - rank]
+    return [rank + turn * size for turn in range(per_rank)]
+
+
+def layers_of_stage(stage: int, num_stages: int, num_layers: int) -> range:
+    """Blocks of a stage; where they don't divide evenly, the middle stages have one more than the ends."""
+    base, extra = divmod(num_layers, num_stages)
+    # The first and the last stage also have the embedding and the head, so they get extra blocks last.
+    order = sorted(range(num_stages), key=lambda each: (each in (num_stages - 1, 0), each))
+    bonus = {each: place < extra for place, each in enumerate(order)}
+    start = sum(base + bonus[each] for each in range(stage))
+    return range(start, start + base + bonus[stage])
+
+
+def cut(model: Decoder, stage: int, num_stages: int) -> Decoder:
+    """Leave of ``model`` what belongs to one stage."""
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            "[parallel] pipeline needs one of the model families of Atoll; a model of your own can be replicated or "
+            "sharded: set pipeline = 1"
+        )
+    keep = {str(number) for number in layers_of_stage(stage, num_stages, model.config.layers)}
+    for number in list(model.blocks):
+        if number not in keep:
+            del model.blocks[number]
+    if stage > 0:
+        model.embed = model.learned_positions = None
+    if stage < num_stages - 1:
+        model.norm = model.head = None
+    return model
+
+
+class Pipeline:
+    """Runs the micro-batches of a step through this rank's stages."""
+
+    def __init__(self, stages: dict[int, nn.Module], recipe: Recipe, mesh: Mesh, dtype: torch.dtype) -> None:
+        self.num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
+        self.micro_batch = recipe.train.micro_batch
+        self.num_micro_batches = recipe.train.global_batch // (mesh.layout.data * recipe.train.micro_batch)
+        self._mesh = mesh
+        self.has_first = 0 in stages
+        self.has_last = self.num_stages - 1 in stages
+        group = mesh.group("pipeline")
+        length = recipe.train.seq_len // mesh.layout.context
+        split = mesh.layout.tensor if recipe.parallel.sequence_parallel else 1
+        hidden = torch.empty(self.micro_batch, length // split, recipe.model.dim, dtype=dtype, device="meta")
+        tokens = torch.empty(self.micro_batch, length, dtype=torch.int64, device="meta")
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        loss = torch.empty(1, dtype=wide, device="meta")
+        self._stages = [
+            PipelineStage(
+                module,
+                number,
+                self.num_stages,
+                mesh.device,
+                input_args=(tokens if number == 0 else hidden.requires_grad_(),),
+                output_args=(loss if number == self.num_stages - 1 else hidden.requires_grad_(),),
+                group=group,
+            )
+            for number, module in stages.items()
+        ]
+        make = _SCHEDULES[recipe.parallel.pipeline_schedule]
+        looped = recipe.parallel.pipeline_schedule not in ("gpipe", "1f1b")
+        self._schedule = make(
+            self._stages if looped else self._stages[0],
+            n_microbatches=self.num_micro_batches,
+            loss_fn=lambda output, target: output.sum(),
+            scale_grads=False,
+        )
+
+    def train(self, batches: list[Batch]) -> Tensor:
+        """Forward and backward of a step's micro-batches; the summed loss, [1], on ranks with the last stage."""
+        losses: list[Tensor] = []
+        self._run(self._schedule.step, batches, losses=losses)
+        return torch.stack([loss.detach() for loss in losses]).sum().reshape(1) if losses else self._zero()
+
+    def evaluate(self, batches: list[Batch]) -> Tensor:
+        """The summed loss, [1], on ranks with the last stage, without gradients."""
+        losses: list[Tensor] = []
+        self._run(self._schedule.eval, batches, losses=losses)
+        return torch.stack([loss.detach() for loss in losses]).sum().reshape(1) if losses else self._zero()
+
+    def _zero(self) -> Tensor:
+        return torch.zeros(1, device=self._mesh.device)
+
+    def _run(self, step: Callable[..., Any], batches: list[Batch], losses: list[Tensor]) -> None:
+        whole = {
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in ("tokens", "labels", "positions", "documents")
+            if getattr(batches[0], name) is not None
+        }
+        inputs = (whole["tokens"],) if self.has_first else ()
+        rest = {name: whole[name] for name in ("positions", "documents", "labels") if name in whole}
+        target = {"target": whole["labels"], "losses": losses} if self.has_last else {}
+        step(*inputs, **target, **rest)

@@ -1,0 +1,185 @@
+"""Every layout gives the losses and gradients of one process: the same sums, only added up elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import ranks
+from atoll.train.batch import Batch
+from atoll.train.engine import Engine
+from atoll.train.models.init import initialize
+from atoll.train.parallel.clip import scale_gradients, squared_norm
+from atoll.train.parallel.layout import resolve
+from atoll.train.parallel.mesh import make_mesh
+from atoll.train.recipe.schema import Recipe
+
+S, V, GLOBAL = 16, 53, 8
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp2": (2, {"replicate": 2}),
+    "ddp2_2x2": (2, {"replicate": 2, "micro": 2}),
+    "accumulate_2x4": (1, {"micro": 4}),
+    "accumulate_8x1": (1, {"micro": 1}),
+    "fsdp2": (2, {"shard": 2}),
+    "fsdp2_accumulate": (2, {"shard": 2, "micro": 1}),
+    "fsdp4": (4, {"shard": 4, "micro": 2}),
+    "hsdp": (4, {"replicate": 2, "shard": 2, "micro": 1}),
+    "tp2": (2, {"tensor": 2}),
+    "tp2_no_sp": (2, {"tensor": 2, "sequence_parallel": False}),
+    "tp2_ddp2": (4, {"tensor": 2, "replicate": 2}),
+    "cp2": (2, {"context": 2}),
+    "cp4": (4, {"context": 4}),
+    "cp2_ddp2": (4, {"context": 2, "replicate": 2, "micro": 2}),
+    "fsdp_tp": (4, {"shard": 2, "tensor": 2}),
+    "fsdp_cp": (4, {"shard": 2, "context": 2, "micro": 2}),
+    "tp_cp": (4, {"tensor": 2, "context": 2}),
+    "pp_gpipe": (2, {"pipeline": 2, "micro": 2, "pipeline_schedule": "gpipe"}),
+    "pp_1f1b": (2, {"pipeline": 2, "micro": 1, "pipeline_schedule": "1f1b"}),
+    "pp_interleaved": (2, {"pipeline": 2, "micro": 2, "pipeline_schedule": "interleaved"}),
+    "pp_zero_bubble": (2, {"pipeline": 2, "micro": 2, "pipeline_schedule": "zero_bubble"}),
+    "pp_zbv": (2, {"pipeline": 2, "micro": 2, "pipeline_schedule": "zbv"}),
+    "pp_fsdp": (4, {"pipeline": 2, "shard": 2, "micro": 2}),
+    "pp_ddp": (4, {"pipeline": 2, "replicate": 2, "micro": 2}),
+    "pp_tp": (4, {"pipeline": 2, "tensor": 2, "micro": 2}),
+    "pp_cp": (4, {"pipeline": 2, "context": 2, "micro": 2}),
+    "pp4_1f1b": (4, {"pipeline": 4, "micro": 2}),
+}
+
+
+def recipe_of(family: str = "llama", *, precision: str = "fp64", micro: int = 4, **options: Any) -> Recipe:
+    model = {"family": family, "layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": V, "hidden_dim": 48}
+    if family in ("gpt2", "phi3"):
+        model["kv_heads"] = 4
+    model |= options.pop("model", {})
+    return Recipe.model_validate(
+        {
+            "model": {**model, "max_seq_len": S},
+            "objective": {"chunk_tokens": 24},
+            "train": {"seq_len": S, "global_batch": options.pop("global_batch", GLOBAL), "micro_batch": micro},
+            "parallel": options,
+            "precision": {"compute": precision},
+        }
+    )
+
+
+def sequences(num: int = GLOBAL, seed: int = 0, isolate: bool = True) -> Batch:
+    """Packed sequences of ragged documents; each ignores a few labels."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, V, (num, S), generator=generator)
+    labels = torch.randint(0, V, (num, S), generator=generator)
+    labels[torch.rand(num, S, generator=generator) < 0.2] = -100
+    starts = torch.rand(num, S, generator=generator) < 0.25
+    starts[:, 0] = True
+    documents = starts.long().cumsum(1) - 1
+    index = torch.arange(S).expand(num, S)
+    positions = index - torch.where(starts, index, 0).cummax(1).values
+    return Batch(tokens, labels, positions, documents) if isolate else Batch(tokens, labels, index, None)
+
+
+def rows(batch: Batch, start: int, stop: int) -> Batch:
+    parts = (batch.tokens, batch.labels, batch.positions, batch.documents)
+    return Batch(*(None if part is None else part[start:stop] for part in parts))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def step_of(
+    recipe: Recipe, num_steps: int = 1, isolate: bool = True
+) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """Losses per token, the gradients of the first step by name, and their norm, as this rank has them."""
+    layout = resolve(recipe, dist.get_world_size())
+    mesh = make_mesh(layout, torch.device("cpu"))
+    engine = Engine(recipe, mesh, lambda model: initialize(model, 1))
+    optimizer = torch.optim.AdamW(engine.parameters, lr=1e-2, fused=True)
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    norm = 0.0
+    share, micro = recipe.train.global_batch // layout.data, recipe.train.micro_batch
+    for step in range(num_steps):
+        batch = sequences(recipe.train.global_batch, step, isolate)
+        first = mesh.data_rank * share
+        own = [rows(batch, first + place, first + place + micro) for place in range(0, share, micro)]
+        total = engine.forward_backward(own).double() / layout.tensor
+        dist.all_reduce(total)
+        tokens = int((batch.labels != -100).sum())
+        losses.append(total.item() / tokens)
+        scale_gradients(engine.parameters, 1.0 / tokens)
+        if step == 0:
+            gradients = {name: full(p.grad) for name, p in engine.weights.masters.items()}
+            norm = squared_norm(engine.parameters, mesh).sqrt().item()
+        optimizer.step()
+        engine.weights.publish()
+    return losses, gradients, norm
+
+
+def reference(
+    recipe: Recipe, num_steps: int = 1, isolate: bool = True
+) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    whole = Recipe.model_validate(
+        {
+            **recipe.model_dump(),
+            "parallel": {},
+            "train": {**recipe.train.model_dump(), "micro_batch": recipe.train.global_batch},
+        }
+    )
+    return ranks.run(1, step_of, whole, num_steps, isolate)[0]
+
+
+def compare(world: int, recipe: Recipe, tolerance: float, isolate: bool = True) -> None:
+    losses, gradients, norm = reference(recipe, isolate=isolate)
+    seen: dict[str, torch.Tensor] = {}
+    for own_losses, own_gradients, own_norm in ranks.run(world, step_of, recipe, 1, isolate):
+        assert own_losses == pytest.approx(losses, rel=tolerance)
+        assert own_norm == pytest.approx(norm, rel=tolerance)
+        for name, gradient in own_gradients.items():
+            torch.testing.assert_close(
+                gradient, gradients[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        seen |= own_gradients
+    assert seen.keys() == gradients.keys()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_gradients_of_one_process(name: str) -> None:
+    world, options = LAYOUTS[name]
+    compare(world, recipe_of(**options), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["cp2", "cp4", "tp2", "fsdp2", "pp_1f1b"])
+def test_a_layout_without_document_borders(name: str) -> None:
+    world, options = LAYOUTS[name]
+    compare(world, recipe_of(**options), 1e-11, isolate=False)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt2"])
+@pytest.mark.parametrize("name", ["ddp2", "hsdp", "tp2", "tp2_no_sp", "cp2", "fsdp_tp", "pp_1f1b"])
+def test_the_other_families(family: str, name: str) -> None:
+    world, options = LAYOUTS[name]
+    compare(world, recipe_of(family, **options), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["ddp2", "fsdp2_accumulate", "hsdp", "tp2", "cp2_ddp2", "fsdp_tp"])
+def test_a_tied_embedding(name: str) -> None:
+    world, options = LAYOUTS[name]
+    compare(world, recipe_of(**options, model={"tied": True}), 1e-11)
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp2_2x2", "fsdp2", "hsdp", "tp2", "cp2", "fsdp_tp", "fsdp_cp", "pp_1f1b", "pp_fsdp"]
+)
+def test_twenty_steps_in_single_precision(name: str) -> None:
+    world, options = LAYOUTS[name]
+    recipe = recipe_of(precision="fp32", **options)
+    losses, _, norm = reference(recipe, 20)
+    for own, _, own_norm in ranks.run(world, step_of, recipe, 20):
+        assert own[0] == pytest.approx(losses[0], rel=1e-5)
+        assert own_norm == pytest.approx(norm, rel=1e-5)
+        assert own == pytest.approx(losses, rel=1e-4)
+        assert own[-1] != own[0]
