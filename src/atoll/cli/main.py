@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
+from atoll.cli import train, weights
+from atoll.cli.data import data_app
+from atoll.cli.recipes import recipes_app
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
 
 _FAILED, _NOT_FINISHED, _NOT_FOUND = 100, 101, 102
@@ -18,6 +21,10 @@ _HELP = """Train one model on any hardware you can reach.
 
 \b
 I have …                            → type …
+a model to train, or a recipe       → atoll train llama3_debug --nodes 2
+recipes, and data to look at        → atoll recipes ls,  atoll data preview RECIPE
+a trained model                     → atoll generate RUN "Once",  atoll export RUN DEST
+published weights                   → atoll import SOURCE DEST
 a Python function for every rank    → python train.py, with this in it:
         with sky.ComputePool(nodes=2) as pool: f(x) @ pool
 a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
@@ -30,6 +37,10 @@ app = typer.Typer(
 )
 pools = typer.Typer(help="Named pools that stay warm between scripts.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(pools, name="pools")
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(data_app, name="data")
+train.register(app)
+weights.register(app)
 
 Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
 

@@ -13,6 +13,8 @@ The tree::
     ├── WorkerDied             a rank's process ended during a call
     ├── NodeLost               a node's agent went away, and every rank on it
     ├── CallTimeout            a call ran past its ``timeout`` (also a TimeoutError)
+    ├── CheckpointError        a checkpoint could not be written, found whole or read
+    ├── NonFiniteError         loss or gradients of a training step are not finite
     └── HangError              ranks made no progress for ``hang_timeout`` (also a TimeoutError)
 
 ``NeverDispatched`` is a warning, not an error. ``RemoteTraceback`` is never raised by itself: it is the
@@ -166,6 +168,20 @@ class CallTimeout(AtollError, TimeoutError):
         super().__init__(f"the call did not finish within timeout={timeout_s:g} s: {name_ranks(ranks)} still running")
         self.timeout_s = timeout_s
         self.ranks = tuple(ranks)
+
+
+class CheckpointError(AtollError):
+    """A checkpoint could not be written, found whole or read; the message names the step, the place, rank and cause.
+
+    What was saved before is untouched, and a later save may succeed.
+    """
+
+
+class NonFiniteError(AtollError):
+    """Loss or gradients of a training step are not finite; the message names step, ranks and parameters.
+
+    It is raised on every rank before the optimizer step, so the weights are those of the step before.
+    """
 
 
 class HangError(AtollError, TimeoutError):

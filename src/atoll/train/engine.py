@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.train.batch import Batch
+from atoll.train.models.init import materialize
 from atoll.train.models.registry import build
 from atoll.train.parallel.apply import build_dtype, compute_dtype, parallelize, weights_of
 from atoll.train.parallel.context import split
@@ -35,8 +36,7 @@ class Engine:
         set_weights: Callable[[nn.Module], None],
         *,
         objective: Applied | None = None,
-        recompute: Applied | None = None,
-        compile_blocks: Applied | None = None,
+        prepare_blocks: Applied | None = None,
     ) -> None:
         """Build the model on the meta device, parallelize it, allocate this rank's part and set its weights.
 
@@ -45,8 +45,7 @@ class Engine:
             mesh: where this rank is.
             set_weights: fills the parameters of a stage, in place.
             objective: puts its loss into the model.
-            recompute: wraps blocks for activation checkpointing.
-            compile_blocks: compiles blocks.
+            prepare_blocks: number formats, activation checkpointing and compilation of the blocks.
         """
         self.mesh = mesh
         self.stages: dict[int, nn.Module] = {}
@@ -58,8 +57,8 @@ class Engine:
                 objective(model)
             if _piped(mesh):
                 model = cut(model, number, num_stages)  # type: ignore[arg-type]  # it refuses others
-            parallelize(model, recipe, mesh, recompute=recompute, compile_blocks=compile_blocks)
-            model.to_empty(device=mesh.device)
+            parallelize(model, recipe, mesh, prepare_blocks=prepare_blocks)
+            materialize(model, mesh.device)
             set_weights(model)
             self.stages[number] = model
         self.weights: Weights = weights_of(list(self.stages.values()), recipe, mesh)
@@ -71,6 +70,11 @@ class Engine:
     def has_loss(self) -> bool:
         """Whether this rank computes the loss: it has the last stage."""
         return self._pipeline is None or self._pipeline.has_last
+
+    @property
+    def evaluation_batches(self) -> int:
+        """How many micro-batches ``evaluate`` is best given at a time."""
+        return 1 if self._pipeline is None else self._pipeline.num_micro_batches
 
     @property
     def parameters(self) -> list[nn.Parameter]:

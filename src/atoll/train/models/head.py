@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 IGNORED = -100
 
@@ -32,7 +33,7 @@ class Head(nn.Module):
 
 
 class ChunkedCrossEntropy:
-    """The sum of negative log-likelihoods; gradients are computed with the loss, chunk by chunk.
+    """The sum of negative log-likelihoods; gradients, where wanted, are computed with the loss, chunk by chunk.
 
     Args:
         chunk_tokens: tokens whose logits exist at a time.
@@ -46,8 +47,14 @@ class ChunkedCrossEntropy:
         self.vocab_start = vocab_start
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, self)  # type: ignore[no-untyped-call]
-        return loss
+        """The loss [1], in float32 or wider, of ``hidden`` [N, D] under ``weight`` [V, D] and ``labels`` [N]."""
+        if isinstance(weight, DTensor):  # this rank's slice; the gradient finds its way back
+            weight = weight.to_local()
+        # Inside a Function gradients are always off, and a parameter always seems to need them.
+        if torch.is_grad_enabled():
+            loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, self)  # type: ignore[no-untyped-call]
+            return loss
+        return _loss_and_gradients(hidden, weight, labels, self, wants_hidden=False, wants_weight=False)[0]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -55,30 +62,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: ChunkedCrossEntropy) -> Tensor:
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        total = torch.zeros(1, dtype=wide, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        for chunk, targets, place in zip(
-            torch.split(hidden, options.chunk_tokens),
-            torch.split(labels, options.chunk_tokens),
-            range(0, len(hidden), options.chunk_tokens),
-            strict=True,
-        ):
-            logits = (chunk @ weight.t()).to(wide)
-            loss, grad_logits = _loss_and_gradient(logits, targets, options)
-            total += loss
-            if grad_hidden is None and grad_weight is None:
-                continue
-            grad_logits = grad_logits.to(hidden.dtype)
-            if grad_hidden is not None:
-                part = grad_logits @ weight
-                if options.group is not None:
-                    dist.all_reduce(part, group=options.group)
-                grad_hidden[place : place + len(part)] = part
-            if grad_weight is not None:
-                grad_weight += grad_logits.t() @ chunk
+        total, grad_hidden, grad_weight = _loss_and_gradients(
+            hidden, weight, labels, options, wants_hidden=wants_hidden, wants_weight=wants_weight
+        )
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total
@@ -93,25 +80,72 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _loss_and_gradient(logits: Tensor, labels: Tensor, options: ChunkedCrossEntropy) -> tuple[Tensor, Tensor]:
-    """Summed loss [] and the gradient by the logits, which overwrites ``logits`` [N, V of this rank]."""
+def _loss_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    options: ChunkedCrossEntropy,
+    *,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Summed loss [1], its gradient by ``hidden`` in that dtype and by ``weight`` in float32 or wider."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    total = torch.zeros(1, dtype=wide, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+    for start in range(0, len(hidden), options.chunk_tokens):
+        place = slice(start, start + options.chunk_tokens)
+        logits = (hidden[place] @ weight.t()).to(wide)
+        loss, sums = _loss(logits, labels[place], options)
+        total += loss
+        if grad_hidden is None and grad_weight is None:
+            continue
+        grad_logits = _gradient(logits, sums, labels[place], options).to(hidden.dtype)
+        if grad_hidden is not None:
+            part = grad_logits @ weight
+            if options.group is not None:
+                dist.all_reduce(part, group=options.group)
+            grad_hidden[place] = part
+        if grad_weight is not None:
+            grad_weight += grad_logits.t() @ hidden[place]
+    return total, grad_hidden, grad_weight
+
+
+def _loss(logits: Tensor, labels: Tensor, options: ChunkedCrossEntropy) -> tuple[Tensor, Tensor]:
+    """Summed loss [] and, per token, the sum of exponentials [N, 1]; ``logits`` [N, V of this rank] become these."""
     trained = labels != IGNORED
-    own = labels - options.vocab_start
-    here = trained & (own >= 0) & (own < logits.shape[1])
-    own = own.where(here, 0)[:, None]
-    largest = logits.amax(dim=1, keepdim=True)
+    own, here = _own(labels, logits.shape[1], options)
+    if logits.shape[1]:
+        largest = logits.amax(dim=1, keepdim=True)
+        target = logits.gather(1, own)
+    else:  # more ranks than the vocabulary has slices
+        largest = logits.new_full((len(logits), 1), -torch.inf)
+        target = largest
     if options.group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=options.group)
-    logits -= largest
-    target = logits.gather(1, own).where(here[:, None], 0.0)
-    logits.exp_()
-    total = logits.sum(dim=1, keepdim=True)
+    target = (target - largest).where(here, 0.0)
+    logits.sub_(largest).exp_()
+    sums = logits.sum(dim=1, keepdim=True)
     if options.group is not None:
-        both = torch.cat((total, target), dim=1)
+        both = torch.cat((sums, target), dim=1)
         dist.all_reduce(both, group=options.group)
-        total, target = both[:, :1], both[:, 1:]
-    loss = ((total.log() - target).where(trained[:, None], 0.0)).sum()
-    logits /= total
-    logits.scatter_add_(1, own, -here[:, None].to(logits.dtype))
-    logits *= trained[:, None]
-    return loss, logits
+        sums, target = both[:, :1], both[:, 1:]
+    return (sums.log() - target).where(trained[:, None], 0.0).sum(), sums
+
+
+def _gradient(exponentials: Tensor, sums: Tensor, labels: Tensor, options: ChunkedCrossEntropy) -> Tensor:
+    """The gradient by the logits, in the place of their exponentials [N, V of this rank]."""
+    exponentials /= sums
+    if exponentials.shape[1]:
+        own, here = _own(labels, exponentials.shape[1], options)
+        exponentials.scatter_add_(1, own, -here.to(exponentials.dtype))
+    exponentials *= (labels != IGNORED)[:, None]
+    return exponentials
+
+
+def _own(labels: Tensor, width: int, options: ChunkedCrossEntropy) -> tuple[Tensor, Tensor]:
+    """Column of each label in this rank's slice of the vocabulary, and whether it is there; both [N, 1]."""
+    own = labels - options.vocab_start
+    here = (labels != IGNORED) & (own >= 0) & (own < width)
+    return own.where(here, 0)[:, None], here[:, None]

@@ -11,10 +11,10 @@ from atoll.train.recipe.schema import ModelSection
 class LlamaBlock(nn.Module):
     """Attention and a gated feed-forward part, each after a norm and added to what came in."""
 
-    def __init__(self, config: ModelSection) -> None:
+    def __init__(self, config: ModelSection, *, head_norm: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, head_norm=head_norm)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = SwiGLU(config)
 

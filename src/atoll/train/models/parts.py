@@ -24,39 +24,53 @@ class Positions(nn.Module):
         self.head_dim = head_dim
         self.theta = theta
         self.scaling = scaling
+        # Not a buffer: it is no state, and a model built on the meta device would lose its values. Kept on the device,
+        # since a copy from pageable memory waits for the GPU.
+        self._frequencies: dict[torch.device, Tensor] = {}
 
-    def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        """Angles per position [E/2] in float32, and the factor on cosines and sines."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
-        inverse = 1.0 / self.theta**exponents
-        factor = 1.0
-        if self.scaling is not None and self.scaling.kind == "llama3":
-            inverse = _llama3(inverse, self.scaling)
-        elif self.scaling is not None:
-            inverse = _yarn(inverse, self.scaling, self.head_dim, self.theta)
-            stretch = self.scaling.factor
-            factor = self.scaling.attention_factor or (0.1 * math.log(stretch) + 1.0 if stretch > 1 else 1.0)
-        return inverse.to(torch.float32).to(device), factor
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Angles per position, [E/2], in float32: what published weights were trained with, to the last bit."""
+        known = self._frequencies.get(device)
+        if known is not None:
+            return known
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
+        powers = self.theta**exponents
+        if self.scaling is None:
+            inverse = 1.0 / powers
+        elif self.scaling.kind == "llama3":
+            inverse = _llama3(1.0 / powers, self.scaling)
+        else:
+            inverse = _yarn(powers, self.scaling, self.head_dim, self.theta)
+        inverse = inverse.to(device)
+        if type(inverse) is Tensor:  # under FakeTensorMode it has no values to keep
+            self._frequencies[device] = inverse
+        return inverse
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosines and sines; YaRN raises it with the stretch."""
+        if self.scaling is None or self.scaling.kind != "yarn":
+            return 1.0
+        if self.scaling.attention_factor is not None:
+            return self.scaling.attention_factor
+        return 0.1 * math.log(self.scaling.factor) + 1.0
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [B, S, 1, E], of ``positions`` [B, S]."""
-        inverse, factor = self.frequencies(positions.device)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        angles = positions.to(exact)[..., None] * inverse.to(exact)
+        angles = positions.to(exact)[..., None] * self.frequencies(positions.device).to(exact)
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow turns are slowed by ``factor``, fast ones kept, those between blended (Llama 3.1 model card)."""
-    wavelength = 2 * math.pi / inverse
-    turns = scaling.original_max_seq_len / wavelength
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return inverse / scaling.factor * (1 - blend) + inverse * blend
+    turns = scaling.original_max_seq_len / (2 * math.pi / inverse)
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * inverse / scaling.factor + kept * inverse
 
 
-def _yarn(inverse: Tensor, scaling: RopeScaling, head_dim: int, theta: float) -> Tensor:
+def _yarn(powers: Tensor, scaling: RopeScaling, head_dim: int, theta: float) -> Tensor:
     """Interpolation by parts (Peng et al., "YaRN", 2023, section 3.2)."""
 
     def dimension(turns: float) -> float:
@@ -64,8 +78,9 @@ def _yarn(inverse: Tensor, scaling: RopeScaling, head_dim: int, theta: float) ->
 
     low = max(math.floor(dimension(scaling.beta_fast)), 0)
     high = min(math.ceil(dimension(scaling.beta_slow)), head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return inverse / scaling.factor * ramp + inverse * (1 - ramp)
+    steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    kept = 1 - ((steps - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -48,23 +48,20 @@ def parallelize(
     recipe: Recipe,
     mesh: Mesh,
     *,
-    recompute: Callable[[nn.Module], None] | None = None,
-    compile_blocks: Callable[[nn.Module], None] | None = None,
+    prepare_blocks: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Shard ``model``, which is on the meta device, in place.
 
-    The order matters: context and tensor parallelism change what a block does, recomputation wraps that, compilation
-    sees both, and FSDP gathers the parameters of the compiled block.
+    The order matters: context and tensor parallelism change what a block does, number formats, recomputation and
+    compilation (``prepare_blocks``) take that as it is, and FSDP gathers the parameters of the result.
     """
     layout = mesh.layout
     if layout.context > 1:
         apply_context(model, mesh.group("context"))
     if layout.tensor > 1:
         apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # it refuses others
-    if recompute is not None:
-        recompute(model)
-    if compile_blocks is not None:
-        compile_blocks(model)
+    if prepare_blocks is not None:
+        prepare_blocks(model)
     if mesh.fsdp is not None:
         _shard(model, recipe, mesh)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
+from atoll.train.models.head import IGNORED
 from atoll.train.models.parts import Decoder
 from atoll.train.parallel.layout import num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
@@ -115,6 +117,9 @@ class Pipeline:
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """The summed loss, [1], on ranks with the last stage, without gradients."""
+        # A schedule takes a fixed number of micro-batches: what is missing trains nothing.
+        filler = replace(batches[-1], labels=torch.full_like(batches[-1].labels, IGNORED))
+        batches = batches + [filler] * (self.num_micro_batches - len(batches))
         losses: list[Tensor] = []
         self._run(self._schedule.eval, batches, losses=losses)
         return torch.stack([loss.detach() for loss in losses]).sum().reshape(1) if losses else self._zero()

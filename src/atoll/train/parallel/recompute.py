@@ -45,22 +45,25 @@ def apply(model: nn.Module, mode: Mode) -> None:
     Each block's ``forward`` is wrapped, not the block: compilation and FSDP that come later take the block as it is.
 
     Args:
-        model: has its layers in ``blocks``, as ``Decoder`` does.
+        model: has its layers in ``blocks``, as ``Decoder`` does, or in other ``ModuleList``s or ``ModuleDict``s.
         mode: ``none`` leaves it as it is.
 
     Raises:
-        ConfigError: the model has no ``blocks``.
+        ConfigError: the model has no such list.
     """
     if mode == "none":
         return
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, (nn.ModuleDict, nn.ModuleList)):
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    inside = {id(inner) for outer in lists for inner in outer.modules() if inner is not outer}
+    outermost = [each for each in lists if id(each) not in inside]
+    if not outermost:
         raise ConfigError(
-            f"[train] recompute = {mode!r} works block by block, and {type(model).__name__} has no ModuleList or "
-            'ModuleDict named blocks; name it so, or set recompute = "none"'
+            f"[train] recompute = {mode!r} works layer by layer, and {type(model).__name__} has no ModuleList or "
+            'ModuleDict of layers; make one, or set recompute = "none"'
         )
-    for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
-        block.forward = MethodType(_forward(mode, draws=_draws(block)), block)
+    for layers in outermost:
+        for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+            block.forward = MethodType(_forward(mode, draws=_draws(block)), block)
 
 
 def _forward(mode: Mode, *, draws: bool) -> Callable[..., Any]:
@@ -72,8 +75,8 @@ def _forward(mode: Mode, *, draws: bool) -> Callable[..., Any]:
     if mode == "selective":
         options["context_fn"] = _contexts
 
-    def forward(block: nn.Module, *inputs: Any) -> Any:
-        return checkpoint(type(block).forward, block, *inputs, **options)
+    def forward(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+        return checkpoint(type(block).forward, block, *inputs, **named, **options)
 
     return forward
 

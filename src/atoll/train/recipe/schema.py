@@ -19,7 +19,7 @@ AxisSize = Annotated[int, Field(ge=-1)]
 class Section(BaseModel):
     """A section: unknown keys are refused, values do not change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
 class RopeScaling(Section):
@@ -182,7 +182,7 @@ class ScheduleSection(Section):
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1  # of lr, at the end
 
 
-_OTHER_SPELLINGS = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+OTHER_SPELLINGS = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "pp": "pipeline", "cp": "context"}
 
 
 class ParallelSection(Section):
@@ -205,9 +205,9 @@ class ParallelSection(Section):
             return values
         known: dict[str, Any] = {}
         for key, value in values.items():
-            axis = str(_OTHER_SPELLINGS.get(key, key))
+            axis = str(OTHER_SPELLINGS.get(key, key))
             if axis in known:
-                raise ValueError(f"{axis} is given twice: {key} is another spelling of it")
+                raise ValueError(f"{axis} is given twice, once under another spelling")
             known[axis] = value
         return known
 

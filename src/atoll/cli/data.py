@@ -1,0 +1,111 @@
+"""``atoll data``: look at what a recipe trains on. Imports are late, so that help is fast."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from atoll.train.data.packing import PackedDataset
+    from atoll.train.data.tokenizer import Tokenizer
+    from atoll.train.events import Progress
+
+data_app = typer.Typer(help="What a recipe trains on.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@data_app.callback()
+def _group() -> None:
+    """What a recipe trains on."""
+
+
+@data_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def preview(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None, typer.Argument(help="Name or path of a recipe, before its overrides; $CONFIG_FILE by default.")
+    ] = None,
+    num: Annotated[int, typer.Option("--num", "-n", min=1, help="Samples to show.")] = 3,
+    start: Annotated[int, typer.Option(min=0, help="Number of the first, as metrics.jsonl counts them.")] = 0,
+    width: Annotated[int | None, typer.Option(min=20, help="Columns; the terminal's by default.")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Show the id of each token.")] = False,
+    output: Annotated[str, typer.Option("-o", "--output", help="'text' for people, 'json' for programs.")] = "text",
+) -> None:
+    """Show samples as training reads them: borders of tokens and documents, and what is not trained.
+
+    Overrides follow as for `atoll train`: --data.path notes.txt --train.seq_len 64
+    """
+    if output not in ("text", "json"):
+        raise typer.BadParameter(f"-o {output}: expected 'text' or 'json'")
+    from rich.console import Console
+
+    from atoll.train.data.packing import PackedDataset
+    from atoll.train.data.prepare import prepare
+    from atoll.train.recipe.load import load_recipe
+
+    overrides = list(context.args)
+    if recipe is not None and recipe.startswith("--"):  # an override; the recipe was left to CONFIG_FILE
+        overrides.insert(0, recipe)
+        recipe = None
+    loaded = load_recipe(recipe, overrides)
+    for note in loaded.notes:
+        _note(note)
+    train, data = loaded.recipe.train, loaded.recipe.data
+    with _bar() as progress:
+        prepared = prepare(data, seq_len=train.seq_len, progress=progress, note=_note)
+    try:
+        dataset = PackedDataset(
+            prepared.train, train.seq_len, isolate=data.isolate_documents, shuffle=data.shuffle, seed=train.seed
+        )
+        numbers = range(start, start + num)
+        if output == "json":
+            _print_json(dataset, prepared.tokenizer, numbers)
+        else:
+            _print_text(Console(width=width, highlight=False), dataset, prepared.tokenizer, numbers, ids)
+    finally:
+        prepared.close()
+
+
+def _print_json(dataset: PackedDataset, tokenizer: Tokenizer | None, numbers: range) -> None:
+    from atoll.train.data.preview import as_json
+
+    samples = dataset.samples(numbers)
+    rows = [{"number": number, **as_json(sample, tokenizer)} for number, sample in zip(numbers, samples, strict=True)]
+    print(json.dumps(rows))
+
+
+def _print_text(
+    console: Console, dataset: PackedDataset, tokenizer: Tokenizer | None, numbers: range, ids: bool
+) -> None:
+    from atoll.train.data.preview import legend, render
+
+    colour = console.color_system is not None and not console.no_color
+    console.print(legend(colour=colour))
+    for number, sample in zip(numbers, dataset.samples(numbers), strict=True):
+        epoch, within = divmod(number, len(dataset))
+        trained = f"{sample.num_trained} of {dataset.seq_len} places are trained"
+        title = f"sample {number}, number {within} of {len(dataset)} in epoch {epoch}: {trained}"
+        console.print(f"\n{title}", style="bold" if colour else None)
+        console.print(render(sample, tokenizer, colour=colour, ids=ids), end="")
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Progress], None]]:
+    """A progress bar on the error stream, gone at the end; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda event: bar.update(task, description=event.phase, completed=event.done, total=event.total)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)

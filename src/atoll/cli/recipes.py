@@ -1,0 +1,107 @@
+"""``atoll recipes``: the recipes that ship with Atoll, and any recipe as it would run. Imports are late."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atoll.train.recipe.schema import ParallelSection
+
+recipes_app = typer.Typer(
+    help="Recipes: what is trained, on what, and how.", no_args_is_help=True, rich_markup_mode=None
+)
+
+_WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@recipes_app.command("ls")
+def ls(
+    output: Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")] = "table",
+) -> None:
+    """List the recipes that ship with Atoll."""
+    from atoll.train.recipe.files import shipped_names
+
+    if output not in ("table", "json"):
+        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
+    rows = [_row(name) for name in shipped_names()]
+    rows.sort(key=lambda row: (row["name"].split("_")[0], row["parameters"]))
+    if output == "json":
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{'NAME':14} {'PARAMETERS':>15} {'SEQ_LEN':>7}  {'LAYOUT':22} NOTE")
+    for row in rows:
+        print(f"{row['name']:14} {row['parameters']:15,} {row['seq_len']:7}  {row['layout']:22} {row['note']}")
+    print("\n`atoll recipes show NAME` prints one whole, `atoll recipes cp NAME` writes it here to be edited")
+
+
+def _row(name: str) -> dict[str, Any]:
+    from atoll.train.recipe.files import shipped_file
+    from atoll.train.recipe.load import load_recipe
+
+    recipe = load_recipe(name).recipe
+    # Counting needs torch and builds the model; the first comment of each file has the number, and a test checks it.
+    about = shipped_file(name).read_text().split("\n", 1)[0].removeprefix("# ")
+    note, _, rest = about.partition(":")
+    number = re.search(r"([\d,]+) parameters", rest)
+    assert number is not None
+    return {
+        "name": name,
+        "parameters": int(number[1].replace(",", "")),
+        "seq_len": recipe.train.seq_len,
+        "layout": _layout(recipe.parallel),
+        "note": note + ("" if recipe.data.path else "; needs --data.path"),
+    }
+
+
+def _layout(parallel: ParallelSection) -> str:
+    axes = ("pipeline", "replicate", "shard", "context", "tensor")
+    sizes = [(axis, getattr(parallel, axis)) for axis in axes]
+    parts = [f"{axis} {'rest' if size == -1 else size}" for axis, size in sizes if size not in (None, 1)]
+    return " × ".join(parts) or "chosen at start"
+
+
+@recipes_app.command("show", context_settings=_WITH_OVERRIDES)
+def show(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a file.")],
+) -> None:
+    """Print a recipe as it would run, every key with its value: `show llama3_8b --train.steps 100`."""
+    from atoll.train.recipe.compare import resolved_toml
+    from atoll.train.recipe.load import load_recipe
+
+    if recipe.startswith("-"):
+        raise typer.BadParameter("the recipe comes first: atoll recipes show llama3_8b --train.steps 100")
+    loaded = load_recipe(recipe, context.args)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(resolved_toml(loaded.recipe), end="")
+
+
+@recipes_app.command("cp")
+def cp(
+    name: Annotated[str, typer.Argument(help="A name that `atoll recipes ls` shows.")],
+    dest: Annotated[Path | None, typer.Argument(help="File or folder to write; NAME.toml by default.")] = None,
+) -> None:
+    """Write a shipped recipe to a file, to be edited."""
+    from atoll.train.recipe.files import shipped_file
+
+    source = shipped_file(name)
+    target = Path(source.name) if dest is None else dest / source.name if dest.is_dir() else dest
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise ConfigError(f"{target} exists and stays as it is: name another file, or remove it first") from None
+    except OSError as error:
+        raise ConfigError(f"{target} can't be written: {error.strerror}") from None
+    shown = target if target.is_absolute() or os.sep in str(target) else f"./{target}"
+    print(f"{target} is yours to edit; then: atoll train {shown}")

@@ -1,0 +1,179 @@
+"""``atoll train``: starts ranks, shows the run, and lets it save when it is interrupted. Imports are late."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atoll.core.events import Event as PoolEvent
+    from atoll.pool.calls import CallFuture, RankResults
+    from atoll.pool.logs import LogLine
+    from atoll.train.events import Event
+    from atoll.train.recipe.load import Loaded
+
+_NOT_FINISHED = 101
+_SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Nodes = Annotated[
+    int,
+    typer.Option("--nodes", "--num-nodes", "--nnodes", "--num_nodes", min=1, help="Nodes; local ones by default."),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--nproc", "--nproc-per-node", min=1, help="Ranks a node; one for each GPU, or one, by default."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``atoll``."""
+    app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+
+
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="A shipped recipe (atoll recipes ls), a TOML file, or nothing where CONFIG_FILE is set."),
+    ] = None,
+    nodes: Nodes = 1,
+    nproc: Ranks = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", "--accelerators", help="Of each node: H100:8. With --dryrun none is needed.")
+    ] = None,
+    infra: Annotated[str, typer.Option(help="Where nodes come from; this version knows 'local'.")] = "local",
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", help="Say what it would need, GiB a rank by part, and start nothing.")
+    ] = False,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over, in a new folder.")] = False,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Go on although the recipe differs from the folder's.")
+    ] = False,
+    output: Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")] = "table",
+) -> None:
+    """Train a language model from a recipe. The same command again goes on where it stopped.
+
+    \b
+    Any key of the recipe can be set:
+        atoll train llama3_debug --nodes 2 --train.steps 100
+        atoll train my.toml --parallel.shard=4 --data.path 'texts/*.jsonl'
+    Ctrl-C saves a checkpoint and stops; a second one stops at once.
+    """
+    from atoll.train.recipe.load import load_recipe, require_complete
+
+    if infra != "local":
+        raise ConfigError(f"--infra {infra}: this version trains on local nodes; expected --infra local")
+    if output not in ("table", "json"):
+        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
+    arguments = list(context.args)
+    if recipe is not None and recipe.startswith("--"):  # an override came first
+        arguments, recipe = [recipe, *arguments], None
+    loaded = load_recipe(recipe, arguments, world_size=nodes * (nproc or 1))
+    require_complete(loaded.recipe)
+    if dryrun:
+        _dryrun(loaded, nodes, nproc, gpus)
+        return
+    result = _run(loaded, nodes, nproc, gpus, quiet=output == "json", resume=not no_resume, allow_changes=allow_changes)
+    if output == "json":
+        print(json.dumps(result, indent=2))
+    elif result["status"] == "finished":
+        _say_next(loaded, result, nodes)
+    if result["status"] != "finished":
+        raise typer.Exit(_NOT_FINISHED)
+
+
+def _run(
+    loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None, *, quiet: bool, resume: bool, allow_changes: bool
+) -> dict[str, Any]:
+    from rich.console import Console as Terminal
+
+    from atoll.cli.rank import train_rank
+    from atoll.pool.compute_pool import ComputePool
+    from atoll.train.events import Note, decode
+    from atoll.train.metrics.console import Console
+
+    shown = Console(Terminal(stderr=True) if quiet else None)
+
+    def show(event: Event) -> None:
+        shown(event)
+
+    def on_event(event: PoolEvent) -> None:
+        from atoll.core.events import MetricsReported
+
+        if isinstance(event, MetricsReported) and "event" in event.metrics:
+            show(decode(event.metrics))
+
+    def on_line(line: LogLine) -> None:
+        show(Note(f"rank {line.rank}: {line.text}"))
+
+    for note in loaded.notes:
+        show(Note(note))
+    pool = ComputePool(
+        nodes=nodes,
+        accelerator=gpus,
+        workers_per_node=nproc if nproc is not None else "auto",
+        logs=on_line,
+        on_event=on_event,
+    )
+    options = {"resume": resume, "allow_changes": allow_changes}
+    with contextlib.closing(shown), pool:
+        tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
+        future = pool.submit(train_rank, tree, options, everywhere=True)
+        with _interruptible(future, Path(loaded.recipe.train.output_dir), lambda text: show(Note(text))):
+            results: list[dict[str, Any]] = list(future.result())
+    return results[0]
+
+
+@contextlib.contextmanager
+def _interruptible(future: CallFuture[RankResults[Any]], folder: Path, say: Any) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to save and end, the second ends it."""
+    from atoll.train.stopping import STOP_FILE
+
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked or not folder.is_dir():
+            raise KeyboardInterrupt
+        asked = True
+        say(f"{signal.Signals(number).name}: saving a checkpoint, then stopping; once more stops at once")
+        (folder / STOP_FILE).touch()
+
+    before = {number: signal.signal(number, ask) for number in _SOFT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(OSError):
+            (folder / STOP_FILE).unlink(missing_ok=True)
+
+
+def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int) -> None:
+    from atoll.train.metrics.summary import next_steps
+
+    folder = os.path.relpath(result["output_dir"])
+    has_checkpoint = result["checkpoint"] is not None
+    print("\nnext:")
+    for line in next_steps(loaded.source, folder, status=result["status"], has_checkpoint=has_checkpoint, nodes=nodes):
+        print(f"  {line}")
+
+
+def _dryrun(loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None) -> None:
+    from atoll.train.dryrun import dryrun
+
+    for line in loaded.notes:
+        print(f"note: {line}", file=sys.stderr)
+    for line in dryrun(loaded.recipe, nodes=nodes, nproc=nproc, gpus=gpus):
+        print(line)

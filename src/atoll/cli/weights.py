@@ -1,0 +1,188 @@
+"""``atoll export``, ``import`` and ``generate``: weights in and out, and text from them. Imports are late."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atoll.train.data.tokenizer import Tokenizer
+    from atoll.train.sources import Source
+
+Progress = Callable[[float, float | None], None]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
+
+Force = Annotated[bool, typer.Option("--force", help="Replace what is at DEST.")]
+MaxShard = Annotated[str, typer.Option("--max-shard", help="Size of one file of weights, such as 500MB.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``atoll``."""
+    app.command("export")(export)
+    app.command("import")(import_)
+    app.command("generate")(generate)
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.")],
+    dest: Annotated[Path, typer.Argument(help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp16.")] = "bf16",
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, too.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: nobody else sees it.")] = False,
+    max_shard: MaxShard = "5GB",
+    force: Force = False,
+) -> None:
+    """Write a trained model as a Hugging Face folder."""
+    from atoll.train import hub
+    from atoll.train.runs import find_checkpoint
+
+    if push is not None and not hub.is_hub_name(push):
+        raise ConfigError(f"--push {push}: expected owner/name")
+    if "://" not in source and not Path(source).expanduser().exists():
+        raise ConfigError(f"{source}: no such folder; expected a run's output_dir, or one of its checkpoints")
+    if find_checkpoint(source if "://" in source else str(Path(source).expanduser())) is None:
+        raise ConfigError(f"{source} is no run of Atoll and no checkpoint of one; other weights: atoll import")
+    _convert(source, dest, dtype, max_shard, force)
+    if push is not None:
+        with _progress(f"uploading to {push}"):
+            where = hub.push(dest, push, private=private)
+        print(f"{dest} is at {where}")
+
+
+def import_(
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder, owner/name on the hub, or a GGUF file.")],
+    dest: Annotated[Path, typer.Argument(help="Folder to make.")],
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; the source's by default.")] = None,
+    max_shard: MaxShard = "5GB",
+    force: Force = False,
+) -> None:
+    """Write published weights as a folder for [model] init and [data] tokenizer."""
+    _convert(source, dest, dtype, max_shard, force)
+    print(f"to train from it: --model.init {dest} --data.tokenizer {dest}")
+
+
+def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: bool) -> None:
+    from atoll.train.weights import import_weights
+
+    with _progress(f"writing {dest}") as progress:
+        notes = import_weights(
+            source, dest, dtype=dtype, max_shard_bytes=_bytes(max_shard), force=force, progress=progress
+        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    size = sum(path.stat().st_size for path in dest.iterdir())
+    print(f"{dest}: {size / 1e9:.2f} GB; try it: atoll generate {dest} 'Once upon a time'")
+
+
+def generate(
+    source: Annotated[
+        str, typer.Argument(help="A run's folder, a checkpoint, a Hugging Face folder, owner/name, or a GGUF file.")
+    ],
+    prompt: Annotated[str, typer.Argument(help="Text to go on with.")],
+    num_tokens: Annotated[int, typer.Option("--num-tokens", "-n", min=1, help="New tokens at most.")] = 120,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from that many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of this probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU where there is one.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Where the source has none: a folder, file or name.")] = None,
+) -> None:
+    """Go on with a prompt, as the text comes."""
+    import torch
+
+    from atoll.train.models import registry
+    from atoll.train.models.generate import generate as tokens_after
+    from atoll.train.models.generate import stream_text
+    from atoll.train.sources import open_source
+    from atoll.train.weights import set_weights
+
+    place = _device(device)
+    with _progress(f"loading {source}") as progress, open_source(source, None, progress) as opened:
+        if opened.section is None:
+            raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
+        text = _tokenizer(opened, tokenizer)
+        dtype = torch.float32 if place == "cpu" else torch.bfloat16
+        model = registry.build(opened.section, device=place, dtype=dtype).eval()
+        set_weights(model, opened.section, opened, progress)
+        special = opened.special_ids.get("eos_token_id")
+    stop = {text.eos_id, *(special if isinstance(special, list) else [special])} - {None}
+    ids = text.encode(prompt)
+    if text.bos_id is not None and (text.adds_bos or not ids):
+        ids.insert(0, text.bos_id)
+    new = tokens_after(
+        model,
+        ids,
+        num_tokens=num_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop={each for each in stop if each is not None},
+    )
+    print(prompt, end="", flush=True)
+    for piece in stream_text(new, text.decode, after=ids):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _tokenizer(opened: Source, given: str | None) -> Tokenizer:
+    """The source's own tokenizer, or the one that was named."""
+    import tempfile
+
+    from atoll.train.data.tokenizer import load_tokenizer
+
+    spec = given or opened.tokenizer
+    if spec is not None:
+        return load_tokenizer(spec)
+    with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
+        if (note := opened.write_tokenizer(Path(folder))) is not None:
+            raise ConfigError(f"{opened.label}: {note}; or name one with --tokenizer")
+        return load_tokenizer(folder)
+
+
+def _device(wanted: str | None) -> str:
+    import torch
+
+    if wanted is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(wanted).type
+    except RuntimeError:
+        raise ConfigError(f"--device {wanted}: expected cpu, cuda or cuda:N") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {wanted}: there is no GPU that torch can use here")
+    return wanted
+
+
+def _bytes(text: str) -> float:
+    found = re.fullmatch(r"\s*([\d_.]+)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or (size := float(found[1]) * unit) <= 0:
+        raise ConfigError(f"--max-shard {text}: expected a size such as 5GB or 500MB")
+    return size
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Progress]:
+    """A line on stderr that says how far it is; gone when it is done, and nothing where nobody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=None)
+
+        def update(done: float, total: float | None) -> None:
+            shown.update(task, completed=done, total=total)
+
+        yield update

@@ -1,0 +1,30 @@
+"""The trainer: a language model from a recipe, on one CPU or on many GPUs, the same loop.
+
+It imports nothing of the launcher: ``torchrun -m atoll.train RECIPE`` is enough. ``atoll train`` starts ranks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atoll.train.recipe.load import load_recipe as load_recipe
+    from atoll.train.recipe.schema import Recipe as Recipe
+    from atoll.train.run import TrainResult as TrainResult
+    from atoll.train.run import run as run
+
+_WHERE = {
+    "Recipe": "atoll.train.recipe.schema",
+    "TrainResult": "atoll.train.run",
+    "load_recipe": "atoll.train.recipe.load",
+    "run": "atoll.train.run",
+}
+
+__all__ = ["Recipe", "TrainResult", "load_recipe", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'atoll.train' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_WHERE[name]), name)

@@ -1,0 +1,43 @@
+"""``torchrun -m atoll.train RECIPE [--section.key value ...]``: one rank of a run, without Atoll's launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from atoll.core.errors import AtollError
+
+_USAGE = """usage: torchrun --nproc-per-node N -m atoll.train RECIPE [--no-resume] [--allow-changes] [--section.key value]
+
+RECIPE is a shipped recipe (atoll recipes ls), a TOML file, or left out where CONFIG_FILE names one.
+The same command again goes on from the newest checkpoint.
+"""
+_FAILED, _NOT_FINISHED = 100, 101
+
+
+def main(arguments: list[str]) -> int:
+    """Train; returns the exit code: 0 finished, 100 failed, 101 stopped before the end, after saving."""
+    if "-h" in arguments or "--help" in arguments:
+        print(_USAGE, end="")
+        return 0
+    flags = {"--no-resume", "--allow-changes"}
+    given = {argument for argument in arguments if argument in flags}
+    rest = [argument for argument in arguments if argument not in flags]
+    recipe = rest.pop(0) if rest and not rest[0].startswith("--") else None
+    is_head = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    try:
+        from atoll.train.run import run
+
+        result = run(recipe, rest, resume="--no-resume" not in given, allow_changes="--allow-changes" in given)
+    except AtollError as error:
+        # Every rank has the same one, or knows nothing that rank 0 doesn't.
+        if is_head:
+            print(f"atoll: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        return 130
+    return 0 if result.status == "finished" else _NOT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""The files that DCP writes and reads: checksummed while they are written, synced to the disk, on any file system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+
+from atoll.train.checkpoint.manifest import FileEntry, hex_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_PIECE_BYTES = 1 << 22
+
+
+class Relay:
+    """Turns whatever a file system raises into an ``OSError`` that can travel to the other ranks.
+
+    An object store's client raises its own types, and some of those can't be pickled: then the rank that fails could
+    not tell the others, which would wait for it.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and type(error).__module__ != "builtins":
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class _Sink:
+    """A file being written: counts and checksums what goes through, and remembers why a write failed.
+
+    The serialiser above reports "failed writing central directory" where the disk was full; the first error is the
+    one to tell.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self.num_bytes = 0
+        self.checksum = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            with Relay():
+                self._raw.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.checksum = zlib.crc32(data, self.checksum)
+        size = memoryview(data).nbytes
+        self.num_bytes += size
+        return size
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        """Nothing: ``create_stream`` flushes, syncs and closes when all has been written."""
+
+    def close(self) -> None:
+        """Nothing, for the same reason."""
+
+
+class Files(FileSystemBase):
+    """What DCP's reader and writer see of a folder or an object store.
+
+    Attributes:
+        entries: what was written through it, by path.
+    """
+
+    def __init__(self, remote: AbstractFileSystem | None) -> None:
+        self._remote = remote
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        path = os.fspath(path)
+        if "w" not in mode:
+            with Relay(), self.open(path) as raw:
+                yield raw
+            return
+        with Relay():
+            raw = self.open(path, "wb")
+        sink = _Sink(raw)
+        try:
+            yield sink
+        except BaseException:
+            _abandon(raw)
+            if sink.failure is not None:
+                raise sink.failure from None
+            raise
+        with Relay():
+            if self._remote is None:
+                with raw:
+                    raw.flush()
+                    os.fsync(raw.fileno())
+            else:
+                raw.close()
+        self.entries[path] = FileEntry(sink.num_bytes, hex_of(sink.checksum))
+
+    def open(self, path: str, mode: str = "rb") -> Any:
+        """The file itself."""
+        return open(path, mode) if self._remote is None else self._remote.open(path, mode)
+
+    def entry_of(self, path: str) -> FileEntry:
+        """Read a file through and say what it is.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        num_bytes = checksum = 0
+        with Relay(), self.open(path) as raw:
+            while piece := raw.read(_PIECE_BYTES):
+                num_bytes += len(piece)
+                checksum = zlib.crc32(piece, checksum)
+        return FileEntry(num_bytes, hex_of(checksum))
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{os.fspath(path)}/{suffix}"
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return os.fspath(path)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        old, new = os.fspath(path), os.fspath(new_path)
+        with Relay():
+            if self._remote is None:
+                Path(old).rename(new)
+            else:
+                self._remote.mv(old, new)
+        self.entries[new] = self.entries.pop(old)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: rank 0 has made it, and a rank that doesn't see it must fail rather than make one of its own."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Never: what is written is written into a place that was empty."""
+        return False
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Nothing, for the same reason."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _abandon(raw: Any) -> None:
+    """Close a file whose contents nobody wants: an object store must not go on uploading it."""
+    try:
+        if hasattr(raw, "discard"):
+            raw.discard()
+            raw.closed = True
+        else:
+            raw.close()
+    except (OSError, AttributeError):
+        pass  # what went wrong first is what is told
+
+
+class Writer(FileSystemWriter):
+    """DCP's writer over ``Files``: one file a rank, from host memory."""
+
+    def __init__(self, files: Files, folder: str) -> None:
+        # No copy ahead: the tensors are on the host, and the loader it would need makes a CUDA context on GPU 0 when
+        # it is used in a thread. ``Files`` syncs: DCP syncs every disk of the machine where a file has no descriptor.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = files  # type: ignore[assignment]  # DCP's own writers for other file systems set it the same way
+        self.path = folder
+
+
+class Reader(FileSystemReader):
+    """DCP's reader over ``Files``."""
+
+    def __init__(self, files: Files, folder: str) -> None:
+        super().__init__(folder)
+        self.fs = files  # type: ignore[assignment]  # as above
+        self.path = folder

@@ -1,0 +1,28 @@
+"""Which checkpoints have served their time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def doomed(
+    metrics: Mapping[int, float | None], *, saved: int, keep: int, keep_every: int | None, keep_best: bool
+) -> list[int]:
+    """Steps to delete, oldest first.
+
+    Args:
+        metrics: every whole checkpoint, with its validation loss where it has one.
+        saved: the step just completed: it stays, also where a run that went back to an older step saved it.
+        keep: so many of the newest stay.
+        keep_every: multiples of it stay for good.
+        keep_best: the lowest metric stays; of equal ones the newest.
+    """
+    stay = {saved, *sorted(metrics)[-keep:]}
+    if keep_every is not None:
+        stay |= {step for step in metrics if step % keep_every == 0}
+    if keep_best:
+        rated = {step: metric for step, metric in metrics.items() if metric is not None and not math.isnan(metric)}
+        if rated:
+            stay.add(min(rated, key=lambda step: (rated[step], -step)))
+    return sorted(set(metrics) - stay)

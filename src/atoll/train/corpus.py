@@ -1,0 +1,104 @@
+"""The data of a run as the loop reads them, and how long a run is in their terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.train.data.packing import PackedDataset
+from atoll.train.data.prepare import Prepared
+from atoll.train.recipe.durations import Duration
+from atoll.train.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Packed sequences to train on and, perhaps, to validate with."""
+
+    dataset: PackedDataset
+    validation: PackedDataset | None
+    identity: dict[str, Any]  # what a checkpoint's place in the data refers to
+
+
+def open_corpus(recipe: Recipe, prepared: Prepared) -> Corpus:
+    """Pack prepared shards as the recipe says."""
+    data, train = recipe.data, recipe.train
+    dataset = PackedDataset(
+        prepared.train, train.seq_len, isolate=data.isolate_documents, shuffle=data.shuffle, seed=train.seed
+    )
+    validation = None
+    if prepared.validation is not None:
+        validation = PackedDataset(
+            [(prepared.validation, 1.0)], train.seq_len, isolate=data.isolate_documents, shuffle=False
+        )
+    identity = {
+        "parts": [[shards.fingerprint, weight] for shards, weight in prepared.train],
+        "tokens": sum(shards.num_tokens for shards, _ in prepared.train),
+        "documents": sum(shards.num_documents for shards, _ in prepared.train),
+    }
+    return Corpus(dataset, validation, identity)
+
+
+def described(identity: dict[str, Any] | None) -> str:
+    """Data in a few words, for messages."""
+    if not identity:
+        return "nothing that is known"
+    return f"{identity['tokens']:,} tokens in {identity['documents']:,} documents"
+
+
+def with_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
+    """The recipe with the tokenizer's vocabulary where it left the size open.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than the model, or nobody says how many there are.
+    """
+    wanted = recipe.model.vocab_size
+    known = None if prepared.tokenizer is None else prepared.tokenizer.vocab_size
+    if wanted is None and known is None:
+        raise ConfigError(
+            "[model] vocab_size is not set, and there is no tokenizer to take it from: add --model.vocab_size N, or "
+            "--data.tokenizer NAME"
+        )
+    if wanted is None:
+        model = recipe.model.model_copy(update={"vocab_size": known})
+        return recipe.model_copy(update={"model": model})
+    if known is not None and known > wanted:
+        raise ConfigError(
+            f"the tokenizer {recipe.data.tokenizer!r} has {known} tokens, but [model] vocab_size = {wanted}: raise it, "
+            f"or leave it out to take the tokenizer's"
+        )
+    return recipe
+
+
+class Length:
+    """How long a run is, in every unit.
+
+    Attributes:
+        steps: optimizer steps, the last of which may be smaller.
+        samples: sequences over the whole run.
+        steps_per_epoch: with a fraction.
+        tokens_per_step: places that a full step trains on, on average.
+    """
+
+    def __init__(self, recipe: Recipe, dataset: PackedDataset) -> None:
+        batch = recipe.train.global_batch
+        self.steps_per_epoch = len(dataset) / batch
+        self.tokens_per_step = dataset.mean_trained * batch
+        wanted = recipe.train.length
+        assert wanted is not None  # require_complete has seen to it
+        if wanted.unit == "ep":
+            self.samples = round(wanted.value * len(dataset))
+            self.steps = -(-self.samples // batch)
+        else:
+            self.steps = self.in_steps(wanted) or 0
+            self.samples = self.steps * batch
+        if self.steps < 1:
+            raise ConfigError(f"[train] steps = {wanted} is less than one step of {batch} sequences; make it longer")
+
+    def in_steps(self, duration: Duration | None) -> int | None:
+        """A duration in steps, at least one; None stays None, and so does a length of nothing."""
+        if duration is None or duration.value == 0:
+            return None
+        found = duration.in_steps(steps_per_epoch=self.steps_per_epoch, tokens_per_step=self.tokens_per_step)
+        return max(1, found)

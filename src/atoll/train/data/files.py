@@ -1,0 +1,282 @@
+"""Files that hold data, wherever they lie: folders, globs, lists and URLs become one sorted list of files."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import hashlib
+import io
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import nearest, redact
+
+COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+
+_BLOCK = 1 << 20
+_STAMPS = (
+    "ETag",
+    "etag",
+    "Content-MD5",
+    "md5Hash",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "mtime",
+    "created",
+)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file.
+
+    Attributes:
+        path: a local path, or a URL.
+        num_bytes: its size as it lies there; None where the server does not tell.
+        stamp: changes when the content does: the time of the last change, an ETag, or a digest of the content.
+        asked: the user's spelling it was found by.
+    """
+
+    path: str
+    num_bytes: int | None
+    stamp: str
+    asked: str
+
+    @property
+    def name(self) -> str:
+        """For messages: the path without secrets."""
+        return redact(self.path)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a mounted file system."""
+        return not is_url(self.path)
+
+    @property
+    def extensions(self) -> list[str]:
+        """Lower case, without that of a compression: ``[".jsonl"]`` for ``a.b/x.jsonl.gz``."""
+        found = [each.lower() for each in Path(self.path.split("?")[0]).suffixes[-2:]]
+        return [each for each in found if each not in COMPRESSIONS][-1:]
+
+    @contextlib.contextmanager
+    def open_raw(self) -> Iterator[IO[bytes]]:
+        """The bytes as they lie there, seekable.
+
+        Raises:
+            ConfigError: it cannot be opened or read.
+        """
+        with reading(self.name):
+            if self.is_local:
+                with Path(self.path).open("rb") as file:
+                    yield file
+            else:
+                file_system, path = _file_system(self.path)
+                with file_system.open(path, "rb") as file:
+                    yield cast(IO[bytes], file)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+        """Its content, decompressed, and the raw file below, whose position tells the progress."""
+        with self.open_raw() as raw:
+            magic = raw.read(4)
+            raw.seek(0)
+            kind = next((name for name, start in COMPRESSIONS.items() if magic.startswith(start)), None)
+            expected = next((name for name in COMPRESSIONS if self.path.lower().endswith(name)), None)
+            if expected and not kind:
+                raise ConfigError(f"{self.name} is no {expected} file, although its name ends so: rename or remake it")
+            with contextlib.ExitStack() as stack:
+                content = stack.enter_context(_decompressed(raw, kind)) if kind else raw
+                with _unpacking(self.name, kind):
+                    yield content, raw
+
+    def is_compressed(self) -> bool:
+        """Whether its first bytes are those of a compressed file."""
+        with self.open_raw() as raw:
+            return raw.read(4).startswith(tuple(COMPRESSIONS.values()))
+
+
+def is_url(path: str) -> bool:
+    """``s3://…``, ``https://…``, ``memory://…``; not a Windows drive, and not a path."""
+    return "://" in path
+
+
+def find_files(asked: str) -> list[SourceFile]:
+    """The files behind a file name, folder, glob or URL, sorted by name; hidden ones in folders are skipped.
+
+    Raises:
+        ConfigError: there is nothing, or it cannot be reached; the message names what was asked for.
+    """
+    found = _find_remote(asked) if is_url(asked) else _find_local(asked)
+    if not found:
+        raise ConfigError(f"[data] path = {redact(asked)!r}: nothing matches, or the folder holds no files")
+    return found
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """What goes wrong between here and a file, told as ``ConfigError``."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(f"{name} does not exist (any more)") from None
+    except PermissionError:
+        raise ConfigError(f"{name} may not be read: check its permissions, or the credentials") from None
+    except _remote_errors() as error:
+        raise ConfigError(f"{name} cannot be read: {redact(str(error) or type(error).__name__)}") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {redact(error.strerror or str(error))}") from error
+
+
+def _remote_errors() -> tuple[type[BaseException], ...]:
+    """Errors of the clients behind URLs that are no OSError; only of those that were imported."""
+    known = (
+        ("aiohttp", "ClientError"),
+        ("botocore.exceptions", "BotoCoreError"),
+        ("botocore.exceptions", "ClientError"),
+    )
+    return tuple(getattr(sys.modules[module], name) for module, name in known if module in sys.modules)
+
+
+def _find_local(asked: str) -> list[SourceFile]:
+    path = Path(asked).expanduser()
+    with reading(asked):
+        if path.is_dir():
+            return [_local(each, asked) for each in _walk(path)]
+        if path.exists():
+            return [_local(path, asked)]
+        if glob.has_magic(asked):
+            matches = (Path(each) for each in sorted(glob.glob(str(path), recursive=True)))
+            return [_local(each, asked) for each in matches if each.is_file()]
+    near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
+    where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
+    raise ConfigError(f"[data] path = {asked!r} does not exist{where}{near}")
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for where, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        yield from (Path(where) / name for name in sorted(names) if not name.startswith("."))
+
+
+def _local(path: Path, asked: str) -> SourceFile:
+    facts = path.stat()
+    return SourceFile(str(path.absolute()), facts.st_size, f"mtime {facts.st_mtime_ns}", asked)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(f"{redact(url)}: URLs need fsspec: pip install fsspec") from None
+    try:
+        file_system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a missing driver, or a protocol that nobody knows
+        raise ConfigError(f"{redact(url)}: {error}") from None
+    return file_system, path
+
+
+def _find_remote(asked: str) -> list[SourceFile]:
+    file_system, path = _file_system(asked)
+    with reading(redact(asked)):
+        file_system.invalidate_cache()  # a listing from earlier in this process may be old
+        # Of a web server only single files: a "folder" there is a page of links.
+        is_web = asked.startswith(("http://", "https://"))
+        if not is_web and glob.has_magic(path):
+            found = file_system.glob(path, detail=True)
+        elif not is_web and file_system.isdir(path):
+            found = file_system.find(path, detail=True)
+        else:
+            found = {path: file_system.info(path)}
+        files = {name: facts for name, facts in sorted(found.items()) if facts.get("type") != "directory"}
+        shown = path.rstrip("/")
+        return [
+            _remote(file_system, name, facts, asked)
+            for name, facts in files.items()
+            if "/." not in name.removeprefix(shown)
+        ]
+
+
+def _remote(file_system: Any, path: str, facts: dict[str, Any], asked: str) -> SourceFile:
+    url = path if is_url(path) else str(file_system.unstrip_protocol(path))
+    stamp = next((f"{key} {facts[key]}" for key in _STAMPS if facts.get(key)), None)
+    if stamp is None:  # the server tells nothing: only the content itself can
+        digest = hashlib.sha256()
+        with file_system.open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        stamp = f"sha256 {digest.hexdigest()}"
+    return SourceFile(url, facts.get("size"), stamp, asked)
+
+
+@contextlib.contextmanager
+def _decompressed(raw: IO[bytes], kind: str) -> Iterator[IO[bytes]]:
+    if kind == ".gz":
+        with gzip.GzipFile(fileobj=raw, mode="rb") as file:
+            yield cast(IO[bytes], file)
+        return
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(".zst files need zstandard: pip install zstandard") from None
+    yield cast(IO[bytes], io.BufferedReader(_Blocks(_zstd_blocks(raw, zstandard.ZstdDecompressor())), _BLOCK))
+
+
+def _zstd_blocks(raw: IO[bytes], engine: Any) -> Iterator[bytes]:
+    """The content of all frames of a stream. The package's own reader takes a cut frame for a whole one."""
+    frame = engine.decompressobj()
+    data = raw.read(_BLOCK)
+    while data:
+        yield frame.decompress(data)
+        if frame.eof:
+            data = frame.unused_data or raw.read(_BLOCK)
+            frame = engine.decompressobj() if data else frame
+        else:
+            data = raw.read(_BLOCK)
+            if not data:
+                raise EOFError("it ends in the middle")
+
+
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a stream."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` with what comes next; 0 at the end."""
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+
+@contextlib.contextmanager
+def _unpacking(name: str, kind: str | None) -> Iterator[None]:
+    """A torn or broken compressed file, told as ``ConfigError``."""
+    broken: tuple[type[BaseException], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
+    if kind == ".zst":
+        import zstandard
+
+        broken = (EOFError, zstandard.ZstdError)
+    try:
+        yield
+    except broken as error:
+        raise ConfigError(f"{name} is a broken {kind} file ({error}): get it again") from None

@@ -1,0 +1,222 @@
+"""From sample numbers to micro-batches on the device, read ahead by one thread. B sequences, S positions."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.train.batch import Batch
+from atoll.train.data.packing import Integers, Sample
+from atoll.train.data.samples import SampleSource
+
+
+class Sequences(Protocol):
+    """What a loader reads: ``PackedDataset``, or the data set of another objective."""
+
+    def __len__(self) -> int:
+        """Sequences of an epoch."""
+        ...
+
+    def samples(self, numbers: Sequence[int] | Integers) -> list[Sample]:
+        """The sequences of sample numbers, which count over epochs."""
+        ...
+
+    def window(self, index: int) -> Sample:
+        """One of the ``len(self)`` sequences, unshuffled."""
+        ...
+
+    def filler(self) -> Sample:
+        """A sequence that trains nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one rank handles in one optimizer step.
+
+    Attributes:
+        first, count: the sample numbers of the step over all ranks, ``range(first, first + count)``.
+        micro_batches: this rank's, as many as on every other rank.
+        trained_tokens: labels in them that are trained, on this rank.
+    """
+
+    first: int
+    count: int
+    micro_batches: list[Batch]
+    trained_tokens: int
+
+    @property
+    def numbers(self) -> range:
+        """The sample numbers, as ``SampleSource.commit`` takes them."""
+        return range(self.first, self.first + self.count)
+
+
+class Loader:
+    """An iterator over the steps of a run, on one rank.
+
+    A step's samples are one range of the source, dealt to the data ranks in contiguous slices as even as can be, so the
+    set that makes up a step is the same for any number of ranks. A range shorter than the global batch, before the end
+    of a limited run, is a step of fewer micro-batches; where it does not fill those of every rank, sequences that train
+    nothing make up for it.
+
+    Reading, and pinning for a GPU, happen on one thread, up to ``prefetch`` steps ahead; the copy to the device is
+    started by ``__next__`` and nothing waits for it. Close the loader, or use it as a context manager, to end the
+    thread. An error on the thread is raised by ``__next__``, which closes the loader first.
+
+    Args:
+        dataset: gives the sequences of sample numbers.
+        source: says which numbers come next; asked on the thread.
+        data_rank, data_size: which share of each step is this rank's.
+        global_batch: sequences of a step, over all ranks.
+        micro_batch: B.
+        device: where batches go.
+        prefetch: steps read ahead, 1 or more.
+        fixed_micro_batches: every step has as many micro-batches as a full one, as pipeline schedules need.
+
+    Attributes:
+        wait_s: how long the last ``__next__`` waited for the thread, in seconds.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequences,
+        source: SampleSource,
+        *,
+        data_rank: int,
+        data_size: int,
+        global_batch: int,
+        micro_batch: int,
+        device: torch.device,
+        prefetch: int = 2,
+        fixed_micro_batches: bool = False,
+    ) -> None:
+        self.wait_s = 0.0
+        self._dataset = dataset
+        self._source = source
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self._global_batch = global_batch
+        self._micro_batch = micro_batch
+        self._fixed = fixed_micro_batches
+        self._device = device
+        self._prefetch = prefetch
+        self._ahead: deque[Future[Step | None]] = deque()
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, "atoll-data", _current_device_setter(device))
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        """The next step, its batches on the device or on their way to it."""
+        if self._closed:
+            raise StopIteration
+        started = time.perf_counter()
+        try:
+            while len(self._ahead) < self._prefetch:
+                self._ahead.append(self._thread.submit(self._read))
+            step = self._ahead.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self.wait_s = time.perf_counter() - started
+        if step is None:
+            self.close()
+            raise StopIteration
+        self._ahead.append(self._thread.submit(self._read))
+        return replace(step, micro_batches=[batch.to(self._device) for batch in step.micro_batches])
+
+    def close(self) -> None:
+        """End the thread, after the step that it is reading. Samples that were read ahead are not consumed."""
+        self._closed = True
+        self._ahead.clear()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> Step | None:
+        """The next step in host memory, None after the last; runs on the thread."""
+        numbers = self._source.next_range(self._global_batch)
+        if not numbers:
+            return None
+        dealt = self._global_batch if self._fixed else len(numbers)
+        num_micro_batches = _num_batches(dealt, self._data_size, self._micro_batch)
+        mine = self._dataset.samples(_share(numbers, self._data_rank, self._data_size))
+        mine += [self._dataset.filler()] * (num_micro_batches * self._micro_batch - len(mine))
+        batches = [batched(mine[at : at + self._micro_batch]) for at in range(0, len(mine), self._micro_batch)]
+        if self._device.type == "cuda":
+            batches = [batch.pinned() for batch in batches]
+        return Step(numbers.start, len(numbers), batches, sum(sample.num_trained for sample in mine))
+
+
+def validation_batches(
+    dataset: Sequences, data_rank: int, data_size: int, micro_batch: int, max_sequences: int | None = None
+) -> Iterator[Batch]:
+    """Held-out sequences, each on one rank and once, in host memory.
+
+    Every rank gets as many batches as the others, filled up with sequences that train nothing, so that ranks that
+    communicate in each never wait for one that has no more.
+
+    Args:
+        dataset: read unshuffled, epoch after epoch the same.
+        data_rank, data_size: which share is this rank's.
+        micro_batch: B of every batch.
+        max_sequences: at most so many over all ranks, spread evenly over the whole; None reads all.
+    """
+    size = len(dataset)
+    count = size if max_sequences is None else min(size, max_sequences)
+    mine = _share(range(count), data_rank, data_size)
+    for number in range(_num_batches(count, data_size, micro_batch)):
+        places = mine[number * micro_batch : (number + 1) * micro_batch]
+        sequences = [dataset.window(place * size // count) for place in places]
+        yield batched(sequences + [dataset.filler()] * (micro_batch - len(sequences)))
+
+
+def batched(samples: Sequence[Sample]) -> Batch:
+    """Sequences as one batch [B, S], in host memory."""
+    documents = [sample.documents for sample in samples if sample.documents is not None]
+    return Batch(
+        tokens=_stacked([sample.tokens for sample in samples]),
+        labels=_stacked([sample.labels for sample in samples]),
+        positions=_stacked([sample.positions for sample in samples]),
+        documents=_stacked(documents) if documents else None,
+    )
+
+
+def _stacked(rows: list[Integers]) -> Tensor:
+    return torch.from_numpy(np.stack(rows))
+
+
+def _share(numbers: range, rank: int, size: int) -> range:
+    """The contiguous slice of one rank; those of any two ranks differ by at most one in length."""
+    return numbers[rank * len(numbers) // size : (rank + 1) * len(numbers) // size]
+
+
+def _num_batches(count: int, size: int, micro_batch: int) -> int:
+    """Micro-batches that hold the largest share of ``count`` sequences over ``size`` ranks."""
+    largest = -(-count // size)
+    return -(-largest // micro_batch)
+
+
+def _current_device_setter(device: torch.device) -> Callable[[], None] | None:
+    """Page-locked memory belongs to the thread's current card: a new thread would take the first, on every rank."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]  # of torch.device("cuda") it is None
+    return partial(torch.cuda.set_device, index)

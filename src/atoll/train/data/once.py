@@ -1,0 +1,137 @@
+"""A folder of a shared cache that is built once, however many processes, jobs and hosts want it at the same time.
+
+One of them takes the lock and builds in a folder beside, which is renamed when all of it is on the disk; the others
+watch the lock. The kernel drops the lock of a builder that dies, and the next one starts over. No collective is
+involved: building may take longer than any of their timeouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from atoll.core.errors import ConfigError
+from atoll.core.paths import fsync_folder
+from atoll.train.events import Progress
+
+_POLL_S = 0.1
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file may not get larger",
+}
+
+
+def build_once(
+    folder: Path,
+    build: Callable[[Path], None],
+    *,
+    damage: Callable[[Path], str | None],
+    progress: Callable[[Progress], None],
+    note: Callable[[str], None],
+) -> None:
+    """Return when ``folder`` is complete: it is there, another process builds it, or ``build(aside)`` does so here.
+
+    Args:
+        build: fills the empty folder it is given, files synced.
+        damage: says what a folder lacks; None for a complete one.
+        progress: told every second while another process builds.
+        note: told where a damaged folder is made again.
+
+    Raises:
+        ConfigError: the cache cannot be written to, or its disk is full.
+    """
+    with _told(folder.parent):
+        if damage(folder) is None:  # then a cache that may only be read is enough
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f"{folder.name}.lock"), progress):
+            wrong = damage(folder)
+            if wrong is None:
+                return
+            if folder.exists():
+                note(f"data: the cached {folder} is damaged ({wrong}): it is made again")
+                shutil.rmtree(folder)
+            _build(folder, build)
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    aside = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)  # of a builder that was killed
+    aside.mkdir()
+    try:
+        build(aside)
+        fsync_folder(aside)
+        os.replace(aside, folder)
+    except BaseException:  # also Ctrl-C: what is half done is ours to remove
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    fsync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, progress: Callable[[Progress], None]) -> Iterator[None]:
+    """Hold the lock file; while another process holds it, tell which."""
+    started = told = time.monotonic()
+    with path.open("a+b") as file:
+        while not _try_lock(file.fileno()):
+            if time.monotonic() - told >= 1.0 or told == started:
+                told = time.monotonic()
+                progress(Progress(f"waiting for {_holder(path)} to prepare the data", told - started, None, "s"))
+            time.sleep(_POLL_S)
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise ConfigError(
+                f"the file system of the data cache has no file locks ({error.strerror}): "
+                "set [data] cache, or ATOLL_HOME, to a folder on one that has"
+            ) from None
+        raise
+    return True
+
+
+def _holder(path: Path) -> str:
+    try:
+        facts = json.loads(path.read_bytes())
+        return f"pid {facts['pid']} on host {facts['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock, and has not written its name yet
+        return "another process"
+
+
+@contextlib.contextmanager
+def _told(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = _FULL.get(error.errno or 0)
+        if why:
+            raise ConfigError(
+                f"the data cache {root} could not be written: {why} ({error.strerror}). "
+                "Make room, or set [data] cache to a folder on another disk"
+            ) from error
+        raise ConfigError(
+            f"the data cache {root} cannot be used: {error.strerror or error}. "
+            "Set [data] cache, or ATOLL_HOME, to a folder that can be written to"
+        ) from error

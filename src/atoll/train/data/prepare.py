@@ -1,0 +1,382 @@
+"""From ``[data]`` of a recipe to token shards: found, tokenised once, cached by content, opened."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import ConfigError
+from atoll.core.paths import atoll_home
+from atoll.train.data.once import build_once
+from atoll.train.data.shards import FORMAT_VERSION, ShardWriter, TokenShards, damage
+from atoll.train.data.sources import Document, Source, open_source
+from atoll.train.data.tokenizer import Tokenizer, load_tokenizer
+from atoll.train.events import Progress
+from atoll.train.recipe.schema import DataSection
+
+FEW_DOCUMENTS = 20  # with fewer the end of each document is held out, instead of whole documents
+
+_BATCH_CHARACTERS = 1 << 22
+_BATCH_DOCUMENTS = 4096
+_PROGRESS_EVERY_S = 0.2
+
+# What is held out, in meta.json
+TAILS, WHOLE = "the end of each document", "whole documents"
+
+Report = Callable[[Progress], None]
+Tokens = NDArray[Any]
+
+
+@dataclass
+class Prepared:
+    """Data that is ready to be read.
+
+    Attributes:
+        train: shards of each part of the mixture, with its weight; one part where the recipe has no mixture.
+        validation: held-out shards, or None.
+        tokenizer: None where the files hold tokens and the recipe names no tokenizer.
+        notes: what was said on the way: formats found, what was left out, sizes.
+    """
+
+    train: list[tuple[TokenShards, float]]
+    validation: TokenShards | None
+    tokenizer: Tokenizer | None
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for shards, _ in self.train:
+            shards.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
+def prepare(
+    section: DataSection,
+    *,
+    seq_len: int,
+    tokenizer: Tokenizer | None = None,
+    progress: Report,
+    note: Callable[[str], None],
+) -> Prepared:
+    """Find, tokenise and open the data. Every rank may call it at once: one process works, the others wait.
+
+    Args:
+        seq_len: S; the data must fill one sequence.
+        tokenizer: instead of the section's own.
+        progress: told a few times a second.
+        note: told what was found, a line at a time.
+
+    Raises:
+        ConfigError: data or tokenizer are missing or broken; the message says which, where and what to do.
+    """
+    preparation = _Preparation(section, tokenizer, progress, note)
+    train: list[tuple[TokenShards, float]] = []
+    validation: TokenShards | None = None
+    try:
+        for source, weight in preparation.parts:
+            folder = preparation.shards(source, preparation.fraction)
+            train.append((TokenShards.open(folder / "train"), weight))
+            _check_length(source, train[-1][0], seq_len)
+        validation = preparation.open_validation(seq_len)
+        preparation.tell(_summary([shards for shards, _ in train], validation, preparation.root))
+    except BaseException:
+        Prepared(train, validation, None).close()
+        raise
+    return Prepared(train, validation, preparation.tokenizer, preparation.notes)
+
+
+class _Preparation:
+    """The sources and the tokenizer of one recipe, and where its shards go."""
+
+    def __init__(
+        self, section: DataSection, tokenizer: Tokenizer | None, progress: Report, note: Callable[[str], None]
+    ) -> None:
+        self.section = section
+        self.notes: list[str] = []
+        self.progress = progress
+        self._note = note
+        self.root = Path(section.cache).expanduser().absolute() if section.cache else atoll_home() / "data"
+        self.fraction = section.validation if isinstance(section.validation, float) else 0.0
+        self.parts = [(self._open(paths), weight) for paths, weight in _parts(section)]
+        self._own = None if isinstance(section.validation, float) else self._open(section.validation)
+        self.tokenizer = tokenizer or self._load_tokenizer()
+        if (self.tokenizer is None or self.tokenizer.eos_id is None) and any(part.is_tokens for part, _ in self.parts):
+            self.tell("data: no tokenizer says which token ends a document, so each token file is one document")
+
+    def tell(self, line: str) -> None:
+        """Note a line, once."""
+        if line not in self.notes:
+            self.notes.append(line)
+            self._note(line)
+
+    def shards(self, source: Source, fraction: float) -> Path:
+        """The folder with ``train`` and, where a fraction is held out, ``validation`` of a source."""
+        options = [self.section.text_key, self.section.document_end, self.section.bin_dtype, fraction]
+        tokenizer = self.tokenizer
+        known = [tokenizer.fingerprint, tokenizer.vocab_size] if tokenizer else None
+        folder = self.root / _digest([FORMAT_VERSION, known, source.identity(), options])
+        build_once(
+            folder,
+            lambda aside: _Build(self.section, source, tokenizer, fraction, self.progress).into(aside),
+            damage=lambda path: _damage(path, fraction),
+            progress=self.progress,
+            note=self.tell,
+        )
+        return folder
+
+    def open_validation(self, seq_len: int) -> TokenShards | None:
+        """What is held out, over all parts; None, with a note, where that is less than a sequence."""
+        if self._own is None and not self.fraction:
+            return None
+        if self._own is not None:
+            shards = TokenShards.open(self.shards(self._own, 0.0) / "train")
+        else:
+            shards = TokenShards.open(*(self.shards(part, self.fraction) / "validation" for part, _ in self.parts))
+        if any(each["held_out"] == TAILS for each in shards.meta):
+            self.tell(
+                f"data: fewer than {FEW_DOCUMENTS} documents, so the last {self.fraction:.1%} of each is held out, not "
+                "whole documents"
+            )
+        if shards.num_tokens > seq_len:
+            return shards
+        self.tell(
+            f"data: no validation, as {shards.num_tokens:,} held-out tokens are less than one sequence "
+            f"(seq_len = {seq_len} and one to predict): raise [data] validation, or lower [train] seq_len"
+        )
+        shards.close()
+        return None
+
+    def _open(self, paths: str | list[str]) -> Source:
+        source = open_source(self.section, paths)
+        self.tell(source.note)
+        return source
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        spec = self.section.tokenizer
+        sources = [source for source, _ in self.parts]
+        if spec is None:
+            if all(source.is_tokens for source in sources):
+                return None
+            raise ConfigError(
+                "[data] tokenizer is missing: set it to 'bytes', to 'bpe:4096' (learnt from the data), to the hub name "
+                "of a model ('HuggingFaceTB/SmolLM2-135M'), or to a folder with tokenizer.json"
+            )
+        if not spec.startswith("bpe:"):
+            return load_tokenizer(spec)
+        options = [self.section.text_key, self.section.document_end]
+        folder = self.root / f"tokenizer-{_digest([spec, [source.identity() for source in sources], options])}"
+
+        def learn(aside: Path) -> None:
+            texts = (text for source in sources for text in _texts(source, self.progress))
+            load_tokenizer(spec, texts=lambda: texts, cache=aside)
+
+        build_once(
+            folder,
+            learn,
+            damage=lambda path: None if (path / "tokenizer.json").is_file() else "tokenizer.json is missing",
+            progress=self.progress,
+            note=self.tell,
+        )
+        return load_tokenizer(spec, cache=folder)
+
+
+def _parts(section: DataSection) -> list[tuple[str | list[str], float]]:
+    path = section.path
+    if path is None or path in ("", []):
+        raise ConfigError(
+            "[data] path is missing: set it to a file, folder, glob, URL or 'hf://owner/name', for instance with "
+            "--data.path my.txt"
+        )
+    if isinstance(path, str):
+        return [(path, 1.0)]
+    mixture = [(part.path, part.weight) for part in path if not isinstance(part, str)]
+    return mixture or [([each for each in path if isinstance(each, str)], 1.0)]
+
+
+def _digest(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(content, default=list).encode()).hexdigest()[:32]
+
+
+def _texts(source: Source, progress: Report) -> Iterator[str]:
+    for document in _watched(source, source.documents(), "learning the tokenizer", progress):
+        if not isinstance(document, str):
+            raise ConfigError(
+                f"{source.name} holds tokens, which no tokenizer can learn from: name the one that made them"
+            )
+        yield document
+
+
+def _watched(source: Source, documents: Iterator[Document], phase: str, progress: Report) -> Iterator[Document]:
+    """The documents, with the progress of their reading told now and then."""
+    last = 0.0
+    for document in documents:
+        yield document
+        if time.monotonic() - last >= _PROGRESS_EVERY_S:
+            last = time.monotonic()
+            progress(Progress(phase, source.done, source.total, source.unit))
+    progress(Progress(phase, source.done, source.total, source.unit))
+
+
+def _damage(folder: Path, fraction: float) -> str | None:
+    return damage(folder / "train") or (damage(folder / "validation") if fraction else None)
+
+
+def _check_length(source: Source, shards: TokenShards, seq_len: int) -> None:
+    if shards.num_tokens <= seq_len:
+        raise ConfigError(
+            f"{source.name} has {shards.num_tokens:,} tokens to train on, less than one sequence: seq_len = {seq_len} "
+            f"needs {seq_len + 1:,}. Lower [train] seq_len, or add data"
+        )
+
+
+def _summary(train: list[TokenShards], validation: TokenShards | None, root: Path) -> str:
+    tokens, documents = sum(each.num_tokens for each in train), sum(each.num_documents for each in train)
+    held = "" if validation is None else f", {validation.num_tokens:,} held out"
+    return f"data: {tokens:,} tokens in {documents:,} documents{held}; kept in {root}"
+
+
+def is_held_out(index: int, fraction: float) -> bool:
+    """Whether document ``index`` of a source is held out: a hash of the index alone, so order and worker don't matter.
+
+    One of the first ``FEW_DOCUMENTS`` always is, so that small data has something held out.
+    """
+    return _share(index) < fraction or index == _FIRST_HELD_OUT
+
+
+def _share(index: int) -> float:
+    """The index as an even-looking number in [0, 1): the finaliser of SplitMix64 (Steele et al. 2014)."""
+    mask = (1 << 64) - 1
+    z = (index + 1) * 0x9E3779B97F4A7C15 & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return (z ^ (z >> 31)) / 2**64
+
+
+_FIRST_HELD_OUT = min(range(FEW_DOCUMENTS), key=_share)
+
+
+class _Build:
+    """Tokenises one source into a folder."""
+
+    def __init__(
+        self, section: DataSection, source: Source, tokenizer: Tokenizer | None, fraction: float, progress: Report
+    ) -> None:
+        self._section = section
+        self._source = source
+        self._tokenizer = tokenizer
+        self._fraction = fraction
+        self._progress = progress
+        self._vocab_size = tokenizer.vocab_size if tokenizer else 1 << 8 * source.token_bytes()
+        self._empty = 0
+
+    def into(self, folder: Path) -> None:
+        """Write ``folder/train`` and, where a fraction is held out, ``folder/validation``."""
+        with contextlib.ExitStack() as stack:
+            train = stack.enter_context(ShardWriter(folder / "train", vocab_size=self._vocab_size))
+            held = (
+                stack.enter_context(ShardWriter(folder / "validation", vocab_size=self._vocab_size))
+                if self._fraction
+                else None
+            )
+            documents = stack.enter_context(contextlib.closing(self._tokenised()))
+            held_out = None
+            if held is not None:
+                held_out = self._divide(documents, train, held)
+            for document in documents:
+                train.add(document)
+            if train.num_tokens == 0:
+                raise ConfigError(f"{self._source.name} is empty: no document in it has a character")
+            about = {
+                "tokenizer": None
+                if self._tokenizer is None
+                else {"name": self._tokenizer.name, "fingerprint": self._tokenizer.fingerprint},
+                "source": self._source.name,
+                "held_out": held_out,
+                "empty_documents": self._empty,
+            }
+            for writer in [train] if held is None else [train, held]:
+                writer.finish(**about)
+
+    def _divide(self, documents: Iterator[Tokens], train: ShardWriter, held: ShardWriter) -> str:
+        """Write each document where it belongs; returns what is held out."""
+        first = list(itertools.islice(documents, FEW_DOCUMENTS))
+        if len(first) < FEW_DOCUMENTS:
+            for document in first:
+                cut = len(document) - round(len(document) * self._fraction)
+                train.add(document[:cut])
+                if cut < len(document):
+                    held.add(document[cut:])
+            return TAILS
+        for index, document in enumerate(_chain(first, documents)):
+            (held if is_held_out(index, self._fraction) else train).add(document)
+        return WHOLE
+
+    def _tokenised(self) -> Generator[Tokens, None, None]:
+        """Documents as tokens with their borders, in order; a batch is encoded while the next one is read."""
+        with ThreadPoolExecutor(1) as thread:
+            running: Future[list[Tokens]] | None = None
+            with contextlib.closing(self._batches()) as batches:
+                for batch in batches:
+                    if not isinstance(batch, list):
+                        yield from running.result() if running else ()
+                        running = None
+                        yield batch
+                        continue
+                    following = thread.submit(self._encode, batch)
+                    yield from running.result() if running else ()
+                    running = following
+            yield from running.result() if running else ()
+
+    def _batches(self) -> Generator[list[str] | Tokens, None, None]:
+        """Texts, many at a time; documents that are tokens, one at a time."""
+        eos_id = self._tokenizer.eos_id if self._tokenizer else None
+        documents = self._source.documents(
+            eos_id=eos_id, vocab_size=self._tokenizer.vocab_size if self._tokenizer else None
+        )
+        texts: list[str] = []
+        characters = 0
+        for document in _watched(self._source, documents, "tokenising", self._progress):
+            if not isinstance(document, str):
+                if texts:
+                    yield texts
+                    texts, characters = [], 0
+                yield document
+            elif document:
+                texts.append(document)
+                characters += len(document)
+            else:
+                self._empty += 1
+            if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS:
+                yield texts
+                texts, characters = [], 0
+        if texts:
+            yield texts
+
+    def _encode(self, texts: list[str]) -> list[Tokens]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ConfigError(f"{self._source.name} holds text beside tokens: set [data] tokenizer")
+        start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+        end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+        before, after = np.array(start, dtype=dtype), np.array(end, dtype=dtype)
+        found = tokenizer.encode_arrays(texts, workers=self._section.workers)
+        return [np.concatenate((before, each, after), dtype=dtype, casting="unsafe") for each in found]
+
+
+def _chain(first: list[Tokens], rest: Iterator[Tokens]) -> Iterator[Tokens]:
+    while first:
+        yield first.pop(0)  # let go of each, as they may be large
+    yield from rest

@@ -1,0 +1,258 @@
+"""Token shards: a prepared data set in files that are memory-mapped.
+
+A data set is a folder::
+
+    tokens-00000.bin …   tokens of the documents, one after the other, little-endian uint16 or uint32
+    documents.npy        int64, num_documents + 1: where each document starts; the last is the number of tokens
+    meta.json            sizes of all of the above, and where the tokens came from
+
+``meta.json`` is written last: a folder without one is no data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import ConfigError
+from atoll.core.paths import fsync_folder, write_atomic
+
+FORMAT_VERSION = 1
+FILE_TOKENS = 1 << 29  # tokens a file: 1 GiB of uint16
+
+_META, _DOCUMENTS, _UNFINISHED = "meta.json", "documents.npy", "documents.part"
+
+
+class TokenShards:
+    """A prepared data set, read by token position.
+
+    Attributes:
+        offsets: int64 [num_documents + 1], where each document starts; the last is ``num_tokens``.
+        num_tokens: all tokens.
+        num_documents: all documents.
+        meta: the folders' ``meta.json``, in order.
+    """
+
+    def __init__(self, folders: list[Path], meta: list[dict[str, Any]]) -> None:
+        """Use ``open``."""
+        self.folders = folders
+        self.meta = meta
+        self.num_tokens = sum(each["num_tokens"] for each in meta)
+        self.num_documents = sum(each["num_documents"] for each in meta)
+        self._maps: list[mmap.mmap] = []
+        self._tokens: list[NDArray[Any]] = []
+        self._starts = [0]  # of each file, over all tokens
+        try:
+            for folder, each in zip(folders, meta, strict=True):
+                for file in each["files"]:
+                    self._tokens.append(self._map(folder / file["name"], np.dtype(each["dtype"]), 0))
+                    self._starts.append(self._starts[-1] + file["num_tokens"])
+            self.offsets = self._join_offsets()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, *folders: str | os.PathLike[str]) -> TokenShards:
+        """Map the data set in a folder; several folders are read as one, one after the other.
+
+        Raises:
+            ConfigError: a folder is no data set, or a file of it is missing or has another size than it was written
+                with.
+        """
+        paths = [Path(folder) for folder in folders]
+        for path in paths:
+            wrong = damage(path)
+            if wrong:
+                raise ConfigError(f"{path} is not a complete data set: {wrong}. Remove the folder; it is made again")
+        return cls(paths, [json.loads((path / _META).read_bytes()) for path in paths])
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens ``start`` to ``stop`` (left out) as a fresh int64 array, over file borders where needed.
+
+        Raises:
+            IndexError: the range is not within the data set.
+        """
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of a data set of {self.num_tokens}")
+        out = np.empty(stop - start, dtype=np.int64)
+        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        done = 0
+        while done < len(out):
+            at = start + done - self._starts[index]
+            part = self._tokens[index][at : at + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+            index += 1
+        return out
+
+    def document(self, index: int) -> NDArray[np.int64]:
+        """Tokens of one document."""
+        return self.read(int(self.offsets[index]), int(self.offsets[index + 1]))
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the tokens and document borders: equal data sets have equal ones, on every machine."""
+        return hashlib.sha256("".join(each["content"] for each in self.meta).encode()).hexdigest()[:32]
+
+    def close(self) -> None:
+        """Unmap the files. Nothing can be read afterwards."""
+        self._tokens = []
+        self.offsets = np.zeros(1, dtype=np.int64)
+        while self._maps:
+            self._maps.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _map(self, path: Path, dtype: np.dtype[Any], skip_bytes: int) -> NDArray[Any]:
+        if path.stat().st_size == skip_bytes:  # an empty file cannot be mapped
+            return np.empty(0, dtype=dtype)
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._maps.append(mapped)
+        return np.frombuffer(mapped, dtype=dtype, offset=skip_bytes)
+
+    def _join_offsets(self) -> NDArray[np.int64]:
+        parts: list[NDArray[np.int64]] = []
+        first = 0
+        for folder, each in zip(self.folders, self.meta, strict=True):
+            header = (folder / _DOCUMENTS).stat().st_size - 8 * (each["num_documents"] + 1)
+            part = self._map(folder / _DOCUMENTS, np.dtype("<i8"), header)
+            if len(self.folders) == 1:
+                return part  # of a single folder, as it lies in the file: large data sets have many documents
+            parts.append(part[:-1] + first)
+            first += each["num_tokens"]
+        return np.concatenate([*parts, np.array([first], dtype=np.int64)])
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with the data set in ``folder``: a missing, cut or overlong file. None: nothing is."""
+    try:
+        meta = json.loads((folder / _META).read_bytes())
+        if meta["version"] != FORMAT_VERSION:
+            return f"it has version {meta['version']} of the format, and this is {FORMAT_VERSION}"
+        item_bytes = np.dtype(meta["dtype"]).itemsize
+        expected = {file["name"]: file["num_tokens"] * item_bytes for file in meta["files"]}
+        expected[_DOCUMENTS] = meta["documents_bytes"]
+    except FileNotFoundError:
+        return f"{_META} is missing"
+    except (ValueError, KeyError, TypeError):
+        return f"{_META} cannot be read"
+    for name, size in expected.items():
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found:,} bytes, and was written with {size:,}"
+    return None
+
+
+class ShardWriter:
+    """Writes a data set into a folder, document by document.
+
+    >>> with ShardWriter(folder, vocab_size=260) as writer:
+    ...     writer.add(np.array([72, 105, 257]))
+    ...     writer.finish(source="greeting.txt")
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, vocab_size: int, file_tokens: int = FILE_TOKENS) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._file_tokens = file_tokens
+        self._files: list[dict[str, Any]] = []
+        self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        # Offsets go to a file at once, for a data set may have more documents than fit memory.
+        self._offsets = (self.folder / _UNFINISHED).open("w+b")
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        """Append one document."""
+        self._offsets.write(self.num_tokens.to_bytes(8, "little"))
+        self._digest.update(len(tokens).to_bytes(8, "little"))
+        self.num_documents += 1
+        for start in range(0, len(tokens), 1 << 22):  # in pieces, so that a mapped document is never copied whole
+            self._append(tokens[start : start + (1 << 22)].astype(self.dtype))
+
+    def finish(self, **about: Any) -> None:
+        """Make what was added durable; ``about`` goes into ``meta.json``."""
+        self._offsets.write(self.num_tokens.to_bytes(8, "little"))
+        self._end_file()
+        documents = self.folder / _DOCUMENTS
+        with documents.open("wb") as file:
+            shape = {"descr": "<i8", "fortran_order": False, "shape": (self.num_documents + 1,)}
+            np.lib.format.write_array_header_1_0(file, shape)
+            self._offsets.seek(0)
+            shutil.copyfileobj(self._offsets, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
+        self._offsets.close()
+        (self.folder / _UNFINISHED).unlink()
+        meta = {
+            "version": FORMAT_VERSION,
+            "dtype": self.dtype.name,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "files": self._files,
+            "documents_bytes": documents.stat().st_size,
+            "content": self._digest.hexdigest(),
+            **about,
+        }
+        fsync_folder(self.folder)
+        write_atomic(self.folder / _META, json.dumps(meta, indent=1).encode(), mode=0o644)
+
+    def close(self) -> None:
+        """Let go of the open files, finished or not."""
+        self._offsets.close()
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, tokens: NDArray[Any]) -> None:
+        data = tokens.tobytes()
+        self._digest.update(data)
+        while data:
+            if self._file is None:
+                name = f"tokens-{len(self._files):05d}.bin"
+                self._file = (self.folder / name).open("wb")
+                self._files.append({"name": name, "num_tokens": 0})
+            room = self._file_tokens - self._files[-1]["num_tokens"]
+            part, data = data[: room * self.dtype.itemsize], data[room * self.dtype.itemsize :]
+            self._file.write(part)
+            self._files[-1]["num_tokens"] += len(part) // self.dtype.itemsize
+            self.num_tokens += len(part) // self.dtype.itemsize
+            if self._files[-1]["num_tokens"] == self._file_tokens:
+                self._end_file()
+
+    def _end_file(self) -> None:
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None

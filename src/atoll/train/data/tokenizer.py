@@ -1,0 +1,394 @@
+"""Tokenizers: bytes, byte-level BPE trained on the data, and those of Hugging Face, from a file, folder or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import nearest
+from atoll.core.paths import write_atomic
+
+TRAINING_CHARACTERS = 1 << 29  # of text that "bpe:N" learns from, at most
+END_OF_TEXT = "<|endoftext|>"
+
+_BYTES_CLASS = "atoll-bytes"
+# What may lie beside tokenizer.json and is kept when a tokenizer is saved again.
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+_PATTERNS = ["tokenizer.json", *_COMPANIONS, "vocab.json", "merges.txt"]
+_KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
+# After a line's end where a letter follows: no token of a byte-level vocabulary crosses that place.
+_SAFE_CUT = re.compile(r"(?<=\S\n)(?=[^\W\d_])")
+_PIECE_CHARACTERS = 1 << 15
+_GROUP_CHARACTERS = 1 << 22
+
+
+class Tokenizer(Protocol):
+    """Text to numbers and back.
+
+    Attributes:
+        name: what it was asked for by.
+        vocab_size: the largest token id + 1, added tokens included.
+        bos_id, eos_id: the tokens that begin and end a text, where it has them.
+        adds_bos: whether a text begins with ``bos_id`` for this tokenizer; it is for the caller to add.
+        fingerprint: digest of all that decides which tokens come out.
+    """
+
+    name: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    adds_bos: bool
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of ``text``; none are added at its ends."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of each text, on all cores."""
+
+    def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
+        """The same as unsigned arrays, which is what large data wants, on ``workers`` cores (0: on all)."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; special ones are left out, and broken UTF-8 is replaced."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write it so that ``load_tokenizer(folder)`` gives it back, and ``transformers`` can load it."""
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, then bos 256, eos 257, pad 258 and a spare one: 260 divides by 2 and 4."""
+
+    name = "bytes"
+    vocab_size = 260
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    adds_bos = False
+    fingerprint = "bytes-260"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The bytes of each."""
+        return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
+        """The bytes of each, as uint8; there is nothing to divide among workers."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text."""
+        return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
+
+    def save(self, folder: str | Path) -> None:
+        """Write a mark that ``load_tokenizer`` knows."""
+        _write_json(Path(folder) / "tokenizer_config.json", {"tokenizer_class": _BYTES_CLASS})
+
+
+class FastTokenizer:
+    """A tokenizer of the ``tokenizers`` library.
+
+    Args:
+        engine: the tokenizer; its truncation and padding are switched off.
+        name: for messages.
+        companions: files that lay beside it, by name: they tell its special tokens and are saved with it.
+    """
+
+    def __init__(self, engine: tokenizers.Tokenizer, name: str, companions: dict[str, bytes]) -> None:
+        engine.no_truncation()
+        engine.no_padding()
+        self.name = name
+        self._engine = engine
+        self._companions = companions
+        vocabulary = engine.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        config = _merged(companions)
+        self.bos_id = _special_id("bos", config, vocabulary, _KNOWN_BOS)
+        self.eos_id = _special_id("eos", config, vocabulary, _KNOWN_EOS)
+        self.adds_bos = self._adds_bos(config.get("add_bos_token"))
+        content = json.dumps([engine.to_str(), self.bos_id, self.eos_id, self.adds_bos])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
+        self._cuts = _is_cuttable(json.loads(engine.to_str()))
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of ``text``; none are added at its ends."""
+        return list(self._engine.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of each text, on all cores."""
+        return [list(each.ids) for each in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
+        """Tokens of each text, as uint32, on ``workers`` cores (0: on all).
+
+        Where that cannot change a token, a long text is cut into pieces first: all cores work on it, and the
+        library's objects, some hundred bytes a token, exist for a few pieces at a time.
+        """
+        pieces = [list(_pieces(text)) if self._cuts else [text] for text in texts]
+        encoded = self._encode_flat([piece for each in pieces for piece in each], workers)
+        out = []
+        for each in pieces:
+            parts = list(itertools.islice(encoded, len(each)))
+            out.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return out
+
+    def _encode_flat(self, pieces: list[str], workers: int) -> Iterator[NDArray[Any]]:
+        def encode(some: list[str]) -> list[NDArray[Any]]:
+            found = self._engine.encode_batch_fast(some, add_special_tokens=False)
+            return [np.array(each.ids, dtype=np.uint32) for each in found]
+
+        if workers == 0:  # the library's own threads divide a batch
+            for some in _groups(pieces):
+                yield from encode(some)
+            return
+        # They have no limit of their own: with so many batches of one text at a time no more of them have work.
+        with ThreadPoolExecutor(workers) as threads:
+            for one in threads.map(encode, ([piece] for piece in pieces)):
+                yield from one
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; special ones are left out."""
+        return str(self._engine.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.json`` and what names its special tokens."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in self._companions.items():
+            write_atomic(target / name, content, mode=0o644)
+        if "tokenizer_config.json" not in self._companions:
+            special = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+            named = {key: self._engine.id_to_token(value) for key, value in special.items() if value is not None}
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos, **named}
+            _write_json(target / "tokenizer_config.json", config)
+        write_atomic(target / "tokenizer.json", self._engine.to_str(pretty=True).encode(), mode=0o644)
+
+    def _adds_bos(self, configured: Any) -> bool:
+        """As the configuration says, else as the template of the tokenizer itself does."""
+        if self.bos_id is None:
+            return False
+        if isinstance(configured, bool):
+            return configured
+        return self._engine.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+
+def load_tokenizer(
+    spec: str, *, texts: Callable[[], Iterable[str]] | None = None, cache: Path | None = None
+) -> Tokenizer:
+    """The tokenizer behind ``[data] tokenizer``.
+
+    Args:
+        spec: ``"bytes"``, ``"bpe:N"`` (N tokens, learnt from ``texts``), a ``tokenizer.json``, a folder that holds one
+            (or ``vocab.json`` with ``merges.txt``, or ``encoder.json`` with ``vocab.bpe``), or a name on the hub.
+        texts: what ``"bpe:N"`` learns from; the same texts give the same tokenizer.
+        cache: folder that keeps what was learnt from these texts.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or its files cannot be read.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec.startswith("bpe:"):
+        return _load_or_train(spec, texts, cache)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _from_folder(path, spec)
+    if path.is_file():
+        return _from_file(path, spec)
+    from atoll.train.hub import fetch, is_hub_name
+
+    if not is_hub_name(spec):
+        hint = nearest(spec, ["bytes", "bpe:4096"])
+        raise ConfigError(
+            f"[data] tokenizer = {spec!r} does not exist (looked for in {Path.cwd()}){hint}; expected 'bytes', "
+            "'bpe:4096', a tokenizer.json, a folder that holds one, or a hub name like 'owner/name'"
+        )
+    name, _, revision = spec.partition("@")
+    return _from_folder(fetch(name, patterns=_PATTERNS, revision=revision or None), spec)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
+    """A byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) learnt from ``texts``; its eos is <|endoftext|>.
+
+    Equal texts give equal tokenizers. Little text may give fewer than ``vocab_size`` tokens.
+
+    Raises:
+        ConfigError: ``vocab_size`` leaves no room over the 256 bytes, or there is no text.
+    """
+    if vocab_size < 258:
+        raise ConfigError(
+            f"[data] tokenizer = 'bpe:{vocab_size}': expected 258 or more, as 256 bytes and {END_OF_TEXT} come first"
+        )
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE())
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    engine.train_from_iterator(_first_characters(texts), trainer)
+    return FastTokenizer(engine, f"bpe:{vocab_size}", {})
+
+
+def _first_characters(texts: Iterable[str]) -> Iterator[str]:
+    room = TRAINING_CHARACTERS
+    for text in texts:
+        if room <= 0:
+            return
+        yield from _pieces(text[:room])
+        room -= len(text)
+
+
+def _load_or_train(spec: str, texts: Callable[[], Iterable[str]] | None, cache: Path | None) -> Tokenizer:
+    number = spec.removeprefix("bpe:").replace("_", "")
+    if not number.isdigit():
+        raise ConfigError(f"[data] tokenizer = {spec!r}: expected a number of tokens, like 'bpe:4096'")
+    if cache is not None and (cache / "tokenizer.json").is_file():
+        return _from_folder(cache, spec)
+    if texts is None:
+        raise ConfigError(f"[data] tokenizer = {spec!r} is learnt from the data, and there is none: set [data] path")
+    trained = train_bpe(texts(), int(number))
+    if cache is not None:
+        trained.save(cache)
+    return trained
+
+
+def _from_folder(folder: Path, spec: str) -> Tokenizer:
+    companions = {name: (folder / name).read_bytes() for name in _COMPANIONS if (folder / name).is_file()}
+    if _merged(companions).get("tokenizer_class") == _BYTES_CLASS:
+        return ByteTokenizer()
+    if (folder / "tokenizer.json").is_file():
+        return FastTokenizer(_read_engine(folder / "tokenizer.json"), spec, companions)
+    for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        if (folder / vocabulary).is_file() and (folder / merges).is_file():
+            return FastTokenizer(_gpt2_engine(folder / vocabulary, folder / merges, companions), spec, companions)
+    models = sorted(each.name for each in folder.glob("*.model"))
+    if models:
+        raise _sentencepiece(str(folder / models[0]))
+    raise ConfigError(
+        f"[data] tokenizer = {spec!r}: {folder} holds no tokenizer.json, nor vocab.json with merges.txt; "
+        "save one there, with tokenizer.save_pretrained(folder) of transformers"
+    )
+
+
+def _from_file(path: Path, spec: str) -> Tokenizer:
+    if path.suffix == ".model":
+        raise _sentencepiece(spec)
+    companions = {each: (path.parent / each).read_bytes() for each in _COMPANIONS if (path.parent / each).is_file()}
+    return FastTokenizer(_read_engine(path), spec, companions)
+
+
+def _sentencepiece(path: str) -> ConfigError:
+    return ConfigError(
+        f"[data] tokenizer: {path} is a SentencePiece model, and tokenizer.json is what is read here. Convert it once, "
+        "with transformers and sentencepiece: AutoTokenizer.from_pretrained(folder).save_pretrained(new_folder)"
+    )
+
+
+def _read_engine(path: Path) -> tokenizers.Tokenizer:
+    text = path.read_bytes()
+    try:
+        return tokenizers.Tokenizer.from_buffer(text)
+    # The library raises bare Exception and ValueError for what it cannot read, and nothing narrower.
+    except Exception as error:
+        raise ConfigError(f"{path} is no tokenizer that the tokenizers library reads: {error}") from error
+
+
+def _gpt2_engine(vocabulary: Path, merges: Path, companions: dict[str, bytes]) -> tokenizers.Tokenizer:
+    try:
+        model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # as above
+        raise ConfigError(f"{vocabulary} and {merges.name} are no BPE vocabulary: {error}") from error
+    engine = tokenizers.Tokenizer(model)
+    prefix = bool(_merged(companions).get("add_prefix_space", False))
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    known = engine.get_vocab()
+    engine.add_special_tokens([each for each in (*_KNOWN_EOS, *_KNOWN_BOS) if each in known])
+    return engine
+
+
+def _merged(companions: dict[str, bytes]) -> dict[str, Any]:
+    """All keys of the companions; those of the tokenizer's own configuration come first."""
+    out: dict[str, Any] = {}
+    for name in reversed([each for each in _COMPANIONS if each.endswith(".json")]):
+        if name in companions:
+            try:
+                out |= {key: value for key, value in json.loads(companions[name]).items() if value is not None}
+            except (ValueError, AttributeError):
+                raise ConfigError(f"{name} beside the tokenizer is no JSON object: get it again") from None
+    return out
+
+
+def _special_id(which: str, config: dict[str, Any], vocabulary: dict[str, int], known: Sequence[str]) -> int | None:
+    token = config.get(f"{which}_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, str) and token in vocabulary:
+        return vocabulary[token]
+    number = config.get(f"{which}_token_id")
+    number = number[0] if isinstance(number, list) and number else number
+    if isinstance(number, int) and number in vocabulary.values():
+        return number
+    return next((vocabulary[each] for each in known if each in vocabulary), None)
+
+
+def _is_cuttable(config: dict[str, Any]) -> bool:
+    """Whether cutting at ``_SAFE_CUT`` leaves the tokens as they are: byte-level, and nothing looks across lines."""
+    first = config.get("pre_tokenizer") or {}
+    steps = first.get("pretokenizers", [first])
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    normalizer = (config.get("normalizer") or {}).get("type")
+    return (
+        bool(byte_level)
+        and all(step.get("type") in ("ByteLevel", "Split", "Digits", "Punctuation") for step in steps)
+        and not any(step.get("add_prefix_space") for step in byte_level)
+        and normalizer in (None, "NFC")
+        and not any(
+            token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\s", token["content"])
+            for token in config.get("added_tokens", [])
+        )
+    )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > 2 * _PIECE_CHARACTERS:
+        found = _SAFE_CUT.search(text, start + _PIECE_CHARACTERS)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:] if start else text
+
+
+def _groups(pieces: list[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    characters = 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece)
+        if characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    yield group
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(content, indent=2).encode(), mode=0o644)

@@ -1,0 +1,104 @@
+"""What a run would take, told before it starts: memory by part, steps, tokens, the checkpoint's size."""
+
+from __future__ import annotations
+
+from atoll.train.models.registry import flops_per_token, parameter_count
+from atoll.train.parallel.estimate import GIB, Device, estimate, state_bytes
+from atoll.train.parallel.fit import choose, first_fix, fits_replicated
+from atoll.train.parallel.layout import resolve
+from atoll.train.recipe.schema import Recipe
+
+
+def dryrun(
+    recipe: Recipe,
+    world_size: int,
+    local_world_size: int,
+    device_bytes: int,
+    device_name: str,
+    *,
+    tokens_in_data: int | None,
+    device: Device = "cuda",
+) -> list[str]:
+    """Lines that tell what a recipe would do on ``world_size`` ranks.
+
+    Args:
+        recipe: its vocabulary known.
+        world_size: ranks in all.
+        local_world_size: ranks on a node.
+        device_bytes: memory of a rank's device, or its share of the machine's.
+        device_name: of the device.
+        tokens_in_data: trained tokens of an epoch; None where the data has not been read.
+        device: kind of device.
+
+    Raises:
+        ConfigError: the recipe does not go with that many ranks.
+    """
+    replicated = fits_replicated(recipe, world_size, device_bytes, device)
+    layout = resolve(recipe, world_size, fits_replicated=replicated)
+    mode = choose(recipe, layout, device_bytes, device)
+    needed = estimate(recipe, layout, recompute=mode, device_bytes=device_bytes, device=device)
+    chosen = " (chosen: the least that fits)" if recipe.train.recompute == "auto" and needed.fits(device_bytes) else ""
+    nodes = -(-world_size // local_world_size)
+    lines = [
+        f"{recipe.name}: {recipe.model.python or recipe.model.family}, "
+        f"{_count(parameter_count(recipe.model))} parameters",
+        f"{world_size} ranks on {_plural(nodes, 'node')}, each {device_name} with {device_bytes / GIB:.1f} GiB",
+        f"layout: {layout}",
+        f"recompute: {mode}{chosen}",
+        "memory a rank:",
+        *(f"  {line}" for line in needed.describe()),
+    ]
+    if needed.fits(device_bytes):
+        lines.append(f"fits: {100 * needed.total / device_bytes:.0f} % of a device")
+    else:
+        fix = first_fix(recipe, layout, device_bytes, device)
+        lines += [
+            f"does not fit: {(needed.total - device_bytes) / GIB:.2f} GiB too much a rank",
+            f"first change that would make it fit: {fix}" if fix else "no change that is known would make it fit",
+        ]
+    return [*lines, *_length(recipe, tokens_in_data), *_checkpoint(recipe, device)]
+
+
+def _length(recipe: Recipe, tokens_in_data: int | None) -> list[str]:
+    """Steps, tokens and arithmetic of the run."""
+    train = recipe.train
+    tokens_per_step = train.global_batch * train.seq_len
+    batch = f"{train.global_batch} sequences × {train.seq_len:,} = {tokens_per_step:,} tokens a step"
+    length = train.length
+    if length is None:
+        return [f"steps: not given, set --train.steps; {batch}"]
+    if length.unit == "ep" and tokens_in_data is None:
+        return [f"steps: {length}, known when the data has been read; {batch}"]
+    steps = length.in_steps(
+        steps_per_epoch=(tokens_in_data or 0) / tokens_per_step,
+        tokens_per_step=tokens_per_step,
+    )
+    tokens = steps * tokens_per_step
+    flops = flops_per_token(recipe.model, train.seq_len)
+    epochs = f", {tokens / tokens_in_data:.2f} epochs" if tokens_in_data else ""
+    return [
+        f"steps: {steps:,}; {batch}",
+        f"tokens: {_count(tokens)}{epochs}",
+        f"arithmetic: {_count(tokens * flops)} FLOP = tokens × {_count(flops)} (6 × parameters that multiply, and "
+        "causal attention)",
+    ]
+
+
+def _checkpoint(recipe: Recipe, device: Device) -> list[str]:
+    masters, states = state_bytes(recipe, device)
+    return [
+        f"checkpoint: {(masters + states) / GIB:.2f} GiB = weights {masters / GIB:.2f} + optimizer "
+        f"{states / GIB:.2f}; {recipe.checkpoint.keep} kept"
+    ]
+
+
+def _count(number: float) -> str:
+    """1234567 as ``1.23 M``."""
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.2f} {letter}"
+    return f"{number:,.0f}"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)

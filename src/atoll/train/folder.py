@@ -1,0 +1,117 @@
+"""The folder of a run: one writer, one recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.core.paths import write_atomic
+from atoll.train.recipe.load import diff, harmful
+from atoll.train.recipe.schema import Recipe
+
+_LOCK, _RECIPE = ".lock", "recipe.json"
+
+
+class RunFolder:
+    """``output_dir``, held by one run at a time.
+
+    Attributes:
+        path: the folder.
+        notes: lines for the reader: what changed in the recipe.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self._lock: int | None = None
+
+    def open(self, recipe: Recipe, *, allow_changes: bool) -> None:
+        """Make the folder, take its lock and check that the recipe is the one it was made with.
+
+        Raises:
+            ConfigError: another run writes here, or the recipe differs in a way that changes what is trained, or the
+                folder can't be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+        except OSError as error:
+            raise ConfigError(
+                f"[train] output_dir {str(self.path)!r}: {error.strerror}; choose another with --train.output_dir DIR"
+            ) from None
+        try:
+            self._check(recipe, allow_changes=allow_changes)
+            write_atomic(self.path / _RECIPE, json.dumps(recipe.model_dump(mode="json"), indent=1).encode(), mode=0o644)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self) -> None:
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read_json(descriptor)
+            os.close(descriptor)
+            raise ConfigError(
+                f"{str(self.path)!r} is in use by pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since "
+                f"{holder.get('since', '?')}: two runs can't write one folder. Wait for it, stop it, or choose another "
+                f"with --train.output_dir DIR"
+            ) from None
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(
+            descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0
+        )
+        self._lock = descriptor
+
+    def _check(self, recipe: Recipe, *, allow_changes: bool) -> None:
+        before = stored_recipe(self.path)
+        if before is None:
+            return
+        changed = diff(before, recipe)
+        serious = harmful(before, recipe)
+        if serious and not allow_changes:
+            lines = "\n  ".join(serious)
+            raise ConfigError(
+                f"{str(self.path)!r} holds a run of another recipe:\n  {lines}\n"
+                f"--allow-changes goes on with the new one, --no-resume starts over in a new folder"
+            )
+        self.notes += [f"changed since the run began: {line}" for line in changed]
+
+    def close(self) -> None:
+        """Let others write here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def stored_recipe(folder: Path) -> Recipe | None:
+    """The resolved recipe that a run's folder was made with; None where it holds none."""
+    with contextlib.suppress(FileNotFoundError):
+        return Recipe.model_validate(json.loads((folder / _RECIPE).read_text()))
+    return None
+
+
+def fresh_folder(path: Path) -> Path:
+    """``path``, or ``path-2``, ``path-3``, ... if it holds a run."""
+    candidate, number = path, 1
+    while (candidate / _RECIPE).exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _read_json(descriptor: int) -> dict[str, Any]:
+    try:
+        value = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

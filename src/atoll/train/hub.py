@@ -1,0 +1,279 @@
+"""Files of a Hugging Face hub: fetched once a node however many ranks ask, and every refusal told with what to do.
+
+``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, ``HF_HOME`` and ``HF_HUB_CACHE`` are read at each call.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from atoll.core.errors import ConfigError
+
+Progress = Callable[[float, float | None], None]  # bytes done, bytes in all where known
+
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
+TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja"]
+METADATA = ["config.json", "generation_config.json"]
+
+_POLL_S = 0.1
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+
+
+def is_hub_name(spec: str) -> bool:
+    """Whether ``spec`` reads as ``owner/name`` and is no path that exists."""
+    parts = spec.split("/")
+    if len(parts) != 2 or not all(parts) or spec.startswith((".", "~")) or os.path.exists(spec):
+        return False
+    return not spec.endswith((".safetensors", ".gguf", ".json"))
+
+
+def endpoint() -> str:
+    """The hub's address: ``HF_ENDPOINT``, else the public one."""
+    return (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
+
+
+def is_offline() -> bool:
+    """Whether ``HF_HUB_OFFLINE`` asks to use what is on this machine only."""
+    return (os.environ.get("HF_HUB_OFFLINE") or "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def token() -> str | None:
+    """``HF_TOKEN``, else what ``hf auth login`` stored; None where there is neither."""
+    if given := os.environ.get("HF_TOKEN"):
+        return given.strip()
+    stored = Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token")
+    return stored.read_text().strip() or None if stored.is_file() else None
+
+
+def fetch(name: str, *, patterns: list[str], revision: str | None = None, progress: Progress | None = None) -> Path:
+    """The files of a repository, in a local folder.
+
+    What is already here is not transferred again, and files that are complete outlive an interrupted transfer. Where
+    several processes of a node ask at once one of them transfers; the others wait for its result, success or failure.
+
+    Args:
+        name: ``owner/name``.
+        patterns: globs of the files that are wanted.
+        revision: branch, tag or commit; the main branch by default.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        ConfigError: there is no such repository or revision, it asks for a licence or a token, none of its files
+            matches, the hub cannot be reached, or this machine is offline and has no copy; says what to do.
+    """
+    if not is_hub_name(name):
+        raise ConfigError(f"{name!r} is no name on a hub: expected owner/name, such as HuggingFaceTB/SmolLM2-135M")
+    asked = json.dumps([name, patterns, revision, endpoint()])
+    with _only_one(name) as (file, waited):
+        if waited and (found := _outcome_of_other(file, asked)) is not None:
+            return found
+        try:
+            folder = _download(name, patterns, revision, progress)
+        except ConfigError as error:
+            _record(file, {"asked": asked, "error": str(error)})
+            raise
+        _record(file, {"asked": asked, "folder": str(folder)})
+    return folder
+
+
+def push(folder: Path, name: str, *, private: bool = False) -> str:
+    """Upload a folder as a model, made where it does not exist yet; gives its address.
+
+    Raises:
+        ConfigError: there is no token, it may not write there, or the hub cannot be reached; says what to do.
+    """
+    if not is_hub_name(name):
+        raise ConfigError(f"--push {name}: expected owner/name")
+    if is_offline():
+        raise ConfigError(f"HF_HUB_OFFLINE is set, and pushing to {name} needs {endpoint()}: unset it")
+    if token() is None:
+        raise ConfigError(f"pushing to {name} needs a token that may write: set HF_TOKEN")
+    huggingface_hub = _library(name)
+    from huggingface_hub import errors
+
+    try:
+        api = huggingface_hub.HfApi(endpoint=endpoint(), token=token())
+        api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from Atoll")
+    except errors.HFValidationError as error:
+        raise ConfigError(f"--push {name}: {error}") from None
+    except _failures(errors.HfHubHTTPError) as error:
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            raise ConfigError(f"{endpoint()} refuses to write {name}: is HF_TOKEN valid, and may it write?") from None
+        raise ConfigError(f"pushing {folder} to {name} at {endpoint()} failed: {_advice(error)}") from None
+    return f"{endpoint()}/{name}"
+
+
+# ------------------------------------------------------------------------------------------------- one a node
+@contextmanager
+def _only_one(name: str) -> Iterator[tuple[IO[str], bool]]:
+    """Hold the lock on ``name``; gives its file and whether another process had to be waited for.
+
+    The kernel drops the lock with its holder, and the holder's transfer has timeouts of its own: nobody waits for ever.
+    """
+    folder = _cache() / ".locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / f"atoll--{name.replace('/', '--')}.lock", "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder}, where files of the hub are kept: {error.strerror}; set HF_HOME to a folder "
+            "with space that you may write to"
+        ) from None
+    with file:
+        yield file, _lock(file)
+
+
+def _lock(file: IO[str]) -> bool:
+    waited = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = True
+            time.sleep(_POLL_S)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            return False  # a file system without locks: each process asks for itself, which is slower, not wrong
+        else:
+            return waited
+
+
+def _record(file: IO[str], outcome: dict[str, str]) -> None:
+    file.seek(0)
+    file.truncate()
+    json.dump(outcome, file)
+    file.flush()
+
+
+def _outcome_of_other(file: IO[str], asked: str) -> Path | None:
+    """What the process found that held the lock before, where it asked for the same."""
+    file.seek(0)
+    try:
+        outcome = json.load(file)
+    except ValueError:  # it was killed, or wrote nothing
+        return None
+    if outcome.get("asked") != asked:
+        return None
+    if "error" in outcome:
+        raise ConfigError(outcome["error"])
+    folder = Path(outcome["folder"])
+    return folder if folder.is_dir() else None
+
+
+# --------------------------------------------------------------------------------------------------- transfer
+def _download(name: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
+    huggingface_hub = _library(name)
+    from huggingface_hub import errors
+
+    where = f"{name} at {endpoint()}"
+    at = f"revision {revision!r} of " if revision else ""
+    if is_offline():
+        missing = f"HF_HUB_OFFLINE is set, and {at}{name} is not complete in {_cache()}: unset it once to fetch it, or "
+        missing += "give a local folder instead"
+    else:
+        missing = f"could not reach {endpoint()} for {name}, and there is no complete copy in {_cache()}: "
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=_cache(),
+            allow_patterns=patterns,
+            endpoint=endpoint(),
+            token=token() or False,
+            local_files_only=is_offline(),
+            tqdm_class=_bar(progress),
+        )
+    except errors.GatedRepoError:
+        raise ConfigError(_gated(name)) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"{name} has no revision {revision!r} at {endpoint()}: see {endpoint()}/{name}") from None
+    except errors.RepositoryNotFoundError:
+        hint = "HF_TOKEN is not allowed to see it" if token() else "it is private: set HF_TOKEN"
+        raise ConfigError(f"there is no model {where}: check the spelling, or {hint}") from None
+    except errors.LocalEntryNotFoundError as error:
+        raise ConfigError(missing if is_offline() else missing + _advice(error)) from None
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{name!r} is no name of a model: {error}") from None
+    except _failures(errors.HfHubHTTPError) as error:
+        raise ConfigError(_broken(name, error)) from None
+    found = Path(folder)
+    if not any(any(found.glob(pattern)) for pattern in patterns):
+        raise ConfigError(f"{at}{where} has no file like {', '.join(patterns)}: is it a model of another format?")
+    return found
+
+
+def _library(name: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ConfigError(
+            f"{name} is a name on a hub, which needs huggingface_hub: pip install huggingface_hub"
+        ) from None
+    return huggingface_hub
+
+
+def _failures(http_error: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """What a transfer can raise: OSError, and the root of the HTTP library that this version of the hub uses."""
+    return OSError, *(each for each in http_error.__mro__ if each.__name__ == "HTTPError")
+
+
+def _gated(name: str) -> str:
+    page = f"{endpoint()}/{name}"
+    if token() is None:
+        return f"{name} is gated: accept its licence at {page}, make a token there, and set HF_TOKEN to it"
+    return f"{name} is gated, and the account of this HF_TOKEN has no access: accept its licence at {page}"
+
+
+def _broken(name: str, error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"no space left in {_cache()} for {name}: free some, or set HF_HOME to a folder on a larger disk"
+    response = getattr(error, "response", None)
+    if getattr(response, "status_code", None) in (401, 403):
+        hint = "HF_TOKEN is not valid there, or has no access" if token() else "set HF_TOKEN"
+        return f"{endpoint()} refuses {name}: {hint}; see {endpoint()}/{name}"
+    return f"fetching {name} from {endpoint()} failed: {_advice(error)}"
+
+
+def _advice(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    lines = str(cause).strip().splitlines()
+    what = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+    return f"{what}. What is complete is kept: run the same again when the network is back"
+
+
+def _bar(progress: Progress | None) -> Any:
+    """A stand-in for tqdm that shows nothing and tells ``progress`` of bytes; files are counted elsewhere."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.in_bytes = kwargs.get("unit") == "B" and "transfer" not in str(kwargs.get("name"))
+            self.done = float(kwargs.get("initial") or 0)
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # it has no types
+
+        def update(self, n: float | None = 1) -> None:
+            self.done += n or 0
+            if self.in_bytes and progress is not None:
+                progress(self.done, self.total or None)
+
+    return Bar
+
+
+# ----------------------------------------------------------------------------------------------------- folders
+def _home() -> Path:
+    base = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(base).expanduser()
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("HF_HUB_CACHE") or _home() / "hub").expanduser()

@@ -1,0 +1,132 @@
+"""The terminal of a run: a panel redrawn in place, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+
+import rich.console
+from rich.live import Live
+from rich.text import Text
+
+from atoll.train.events import CheckpointSaved, Event, Note, Progress, RunEnded, RunStarted, StepDone, Validated
+from atoll.train.metrics.figures import span
+from atoll.train.metrics.panel import Phase, RunPanel, about, end_page, end_rows, phase_line, plain_step, visible
+from atoll.train.metrics.session import Session
+
+_PLAIN_EVERY_S = 30.0
+_SHOW_PHASE_AFTER_S = 1.0
+
+
+class Console:
+    """Shows a run as it goes, from its events: those of this process, or decoded ones of another.
+
+    Args:
+        console: where to; standard output by default.
+    """
+
+    def __init__(self, console: rich.console.Console | None = None) -> None:
+        self._console = console or rich.console.Console()
+        self._session = Session()
+        self._phases: dict[str, Phase] = {}
+        self._live: Live | None = None
+        self._said_at = time.monotonic()  # the last plain line about progress
+        self._said_tenth = -1
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._session = Session()
+            self._said_tenth = -1
+        self._session.add(event)
+        if isinstance(event, RunEnded):
+            self._end(event)
+            return
+        if self._console.is_terminal and not isinstance(event, Note):
+            self._start_live()
+        if isinstance(event, Note):
+            self._say(event.text)
+        elif isinstance(event, Progress):
+            self._phase(event)
+        elif isinstance(event, RunStarted | StepDone):
+            self._end_phases()
+        if not self._console.is_terminal:
+            self._plain(event)
+
+    def close(self) -> None:
+        """Leave the terminal as it is now, cursor included."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _start_live(self) -> None:
+        if self._live is None:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def _render(self) -> RunPanel:
+        now = time.monotonic()
+        # list(): the display's own thread reads while events come in.
+        shown = [phase for phase in list(self._phases.values()) if now - phase.since >= _SHOW_PHASE_AFTER_S]
+        return RunPanel(self._session, shown)
+
+    def _phase(self, event: Progress) -> None:
+        now = time.monotonic()
+        phase = self._phases.get(event.phase)
+        since = now if phase is None else phase.since
+        self._phases[event.phase] = Phase(event, since)
+        if event.total is not None and event.done >= event.total:
+            self._end_phase(event.phase)
+        elif not self._console.is_terminal and now - max(since, self._said_at) >= self._pause_s(now - since):
+            self._said_at = now
+            self._say(phase_line(event))
+
+    @staticmethod
+    def _pause_s(age_s: float) -> float:
+        """Between plain lines about a phase: soon at first, then every half minute."""
+        return _SHOW_PHASE_AFTER_S if age_s < _PLAIN_EVERY_S / 3 else _PLAIN_EVERY_S
+
+    def _end_phase(self, name: str) -> None:
+        phase = self._phases.pop(name)
+        took_s = time.monotonic() - phase.since
+        if took_s >= _SHOW_PHASE_AFTER_S:
+            self._say(f"{phase_line(phase.progress)} in {span(took_s)}")
+
+    def _end_phases(self) -> None:
+        """Training goes on, so what was under way without an end of its own is over."""
+        for name in list(self._phases):
+            self._end_phase(name)
+
+    def _plain(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._say(f"{event.name}: {about(event)} · {event.output_dir}")
+            self._said_at = time.monotonic()
+        elif isinstance(event, StepDone) and self._is_due(event):
+            self._said_at = time.monotonic()
+            self._say(plain_step(self._session))
+        elif isinstance(event, Validated):
+            self._say(f"step {event.step}   validation loss {event.loss:.3f}   {span(event.took_s)}")
+        elif isinstance(event, CheckpointSaved):
+            stall = f"training stood {span(event.stall_s)}"
+            self._say(f"step {event.step}   checkpoint in {event.path}   {span(event.took_s)}, {stall}")
+
+    def _is_due(self, event: StepDone) -> bool:
+        """The first step, each tenth of the way, the last, and one every half minute."""
+        started = self._session.started
+        tenth = 10 * event.step // started.steps if started and started.steps else 0
+        due = tenth != self._said_tenth or time.monotonic() - self._said_at >= _PLAIN_EVERY_S
+        self._said_tenth = tenth
+        return due
+
+    def _end(self, event: RunEnded) -> None:
+        self._end_phases()
+        self.close()
+        if self._console.is_terminal:
+            self._console.print(end_page(event, self._session))
+            return
+        for label, value in end_rows(event, self._session):
+            self._say(f"{label}: {value}")
+        if event.sample:
+            self._say(f"the model writes:\n{visible(event.sample)}")
+
+    def _say(self, line: str) -> None:
+        # As Text: a file name or a sample with [brackets] is no markup.
+        self._console.print(Text(visible(line)), soft_wrap=True)

@@ -1,0 +1,227 @@
+"""The live panel of a run and its last page, drawn with rich."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from atoll.train.events import Progress, RunEnded, RunStarted
+from atoll.train.metrics.figures import count, size, span, sparkline
+from atoll.train.metrics.session import Session
+
+_MAX_WIDTH = 110
+_GAP = "   "
+_STATUS_STYLE = {"finished": "green", "stopped": "yellow", "failed": "red"}
+# Control characters of a text that came from a model would move the cursor: they are shown by their pictures.
+_CONTROLS = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(128, 160), 65533),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Something outside the steps that goes on, since a monotonic time."""
+
+    progress: Progress
+    since: float
+
+
+class RunPanel:
+    """The figures of a session, with a bar; as high as the width asks for."""
+
+    def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
+        self._session, self._phases = session, phases
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, _MAX_WIDTH)
+        boxed = width >= 50
+        inner = width - 4 if boxed else width
+        rows: list[RenderableType] = []
+        started = self._session.started
+        if started is not None:
+            rows.append(Text(about(started), style="dim", no_wrap=True, overflow="ellipsis"))
+            rows.append(_bar(*self._steps(started), width=inner))
+            rows.extend(_flow(live_figures(self._session), inner))
+            rows.extend(self._checkpoint())
+        rows.extend(_phase_row(phase, inner) for phase in self._phases)
+        if not rows:
+            return
+        content = Group(*rows)
+        if boxed and started is not None:
+            yield Panel(
+                content,
+                width=width,
+                title=Text(started.name, style="bold"),
+                title_align="left",
+                subtitle=Text(started.output_dir, style="dim"),
+                subtitle_align="right",
+                border_style="cyan",
+            )
+        else:
+            yield content
+
+    def _steps(self, started: RunStarted) -> tuple[float, float, str]:
+        step = self._session.last.step if self._session.last else started.first_step
+        text = f"{step:,}/{started.steps:,}"
+        left = self._session.left_s
+        if step >= started.steps:
+            text += "  done"
+        elif left is not None:
+            text += f"  {span(left)} left"
+        return step, started.steps, text
+
+    def _checkpoint(self) -> list[Text]:
+        saved = self._session.checkpoint
+        if saved is None:
+            return []
+        text = f"checkpoint at step {saved.step:,}, {span(saved.took_s)} (training stood {span(saved.stall_s)})"
+        return [Text(text, style="dim", no_wrap=True, overflow="ellipsis")]
+
+
+def about(started: RunStarted) -> str:
+    """One line on what is trained, and where."""
+    parts = [f"{count(started.parameters)} parameters", started.layout, started.device]
+    if started.resumed_from is not None:
+        parts.append(f"resumed at step {started.first_step:,}")
+    return " · ".join(parts)
+
+
+def live_figures(session: Session) -> list[Text]:
+    """The figures of now, the more telling ones first."""
+    last = session.last
+    if last is None:
+        return [Text("the first step is on its way", style="dim")]
+    loss = session.loss
+    shown = Text.assemble(("loss ", "dim"), (f"{loss:.3f}", "bold" if math.isfinite(loss) else "bold red"))
+    line = sparkline(session.trend.values(16))
+    found = [shown + Text(f" {line}", style="cyan") if len(line) > 1 else shown]
+    if session.validation is not None:
+        value, at = session.validation.loss, session.validation.step
+        found.append(Text.assemble(("validation ", "dim"), (f"{value:.3f}", "bold"), (f" at {at:,}", "dim")))
+    speed = Text.assemble((f"{session.tokens_per_s:,.0f}", "bold"), (" tokens/s", "dim"))
+    if session.started is not None and session.started.world_size > 1:
+        speed.append(f" ({session.tokens_per_s_per_gpu:,.0f} a {session.device_word})", style="dim")
+    found.append(speed)
+    if session.mfu is not None:
+        found.append(_figure("MFU", f"{session.mfu:.1%}"))
+    found.append(_figure("memory", size(last.memory_bytes)))
+    found.append(_figure("grad norm", f"{last.grad_norm:.3g}"))
+    found.append(_figure("lr", f"{last.lr:.2e}"))
+    if session.data_wait > 0.02:
+        found.append(_figure("data wait", f"{session.data_wait:.0%}", "yellow"))
+    if session.spread > 0.1:
+        found.append(_figure("slowest rank", f"+{session.spread:.0%}", "yellow"))
+    return found
+
+
+def plain_step(session: Session) -> str:
+    """The figures of now as a line for logs."""
+    last, started = session.last, session.started
+    if last is None:
+        return ""
+    steps = f"{last.step}/{started.steps}" if started else str(last.step)
+    # Without the sparkline, which says little in a log.
+    loss, *others = (text.plain for text in live_figures(session))
+    parts = [f"step {steps}", " ".join(loss.split()[:2]), *others]
+    left = session.left_s
+    if left is not None and started is not None and last.step < started.steps:
+        parts.append(f"{span(left)} left")
+    return _GAP.join(parts)
+
+
+def end_rows(ended: RunEnded, session: Session) -> list[tuple[str, str]]:
+    """Labels and values of how a run ended."""
+    first, started = session.first_loss, session.started
+    steps = f"{ended.step:,} of {started.steps:,} steps" if started else f"{ended.step:,} steps"
+    rows = [(ended.status, f"{steps} in {span(ended.took_s)}")]
+    if ended.error:
+        rows.append(("error", ended.error))
+    if ended.loss is not None:
+        rows.append(("loss", f"{ended.loss:.3f}" if first is None else f"{first:.3f} → {ended.loss:.3f}"))
+    if ended.validation_loss is not None:
+        rows.append(("validation loss", f"{ended.validation_loss:.3f}"))
+    if session.last is not None:
+        speed = f"{session.mean_tokens_per_s:,.0f} tokens/s"
+        rows.append(("tokens", f"{count(ended.tokens)}, {speed} in this session"))
+        rows.append(("memory", f"{size(session.last.memory_bytes)} at most, a rank"))
+    if ended.checkpoint:
+        rows.append(("checkpoint", ended.checkpoint))
+    if ended.curve:
+        rows.append(("loss curve", ended.curve))
+    return rows
+
+
+def end_page(ended: RunEnded, session: Session) -> RenderableType:
+    """The last page of a run on a terminal."""
+    style = _STATUS_STYLE.get(ended.status, "cyan")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in end_rows(ended, session)[1:]:
+        grid.add_row(Text(label), Text(value, style="red" if label == "error" else ""))
+    rows: list[RenderableType] = [Text(end_rows(ended, session)[0][1]), grid]
+    if ended.sample:
+        rows.append(Padding(Text("the model writes", style="dim"), (1, 0, 0, 0)))
+        rows.append(Padding(Text(visible(ended.sample), overflow="fold"), (0, 0, 0, 2)))
+    name = f"{session.started.name} " if session.started else ""
+    title = Text.assemble((name, "bold"), (ended.status, f"bold {style}"))
+    return Panel(Group(*rows), title=title, title_align="left", border_style=style, width=None)
+
+
+def visible(text: str) -> str:
+    """A text with its control characters made visible, and without halves of characters."""
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROLS)
+
+
+def phase_line(progress: Progress) -> str:
+    """``tokenizing: 12.3 M of 40.0 M tokens``."""
+    in_bytes = progress.unit in ("bytes", "B")
+    shown = size if in_bytes else count
+    unit = "" if in_bytes or not progress.unit else f" {progress.unit}"
+    if progress.total is not None:
+        return f"{progress.phase}: {shown(progress.done)} of {shown(progress.total)}{unit}"
+    return f"{progress.phase}: {shown(progress.done)}{unit}" if progress.done else progress.phase
+
+
+def _figure(label: str, value: str, style: str = "") -> Text:
+    return Text.assemble((f"{label} ", "dim"), (value, style))
+
+
+def _flow(parts: Sequence[Text], width: int) -> list[Text]:
+    """Parts side by side, on as many lines as they need; one is never broken."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + len(_GAP) + part.cell_len <= width:
+            lines[-1] = Text.assemble(lines[-1], _GAP, part)
+        else:
+            lines.append(part)
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return lines
+
+
+def _bar(done: float, total: float | None, text: str, *, width: int) -> RenderableType:
+    grid = Table.grid(expand=False, padding=(0, 0))
+    grid.width = width
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    # Without a total the bar pulses, which needs the time.
+    bar = ProgressBar(total=total, completed=done, pulse=total is None, animation_time=time.monotonic())
+    grid.add_row(bar, Text(f"  {text}"))
+    return grid
+
+
+def _phase_row(phase: Phase, width: int) -> RenderableType:
+    progress = phase.progress
+    return _bar(progress.done, progress.total, phase_line(progress), width=width)

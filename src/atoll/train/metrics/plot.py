@@ -1,0 +1,134 @@
+"""The loss curve of a run as a picture."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from atoll.core.paths import write_atomic
+from atoll.train.metrics.figures import count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+_TRAIN, _VALIDATION, _LR, _INK = "#2563a8", "#d1495b", "#7a8794", "#3a4450"
+
+
+def save_curve(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw training and validation loss over steps and tokens into a PNG, with the learning rate below.
+
+    Args:
+        path: the picture, replaced as a whole.
+        rows: objects of ``metrics.jsonl``, as ``journal.read`` gives them: of the whole run, resumed or not. Losses
+            that are None or not finite leave a gap and a mark.
+        title: above the picture.
+
+    Raises:
+        ImportError: matplotlib is not there.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps = sorted((row for row in rows if "loss" in row), key=lambda row: row["step"])
+    points = sorted((row for row in rows if "validation_loss" in row), key=lambda row: row["step"])
+    figure = Figure(figsize=(8.0, 5.0), dpi=140, layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(2, 1, height_ratios=(5, 1), hspace=0.04)
+    axes = figure.add_subplot(grid[0])
+    below = figure.add_subplot(grid[1], sharex=axes)
+    _draw_loss(axes, steps, points)
+    _draw_tokens(axes, steps)
+    below.plot(_column(steps, "step"), _column(steps, "lr"), "." if len(steps) == 1 else "-", color=_LR, linewidth=1.3)
+    below.set(xlabel="step", ylabel="lr")
+    below.set_ylim(bottom=0.0)
+    below.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    below.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    below.yaxis.set_major_formatter(lambda lr, _: f"{lr:g}".replace("e-0", "e-"))
+    for each in (axes, below):
+        each.grid(alpha=0.22, linewidth=0.6)
+        each.spines[["top", "right"]].set_visible(False)
+        each.spines[["left", "bottom"]].set_color("#b8c0c8")
+        each.tick_params(colors=_INK, labelsize=8.5, length=3)
+        for label in (each.xaxis.label, each.yaxis.label):
+            label.set(fontsize=9.5, color=_INK)
+    axes.tick_params(labelbottom=False)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, parse_math=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_atomic(path, picture.getvalue(), mode=0o644)
+
+
+def _draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> None:
+    x, loss = _column(steps, "step"), _column(steps, "loss")
+    averaged = smooth(loss, max(1, len(loss) // 60))
+    finite = np.isfinite(loss)
+    if len(loss) > 30:
+        axes.plot(x, loss, color=_TRAIN, alpha=0.32, linewidth=0.8, label="each step")
+        axes.plot(x, averaged, color=_TRAIN, linewidth=2.0, label="train, averaged", solid_capstyle="round")
+    elif finite.any():
+        axes.plot(x, loss, "o-", color=_TRAIN, linewidth=1.6, markersize=3.5, label="train")
+    x_held, held = _column(points, "step"), _column(points, "validation_loss")
+    if np.isfinite(held).any():
+        last = f"validation, {held[np.isfinite(held)][-1]:.3f} last"
+        axes.plot(x_held, held, "o-", color=_VALIDATION, linewidth=1.2, markersize=4.5, label=last, zorder=3)
+    if not finite.all():
+        lost = x[~finite]
+        floor = axes.get_xaxis_transform()
+        axes.plot(lost, np.zeros_like(lost), "x", color="#b00020", transform=floor, clip_on=False, label="not finite")
+    # A spike of one step must not press the curve flat: the averaged curve and the validation set the range.
+    known = np.concatenate([values[np.isfinite(values)] for values in (averaged, held)])
+    if known.size:
+        low, high = min(known.min(), loss[finite].min(initial=math.inf)), known.max()
+        margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+        axes.set_ylim(low - margin, high + margin)
+    axes.set_ylabel("loss (nats per token)")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, loc="upper right", labelcolor=_INK)
+
+
+def _draw_tokens(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Trained tokens along the top edge: steps have about equally many, so one factor serves."""
+    last = next((row for row in reversed(steps) if row.get("tokens") and row["step"]), None)
+    if last is None:
+        return
+    each = last["tokens"] / last["step"]
+    top = axes.secondary_xaxis("top", functions=(lambda step: step * each, lambda tokens: tokens / each))
+    top.xaxis.set_major_formatter(lambda tokens, _: count(tokens).replace(".00 ", " ").replace(".0 ", " "))
+    top.set_xlabel("tokens", fontsize=9.5, color=_INK)
+    top.tick_params(colors=_INK, labelsize=8.5, length=3)
+    top.spines["top"].set_visible(False)
+
+
+def smooth(values: Array, reach: int) -> Array:
+    """The mean around each value, near ones counting more, up to ``reach`` on either side; gaps don't count.
+
+    The window is even on both sides, so the curve is not late where it falls steeply, at the start; only at the end,
+    where values ahead are missing, it leans back. A value without any finite one around it is NaN.
+    """
+    half = -(-reach // 2)
+    return _box(_box(values, half), reach - half)  # two even windows make one that fades towards its ends
+
+
+def _box(values: Array, reach: int) -> Array:
+    size = len(values)
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    nums = np.concatenate([[0], np.cumsum(finite)])
+    at = np.arange(size)
+    half = np.minimum(reach, at)
+    begin, end = at - half, np.minimum(at + half + 1, size)
+    num = nums[end] - nums[begin]
+    averaged: Array = np.where(num > 0, (sums[end] - sums[begin]) / np.maximum(num, 1), np.nan)
+    return averaged
+
+
+def _column(rows: Sequence[Mapping[str, Any]], key: str) -> Array:
+    values = (row.get(key) for row in rows)
+    return np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)

@@ -1,0 +1,80 @@
+"""How a run ended, as a file that programs read and as lines that say what to type next."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from atoll.core.paths import write_atomic
+from atoll.train.events import Event, RunEnded, RunStarted, StepDone
+
+
+def summarise(ended: RunEnded, started: RunStarted | None = None, first_loss: float | None = None) -> dict[str, Any]:
+    """The end of a run as a JSON object: the fields of ``RunEnded``, and where and what it was.
+
+    Figures that are not finite are null.
+    """
+    values = dataclasses.asdict(ended)
+    if started is not None:
+        about = ("name", "output_dir", "parameters", "layout", "device", "world_size", "first_step", "steps")
+        values = {**{key: getattr(started, key) for key in about}, **values}
+    values["first_loss"] = first_loss
+    values["figures"] = {key: _finite(value) for key, value in ended.figures.items()}
+    return {key: _finite(value) for key, value in values.items()}
+
+
+class SummaryFile:
+    """Writes ``summary.json`` into the folder of a run when it ends."""
+
+    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+        self.path = Path(output_dir) / "summary.json"
+        self._started: RunStarted | None = None
+        self._first_loss: float | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._started = event
+        elif isinstance(event, StepDone):
+            self._first_loss = event.loss if self._first_loss is None else self._first_loss
+        elif isinstance(event, RunEnded):
+            text = json.dumps(summarise(event, self._started, self._first_loss), indent=2, ensure_ascii=False)
+            write_atomic(self.path, text.encode(errors="replace") + b"\n", mode=0o644)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def next_steps(
+    recipe: str, output_dir: str, *, status: str = "finished", has_checkpoint: bool = True, nodes: int = 1
+) -> list[str]:
+    """What to type after a run, one command a line: go on, generate, export, scale.
+
+    Args:
+        recipe: as the user gave it, a name or a file.
+        output_dir: the folder of the run.
+        status: as in ``RunEnded``.
+        has_checkpoint: whether there is one to go on from.
+        nodes: how many the run had.
+    """
+    recipe, folder = shlex.quote(recipe), shlex.quote(output_dir)
+    same = f"atoll train {recipe}" + (f" --nodes {nodes}" if nodes > 1 else "")
+    lines = []
+    if status != "finished":
+        lines.append(("go on where it stopped" if has_checkpoint else "start again", same))
+    if has_checkpoint:
+        if status == "finished":
+            lines.append(("train longer", f"{same} --train.steps N --allow-changes"))
+        lines.append(("let it write", f'atoll generate {folder} "Once upon a time"'))
+        lines.append(("export to Hugging Face", f"atoll export {folder} {shlex.quote(output_dir.rstrip('/') + '-hf')}"))
+    lines.append(("scale", f"atoll train {recipe} --nodes {max(4, 2 * nodes)}"))
+    width = max(len(what) for what, _ in lines)
+    return [f"{what:<{width}}  {command}" for what, command in lines]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,239 @@
+"""TensorBoard, Weights & Biases and MLflow: the figures of a run in the user's own tracker.
+
+A run that goes on after a stop goes on as the same run there: what a tracker calls it is kept in ``trackers.json``
+under ``output_dir``. Only the run that was opened here is ended; another one that the process has open is not touched.
+Values come from the user's environment as each tracker reads it (``WANDB_API_KEY``, ``MLFLOW_TRACKING_URI``, ...).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import redact
+from atoll.core.paths import write_atomic
+from atoll.train.events import Event, RunEnded, RunStarted, StepDone, Validated
+from atoll.train.metrics.reporter import Reporter, ReporterFailed
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_FINISH_TIMEOUT_S = 60.0
+_QUERY = re.compile(r"(?<=[a-z0-9]://)([^\s?]+)\?\S+")
+
+
+def open_trackers(
+    names: Sequence[str], *, output_dir: str, name: str, project: str, recipe: Mapping[str, Any]
+) -> list[Reporter]:
+    """The trackers of ``[metrics] trackers``. Each opens its run when the training starts.
+
+    Args:
+        names: of ``tensorboard``, ``wandb`` and ``mlflow``.
+        output_dir: the folder of the run, which exists.
+        name: of the run.
+        project: W&B's project, MLflow's experiment.
+        recipe: as plain values; ``public`` takes its secrets out.
+
+    Raises:
+        ConfigError: one is not installed, has no credentials, or does not know its address; the text says what to do.
+    """
+    if "mlflow" in names:
+        from atoll.train.metrics.mlflow import MLflow
+    opened: list[Reporter] = []
+    for each in dict.fromkeys(names):
+        library = _load(each)
+        identities = Identities(output_dir)
+        if each == "tensorboard":
+            opened.append(TensorBoard(library, output_dir, public(recipe)))
+        elif each == "wandb":
+            opened.append(WeightsAndBiases(library, output_dir, name, project, public(recipe), identities))
+        else:
+            opened.append(MLflow(name, project, public(recipe), identities))
+    return opened
+
+
+def _load(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(_MODULES[name])
+    except ImportError as error:
+        raise ConfigError(
+            f'[metrics] trackers = ["{name}"], but it cannot be imported here ({error}): '
+            f'pip install "atoll[{name}]", or take it out of the list'
+        ) from None
+
+
+def public(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without what may be secret: where to notify, credentials and signatures in URLs."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return _QUERY.sub(r"\1?****", redact(value))
+        if isinstance(value, Mapping):
+            return {key: clean(each) for key, each in value.items() if key != "notify"}
+        return [clean(each) for each in value] if isinstance(value, list | tuple) else value
+
+    cleaned: dict[str, Any] = clean(recipe)
+    return cleaned
+
+
+def figures(event: Event) -> dict[str, float]:
+    """What trackers draw of an event, by name; the part before the slash groups the pictures."""
+    if isinstance(event, Validated):
+        return {"validation/loss": event.loss}
+    if not isinstance(event, StepDone):
+        return {}
+    values = {
+        "train/loss": event.loss,
+        "train/lr": event.lr,
+        "train/grad_norm": event.grad_norm,
+        "train/tokens": float(event.tokens),
+        "train/samples": float(event.samples),
+        "speed/tokens_per_s": event.tokens_per_s,
+        "speed/tokens_per_s_per_gpu": event.tokens_per_s_per_gpu,
+        "speed/step_s": event.step_s,
+        "speed/step_spread_s": event.step_spread_s,
+        "speed/data_wait_s": event.data_wait_s,
+        "memory/peak_bytes": float(event.memory_bytes),
+    }
+    return values if event.mfu is None else {**values, "speed/mfu": event.mfu}
+
+
+class Identities:
+    """What each tracker calls this run, in ``trackers.json``."""
+
+    def __init__(self, output_dir: str) -> None:
+        self._path = Path(output_dir) / "trackers.json"
+
+    def get(self, tracker: str) -> str | None:
+        """The run's identity there, or None where it has none yet."""
+        found = self._read().get(tracker)
+        return found if isinstance(found, str) else None
+
+    def put(self, tracker: str, identity: str) -> None:
+        """Keep it for the next start."""
+        write_atomic(self._path, json.dumps({**self._read(), tracker: identity}, indent=2).encode() + b"\n", mode=0o644)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            known = json.loads(self._path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+
+class TensorBoard:
+    """Event files under ``<output_dir>/tensorboard``."""
+
+    def __init__(self, library: ModuleType, output_dir: str, recipe: Mapping[str, Any]) -> None:
+        self._library = library
+        self._folder = Path(output_dir) / "tensorboard"
+        self._recipe = recipe
+        self._writer: Any = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            # Steps from here on that an earlier run wrote are done again: TensorBoard hides the old ones.
+            purge = event.first_step + 1 if event.first_step or self._folder.exists() else None
+            self._writer = self._library.SummaryWriter(str(self._folder), purge_step=purge, flush_secs=10)
+            text = json.dumps(self._recipe, indent=2, ensure_ascii=False).replace("\n", "\n    ")
+            self._writer.add_text("recipe", f"    {text}", global_step=event.first_step + 1)
+        elif self._writer is not None:
+            values = figures(event)
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, getattr(event, "step", 0))
+            if isinstance(event, RunEnded):
+                self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run. Steps that were logged before a stop and are done again are the same figures: W&B keeps the first."""
+
+    def __init__(
+        self,
+        library: ModuleType,
+        output_dir: str,
+        name: str,
+        project: str,
+        recipe: Mapping[str, Any],
+        identities: Identities,
+    ) -> None:
+        self._wandb: Any = library
+        self._output_dir, self._name, self._project, self._recipe = output_dir, name, project, recipe
+        self._identities = identities
+        self._run: Any = None
+        self._status = "failed"
+        try:
+            # Never a prompt: a rank has no keyboard.
+            ready = self._wandb.login(prompt=False, verify=False)
+        except self._wandb.errors.Error as error:
+            raise ConfigError(f'[metrics] trackers = ["wandb"]: {error}') from None
+        if not ready and self._wandb.setup().settings.mode not in ("offline", "dryrun", "disabled"):
+            raise ConfigError(
+                '[metrics] trackers = ["wandb"], but W&B has no API key here: run `wandb login`, set WANDB_API_KEY, '
+                "or write to a folder with WANDB_MODE=offline"
+            )
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._open(event)
+        elif self._run is None:
+            return
+        elif isinstance(event, RunEnded):
+            self._status = event.status
+            self._run.summary["status"] = event.status
+        elif values := figures(event):
+            self._run.log(values, step=getattr(event, "step", 0))
+
+    def _open(self, event: RunStarted) -> None:
+        identity = self._identities.get("wandb")
+        if identity is None:
+            identity = secrets.token_hex(4)
+            self._identities.put("wandb", identity)
+        settings = self._wandb.Settings(
+            silent=True,  # the terminal belongs to the console
+            console="off",
+            # Neither the command line nor the sources leave the machine: they may hold secrets.
+            x_disable_meta=True,
+            disable_git=True,
+            disable_code=True,
+            finish_timeout=_FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+        )
+        about = {"parameters": event.parameters, "layout": event.layout, "device": event.device}
+        try:
+            self._run = self._wandb.init(
+                project=self._project,
+                name=self._name,
+                id=identity,
+                resume="allow",
+                dir=self._output_dir,
+                config={**self._recipe, **about, "world_size": event.world_size},
+                allow_val_change=True,
+                reinit="create_new",  # beside a run that the process may have open
+                settings=settings,
+            )
+        except self._wandb.errors.Error as error:
+            raise ReporterFailed(f"W&B is off for this run: {error}") from None
+
+    def close(self) -> None:
+        """End the run and wait, within limits, until the server has everything."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            run.finish(exit_code=0 if self._status in ("finished", "stopped") else 1)
+        except (self._wandb.errors.Error, TimeoutError) as error:
+            raise ReporterFailed(
+                f"W&B did not take the last figures ({error}): `wandb sync` sends them from {self._output_dir}/wandb"
+            ) from None

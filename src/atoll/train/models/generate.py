@@ -1,0 +1,178 @@
+"""Text from a model, one token at a time, on one device. Shapes as in ``parts``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.core.errors import ConfigError
+from atoll.train.models.parts import Attention, Decoder
+
+_BROKEN = "\ufffd"  # what UTF-8 decodes to where a character is not complete yet
+
+
+class CachedCore(nn.Module):
+    """Attention of new positions to all before them, whose keys and values it keeps."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self.max_tokens = max_tokens
+        self.length = 0
+        self.kept: tuple[Tensor, Tensor] | None = None  # keys and values, each [B, max_tokens, K, E]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """As ``AttentionCore``: q [B, S, H, E], k and v [B, S, K, E] of the new positions; the mask is causal."""
+        start, self.length = self.length, self.length + q.shape[1]
+        if self.kept is None:
+            shape = (k.shape[0], self.max_tokens, *k.shape[2:])
+            self.kept = (k.new_empty(shape), v.new_empty(shape))
+        for all_of_them, new in zip(self.kept, (k, v), strict=True):
+            all_of_them[:, start : self.length] = new
+        q, k, v = (each.transpose(1, 2) for each in (q, *(kept[:, : self.length] for kept in self.kept)))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=start == 0 and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)
+
+
+def generate(
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: Collection[int] = frozenset(),
+) -> Iterator[int]:
+    """Go on after ``tokens``, yielding each new one as it is drawn.
+
+    Blocks keep their keys and values, so that a token costs one position; a user's own model computes all positions
+    again for each. The same seed gives the same tokens on the same kind of device.
+
+    Args:
+        model: a whole model on one device.
+        tokens: the prompt, at least one.
+        num_tokens: new ones at most; fewer where the model's ``max_seq_len`` ends first.
+        temperature: of the distribution drawn from; 0 takes the likeliest token.
+        top_k: draw from that many likeliest tokens only.
+        top_p: draw from the likeliest tokens that together have this probability (Holtzman et al., 2020).
+        seed: of the draws.
+        stop: tokens that end the text; they are not yielded.
+
+    Raises:
+        ConfigError: no prompt, one that fills the model's length, or a value that cannot work.
+    """
+    longest = int(model.config.max_seq_len)  # type: ignore[union-attr,arg-type]  # Decoder's and UserModel's section
+    if not 0 < len(tokens) < longest:
+        raise ConfigError(f"the prompt has {len(tokens)} tokens, expected 1 to {longest - 1}: max_seq_len is {longest}")
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ConfigError(
+            f"temperature = {temperature}, top_k = {top_k}, top_p = {top_p}: expected temperature ≥ 0, top_k ≥ 1 and "
+            "0 < top_p ≤ 1"
+        )
+    return _generate(
+        model, list(tokens), min(num_tokens, longest - len(tokens)), temperature, top_k, top_p, seed, frozenset(stop)
+    )
+
+
+def _generate(
+    model: nn.Module,
+    tokens: list[int],
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    stop: frozenset[int],
+) -> Iterator[int]:
+    random = torch.Generator().manual_seed(seed)
+    with _caching(model, len(tokens) + num_tokens) as next_logits:
+        for _ in range(num_tokens):
+            token = _draw(next_logits(tokens), temperature, top_k, top_p, random)
+            if token in stop:
+                return
+            tokens.append(token)
+            yield token
+
+
+@contextmanager
+def _caching(model: nn.Module, max_tokens: int) -> Iterator[Callable[[list[int]], Tensor]]:
+    """A function from all tokens so far to the logits [V] of the next; caches stand in the model meanwhile."""
+    device = next(model.parameters()).device
+    attentions = [part for part in model.modules() if isinstance(part, Attention)]
+    cached = isinstance(model, Decoder) and bool(attentions)
+    cores = [attention.core for attention in attentions]
+    # Logits of the whole prompt can be large: the head is given its last position only.
+    norm = model.norm if isinstance(model, Decoder) else None
+    hook = None if norm is None else norm.register_forward_pre_hook(_last_position)
+    done = 0
+
+    @torch.inference_mode()
+    def next_logits(tokens: list[int]) -> Tensor:
+        nonlocal done
+        start, done = (done, len(tokens)) if cached else (0, 0)
+        ids = torch.tensor([tokens[start:]], device=device)
+        positions = torch.arange(start, len(tokens), device=device)[None]
+        logits: Tensor = model(ids, positions)
+        return logits[0, -1].float().cpu()
+
+    try:
+        for attention in attentions if cached else []:
+            attention.core = CachedCore(max_tokens)  # type: ignore[assignment]  # of the same signature
+        yield next_logits
+    finally:
+        for attention, core in zip(attentions, cores, strict=True):
+            attention.core = core
+        if hook is not None:
+            hook.remove()
+
+
+def _last_position(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0][:, -1:], *args[1:])
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, random: torch.Generator) -> int:
+    """One token from logits [V]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits / temperature
+    if top_k is not None and top_k < len(logits):
+        logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
+    chances = logits.softmax(dim=-1)
+    if top_p is not None and top_p < 1:
+        ordered, places = chances.sort(descending=True)
+        # Those before which less than top_p is reached; the first always is.
+        keep = ordered.cumsum(0) - ordered < top_p
+        chances = torch.zeros_like(chances).scatter(0, places, ordered * keep)
+    return int(torch.multinomial(chances, 1, generator=random))
+
+
+def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> Iterator[str]:
+    """The text of tokens as they come; a character that spans tokens comes when it is whole.
+
+    Args:
+        tokens: the new ones.
+        decode: of a tokenizer.
+        after: what came before them, at least the last token: some tokenizers drop the space before a first word.
+    """
+    pending = list(after[-1:])
+    shown = decode(pending)
+    for token in tokens:
+        pending.append(token)
+        text = decode(pending)
+        if text.endswith(_BROKEN):
+            continue
+        if len(text) > len(shown):
+            yield text[len(shown) :]
+        pending = pending[-1:]
+        shown = decode(pending)
+    rest = decode(pending)[len(shown) :]
+    if rest:
+        yield rest

@@ -1,0 +1,280 @@
+"""GGUF files, as llama.cpp and its kin use: the network and tokenizer that their metadata describe, and their names."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.core.errors import ConfigError
+from atoll.train.models.hf import Part, Stored, shapes
+from atoll.train.models.parts import Positions
+from atoll.train.recipe.schema import ModelSection, RopeScaling
+
+FAMILIES = {"llama": "llama", "qwen3": "qwen3", "phi3": "phi3", "gpt2": "gpt2"}
+# Computed by the runtimes from these; here they follow from the section.
+DERIVED = ("rope_freqs.weight", "attn_rot_embd")
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
+_LETTERS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2_LIKE = ("gpt-2", "mpt", "olmo", "jais", "phi-2")
+_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3")
+_QWEN_LIKE = ("qwen2", "stablelm2", "deepseek-r1-qwen")
+
+
+class GgufFile:
+    """One open GGUF file.
+
+    Raises:
+        ConfigError: the package ``gguf`` is missing, or the file is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise ConfigError(f"{path}: reading GGUF files needs the package gguf: pip install gguf") from None
+        self.path = path
+        try:
+            self._reader = GGUFReader(path)
+        except (ValueError, IndexError, OSError) as error:
+            raise ConfigError(f"{path} is no complete GGUF file: {error}") from None
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in the file's order."""
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, outermost dimension first."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as float32, or as the file has it where that is a float type of torch."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.F64):
+            data = np.array(tensor.data)  # a copy: the file is mapped read-only
+        else:
+            data = dequantize(tensor.data, tensor.tensor_type)
+        return torch.from_numpy(data).view(self.shape(name))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype to keep its matrices in: "fp32" or "fp16" where they are, else "bf16"."""
+        kinds = {tensor.tensor_type.name for tensor in self._tensors.values() if len(tensor.shape) > 1}
+        return {frozenset({"F32"}): "fp32", frozenset({"F16"}): "fp16"}.get(frozenset(kinds), "bf16")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata."""
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    # ------------------------------------------------------------------------------------------------- network
+    @property
+    def section(self) -> ModelSection:
+        """The network it describes.
+
+        Raises:
+            ConfigError: its architecture, or a part of it, is not among the families here.
+        """
+        kind = self.value("general.architecture")
+        if kind not in FAMILIES:
+            raise ConfigError(f"{self.path}: its architecture is {kind!r}; known are {', '.join(FAMILIES)}")
+        if any("_exps" in name for name in self._tensors):
+            raise ConfigError(f"{self.path} is a mixture of experts, which is not among the families here")
+
+        def number(key: str) -> int:
+            value = self.value(f"{kind}.{key}")
+            if not isinstance(value, int):
+                raise ConfigError(f"{self.path}: {kind}.{key} is {value!r}, expected a whole number")
+            return value
+
+        dim, heads = number("embedding_length"), number("attention.head_count")
+        head_dim = self.value(f"{kind}.attention.key_length", dim // heads)
+        rotated = self.value(f"{kind}.rope.dimension_count", head_dim)
+        if kind != "gpt2" and rotated != head_dim:
+            raise ConfigError(f"{self.path}: rotary positions on {rotated} of {head_dim} dimensions are not supported")
+        epsilon = "attention.layer_norm_epsilon" if kind == "gpt2" else "attention.layer_norm_rms_epsilon"
+        length = number("context_length")
+        fields: dict[str, Any] = {
+            "family": FAMILIES[kind],
+            "layers": number("block_count"),
+            "dim": dim,
+            "heads": heads,
+            "kv_heads": self.value(f"{kind}.attention.head_count_kv", heads),
+            "head_dim": None if head_dim * heads == dim else head_dim,
+            "hidden_dim": number("feed_forward_length"),
+            "vocab_size": self.shape("token_embd.weight")[0],
+            "max_seq_len": min(length, self.value(f"{kind}.attention.sliding_window") or length),
+            "tied": "output.weight" not in self._tensors,
+            "norm_eps": _as_written(self.value(f"{kind}.{epsilon}", 1e-5)),
+        }
+        if kind != "gpt2":
+            fields["rope_theta"] = self.value(f"{kind}.rope.freq_base", 10_000.0)
+            fields["rope_scaling"] = self._scaling(kind, ModelSection(**fields))
+        return ModelSection(**fields)
+
+    def _scaling(self, kind: str, section: ModelSection) -> RopeScaling | None:
+        how = self.value(f"{kind}.rope.scaling.type", "none")
+        original = self.value(f"{kind}.rope.scaling.original_context_length")
+        if how == "yarn":
+            factor = self.value(f"{kind}.rope.scaling.factor")
+            return RopeScaling(kind="yarn", factor=factor, original_max_seq_len=original or section.max_seq_len)
+        if how != "none" or "rope_factors_long.weight" in self._tensors:
+            raise ConfigError(f"{self.path}: rope scaling {how!r} is not supported here, only Llama 3's and 'yarn'")
+        if "rope_freqs.weight" not in self._tensors:
+            return None
+        # Llama 3.1's scaling is stored as what it makes of each frequency: of the published settings, find which.
+        stored = self.read("rope_freqs.weight").double()
+        plain, _ = Positions(section.size_of_head, section.rope_theta).frequencies(torch.device("cpu"))
+        for length in {original or 8192, 8192}:
+            scaling = RopeScaling(kind="llama3", factor=round(float(stored.max()), 3), original_max_seq_len=length)
+            scaled, _ = Positions(section.size_of_head, section.rope_theta, scaling).frequencies(torch.device("cpu"))
+            if torch.allclose(plain.double() / scaled.double(), stored, rtol=1e-3):
+                return scaling
+        raise ConfigError(f"{self.path}: its rope_freqs are not those of a Llama 3.1, 3.2 or 3.3")
+
+    # ----------------------------------------------------------------------------------------------- tokenizer
+    def write_tokenizer(self, folder: Path) -> str | None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``; where it can't, says why and writes nothing."""
+        kind, pre = self.value("tokenizer.ggml.model"), self.value("tokenizer.ggml.pre", "gpt-2")
+        if kind != "gpt2" or pre not in _GPT2_LIKE + _DIGIT_BY_DIGIT + _LLAMA3_LIKE + _QWEN_LIKE:
+            known = kind if kind != "gpt2" else pre
+            return f"its tokenizer ({known!r}) is not rebuilt: copy tokenizer.json of the original model beside it"
+        tokens: list[str] = self.value("tokenizer.ggml.tokens")
+        tokenizer = _tokenizer(
+            tokens,
+            self.value("tokenizer.ggml.merges"),
+            self.value("tokenizer.ggml.token_type", [_NORMAL] * len(tokens)),
+            pre,
+            bos=self.special_ids.get("bos_token_id") if self._adds_bos(pre) else None,
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.section.max_seq_len,
+            "clean_up_tokenization_spaces": False,
+        }
+        for key, number in self.special_ids.items():
+            settings[key.removesuffix("_id")] = tokens[number]
+        if (template := self.value("tokenizer.chat_template")) is not None:
+            settings["chat_template"] = template
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        return None
+
+    def _adds_bos(self, pre: str) -> bool:
+        return bool(self.value("tokenizer.ggml.add_bos_token", pre in _LLAMA3_LIKE))
+
+    @property
+    def special_ids(self) -> dict[str, Any]:
+        """``bos_token_id`` and its like, where the file names them."""
+        found = {
+            "bos_token_id": self.value("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.value("tokenizer.ggml.eos_token_id"),
+            "pad_token_id": self.value("tokenizer.ggml.padding_token_id"),
+        }
+        return {key: number for key, number in found.items() if number is not None}
+
+
+def _as_written(value: float) -> float:
+    """A float32 of the file as the decimal number that was meant: 1e-05 for 9.999999747378752e-06."""
+    return float(np.format_float_positional(np.float32(value), unique=True)) if math.isfinite(value) else value
+
+
+def _tokenizer(tokens: list[str], merges: list[str], types: list[int], pre: str, *, bos: int | None) -> Any:
+    """A byte-level BPE of ``tokenizers``, splitting text as the runtimes do for ``tokenizer.ggml.pre``."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=pairs,
+            ignore_merges=pre in _LLAMA3_LIKE,
+        )
+    )
+    splitter: Any
+    if pre in _GPT2_LIKE:
+        splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif pre in _DIGIT_BY_DIGIT:
+        splitter = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    else:
+        numbers = r"\p{N}{1,3}" if pre in _LLAMA3_LIKE else r"\p{N}"
+        splitter = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_LETTERS.replace("NUMBERS", numbers)), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.pre_tokenizer = splitter
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind in (_CONTROL, _USER_DEFINED):
+        special = kind == _CONTROL
+        known = [
+            AddedToken(token, special=special, normalized=False)
+            for token, t in zip(tokens, types, strict=True)
+            if t == kind
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(known)
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    if bos is None:
+        tokenizer.post_processor = byte_level
+    else:
+        first = tokens[bos]
+        template = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first}:1 $B:1", special_tokens=[(first, bos)]
+        )
+        tokenizer.post_processor = processors.Sequence([byte_level, template])
+    return tokenizer
+
+
+def layout(section: ModelSection) -> list[Stored]:
+    """Every tensor of a model as GGUF names it."""
+    fused = section.family in ("phi3", "gpt2")
+    blocks: dict[str, list[str]] = {
+        "attn_norm": ["attention_norm"],
+        "attn_output": ["attention.o"],
+        "ffn_norm": ["feed_forward_norm"],
+        "ffn_down": ["feed_forward.down"],
+        "attn_q_norm": ["attention.q_norm"],
+        "attn_k_norm": ["attention.k_norm"],
+    }
+    if fused:
+        blocks["attn_qkv"] = ["attention.q", "attention.k", "attention.v"]
+    else:
+        blocks |= {f"attn_{each}": [f"attention.{each}"] for each in "qkv"}
+    if section.family == "phi3":
+        blocks["ffn_up"] = ["feed_forward.gate", "feed_forward.up"]
+    else:
+        blocks |= {"ffn_gate": ["feed_forward.gate"], "ffn_up": ["feed_forward.up"]}
+    names = {"token_embd": ["embed"], "position_embd": ["learned_positions"], "output_norm": ["norm"]}
+    names["output"] = ["head"]
+    for number in range(section.layers):
+        names |= {f"blk.{number}.{key}": [f"blocks.{number}.{each}" for each in ours] for key, ours in blocks.items()}
+    permuted = {"attn_q": section.heads, "attn_k": section.num_kv_heads} if section.family == "llama" else {}
+    known, found = shapes(section), []
+    for theirs, ours in names.items():
+        for kind in ("weight", "bias"):
+            parts = tuple(
+                Part(f"{each}.{kind}", known[f"{each}.{kind}"][0]) for each in ours if f"{each}.{kind}" in known
+            )
+            if parts:
+                heads = permuted.get(theirs.rpartition(".")[2], 0)
+                found.append(Stored(f"{theirs}.{kind}", parts, permuted_heads=heads))
+    return found

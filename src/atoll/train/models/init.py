@@ -1,0 +1,144 @@
+"""Initial weights, a function of the seed, a parameter's name and the place of an element in it, and of nothing else.
+
+Each rank computes the elements it holds from their places in the whole tensor, so that every layout starts from the
+same bits and no tensor is ever whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from atoll.train.recipe.schema import ModelSection
+
+_SLICE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements computed at a time: what fits a CPU's cache, what fills a GPU
+_RESIDUAL = ("attention.o.weight", "feed_forward.down.weight")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a model on the meta device storage, its bits undefined; buffers get their values.
+
+    ``Module.to_empty`` alone would leave parameters that modules share as different ones.
+    """
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (module, name), *others in owners.values():
+        for other, other_name in others:
+            other.register_parameter(other_name, module.get_parameter(name))
+    for part in model.modules():
+        known = cast("dict[str, Tensor]", getattr(part, "buffers_at_start", {}))
+        for name, buffer in part.named_buffers():
+            if name in known:
+                buffer.copy_(known[name])
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Set every parameter, in place.
+
+    Matrices and embeddings are normal with ``init_std``, divided by sqrt(2 · layers) where they write to the residual
+    stream (Radford et al., 2019); norms are 1 and biases 0. Parameters may be plain tensors or DTensors of any mesh
+    and placement. Values are computed in float64; for narrower types they are rounded to float32 and then to the type.
+    The logarithms of a GPU and a CPU may differ in the last bit of a float64: the same seed gives the same float32 on
+    both in all but a few values of ten million.
+
+    Args:
+        model: one that ``registry.build`` made, or a stage of it, materialised.
+        seed: the recipe's.
+    """
+    configs = (getattr(part, "config", None) for part in model.modules())
+    config = next(config for config in configs if isinstance(config, ModelSection))
+    for wrapped_name, parameter in model.named_parameters():
+        name = plain_name(wrapped_name)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        last = name.rpartition(".")[2]
+        if "bias" in last and parameter.ndim <= 1:
+            local.zero_()
+        elif parameter.ndim <= 1 and (last == "weight" or "norm" in name):
+            local.fill_(1.0)
+        else:
+            residual = math.sqrt(2 * config.layers) if name.endswith(_RESIDUAL) else 1.0
+            _fill_normal(local, parameter.shape, _places(parameter), _key(seed, name), config.init_std / residual)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what compilation, recomputation and DDP put into it."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
+
+
+def _places(parameter: Tensor) -> list[Tensor]:
+    """For each dimension, the indices in the whole tensor of what this rank holds."""
+    places = [torch.arange(size, device="cpu") for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        splits = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
+        # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
+        splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
+        for placement, number, count in splits:
+            if isinstance(placement, Shard | _StridedShard):
+                pieces = places[placement.dim].chunk(count)
+                places[placement.dim] = pieces[number] if number < len(pieces) else pieces[0][:0]
+    return places
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _fill_normal(local: Tensor, shape: torch.Size, places: list[Tensor], key: int, std: float) -> None:
+    """Fill what a rank holds with its part of a normal tensor of ``shape``, some rows at a time."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offsets = [(place * stride).to(local.device) for place, stride in zip(places, strides, strict=True)]
+    if not offsets:  # of no dimension: one element
+        offsets, local = [torch.zeros(1, dtype=torch.int64, device=local.device)], local.view(1)
+    inner = torch.zeros(1, dtype=torch.int64, device=local.device)
+    for offset in offsets[1:]:
+        inner = inner[..., None] + offset
+    inner = inner.squeeze(0) if len(offsets) > 1 else inner[0]
+    rows = max(1, _SLICE.get(local.device.type, 1 << 20) // max(1, inner.numel()))
+    for start in range(0, local.shape[0], rows):
+        outer = offsets[0][start : start + rows]
+        places_here = outer.reshape(-1, *[1] * inner.ndim) + inner
+        values = _normal(places_here, key) * std
+        if local.dtype != torch.float64:
+            values = values.float()
+        local[start : start + rows].copy_(values)
+
+
+def _normal(places: Tensor, key: int) -> Tensor:
+    """Standard normal values in float64, each a function of its place and the key alone.
+
+    The places are counted with the golden ratio and mixed as SplitMix64 does (Steele, Lea, Flood, "Fast splittable
+    pseudorandom number generators", 2014); the inverse of the normal distribution makes one value of each.
+    """
+    x = places * _signed(0x9E3779B97F4A7C15) + key
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x ^ _shifted(x, 31)
+    # 52 bits and a half: neither 0 nor 1, and exact.
+    uniform = (_shifted(x, 12).to(torch.float64) + 0.5) * 2.0**-52
+    normal: Tensor = torch.special.ndtri(uniform)
+    return normal
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """``x`` shifted right, zeros coming in from the left: torch's own shift of int64 copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of an unsigned number."""
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -1,0 +1,199 @@
+"""From ``[model]`` to a module: the families of Atoll, or a user's own function; its size and its arithmetic."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import nearest
+from atoll.train.models import gpt2, llama, phi3, qwen3
+from atoll.train.models.head import IGNORED
+from atoll.train.models.init import materialize
+from atoll.train.models.parts import Decoder
+from atoll.train.recipe.schema import ModelSection
+
+_FAMILIES: dict[str, Callable[[ModelSection], Decoder]] = {
+    "llama": llama.build,
+    "qwen3": qwen3.build,
+    "phi3": phi3.build,
+    "gpt2": gpt2.build,
+}
+
+
+class UserModel(nn.Module):
+    """A model of the user's own, called as a ``Decoder`` is.
+
+    The contract of its ``forward`` is ``forward(tokens, positions, documents=None, labels=None)``: logits [B, S, V], or
+    the sum of the losses [1] where labels are given (``Decoder.forward`` says more). Less will do: of ``positions`` (or
+    ``position_ids``), ``documents`` and ``labels`` it gets what it names, ``labels`` only if it names ``positions``
+    too, and its logits (or those in the ``logits`` attribute of what it returns) become the loss here.
+    """
+
+    def __init__(self, inner: nn.Module, config: ModelSection) -> None:
+        super().__init__()
+        self.inner = inner
+        self.config = config
+        self.buffers_at_start: dict[str, Tensor] = {}  # a model built on the meta device has lost them
+        self._names = _accepted(inner, config)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V] of tokens ``x`` [B, S], or the summed loss [1] where ``labels`` [B, S] are given.
+
+        Raises:
+            ConfigError: documents shall not see each other and the model does not take ``documents``, or what it
+                returned is neither logits nor a loss.
+        """
+        if documents is not None and "documents" not in self._names:
+            raise ConfigError(
+                f"[model] python = {self.config.python!r}: its forward takes no documents, so that it cannot keep them "
+                "apart; add the parameter, or set [data] isolate_documents = false"
+            )
+        offered = {"positions": positions, "position_ids": positions, "documents": documents, "labels": labels}
+        out = self.inner(x, **{name: offered[name] for name in self._names})
+        out = getattr(out, "logits", out)
+        own_loss = labels is not None and "labels" in self._names
+        if not isinstance(out, Tensor) or (out.numel() != 1 if own_loss else out.shape[:-1] != x.shape):
+            wanted = "the sum of the losses, [1]" if own_loss else f"logits, [{x.shape[0]}, {x.shape[1]}, V]"
+            got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ConfigError(f"[model] python = {self.config.python!r}: its forward returned {got}, expected {wanted}")
+        if labels is None or own_loss:
+            return out.reshape(1) if own_loss else out
+        logits = out.flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum").reshape(1)
+
+
+def build(
+    section: ModelSection, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
+) -> Decoder | UserModel:
+    """The model of a recipe, its weights not set (a user's own may have set them, except on the meta device).
+
+    Args:
+        section: ``[model]``, its ``vocab_size`` known.
+        device: where the parameters lie; ``meta`` takes no memory.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: ``python`` names something that isn't there or gives no module.
+    """
+    if section.python is not None:
+        return _build_users(section, section.python, torch.device(device), dtype)
+    with torch.device("meta"):
+        model = _FAMILIES[section.family](section).to(dtype)
+    if torch.device(device).type != "meta":
+        materialize(model, torch.device(device))
+    return model
+
+
+def parameter_count(section: ModelSection) -> int:
+    """Parameters of the whole model; a tied head counts once."""
+    return sum(parameter.numel() for parameter in build(section).parameters())
+
+
+def flops_per_token(section: ModelSection, seq_len: int, causal: bool = True) -> float:
+    """Floating-point operations of a training step per token, recomputation not counted.
+
+    6 × the parameters that multiply (matrices and the head, tied or not; no looked-up embeddings, norms or biases: 2 a
+    token forward, 4 backward), plus 12 × layers × heads × head width × ``seq_len`` for attention's two products, half
+    of it where ``causal``. Llama 3.1 8B at 8,192 tokens: 51.5 GFLOP causal, 57.9 whole. Of a user's own model nothing
+    is known about attention, which is left out.
+    """
+    model = build(section)
+    multiplied = sum(
+        parameter.numel()
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim >= 2
+    )
+    if isinstance(model, UserModel):
+        return 6.0 * multiplied
+    if section.tied:
+        multiplied += section.vocabulary * section.dim
+    attention = 12.0 * section.layers * section.heads * section.size_of_head * seq_len
+    return 6.0 * multiplied + (attention / 2 if causal else attention)
+
+
+# ------------------------------------------------------------------------------------------------- a user's own
+def _build_users(section: ModelSection, spec: str, device: torch.device, dtype: torch.dtype) -> Decoder | UserModel:
+    function = _load(spec)
+
+    def build_on(device: torch.device) -> Decoder | UserModel:
+        with device:
+            made = function(section)
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"[model] python = {spec!r} returned {type(made).__name__}: expected a torch.nn.Module")
+        if not any(True for _ in made.parameters()):
+            raise ConfigError(f"[model] python = {spec!r} returned a {type(made).__name__} without parameters")
+        return made if isinstance(made, Decoder) else UserModel(made, section)
+
+    model = build_on(device).to(dtype)
+    if device.type == "meta" and isinstance(model, UserModel) and any(True for _ in model.buffers()):
+        model.buffers_at_start = dict(build_on(torch.device("cpu")).to(dtype).named_buffers())
+    return model
+
+
+def _load(spec: str) -> Callable[[ModelSection], Any]:
+    """The function that ``"pkg.module:build"`` names; the current folder counts as importable.
+
+    Raises:
+        ConfigError: there is no such module or function, or the module itself cannot be imported.
+    """
+    where, colon, name = spec.partition(":")
+    if not (colon and name and where):
+        raise ConfigError(f"[model] python = {spec!r}: expected 'package.module:function'")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"[model] python = {spec!r}: there is no module {error.name!r}; start in its folder, install it, or "
+                "set PYTHONPATH"
+            ) from None
+        raise ConfigError(f"[model] python = {spec!r}: importing {where} failed: {error}") from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            hint = nearest(part, [each for each in dir(found) if not each.startswith("_")])
+            raise ConfigError(f"[model] python = {spec!r}: {where} has no {part!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"[model] python = {spec!r}: {name} is a {type(found).__name__}, expected a function")
+    called: Callable[[ModelSection], Any] = found
+    return called
+
+
+def _accepted(inner: nn.Module, config: ModelSection) -> tuple[str, ...]:
+    """Which of the known names the model's ``forward`` takes, beside the tokens.
+
+    Raises:
+        ConfigError: it needs something else.
+    """
+    others = list(inspect.signature(inner.forward).parameters.values())[1:]
+    named = [each for each in others if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    names = {each.name for each in named}
+    known = {"positions", "position_ids", "documents"} | ({"labels"} if "positions" in names else set())
+    missing = [each.name for each in named if each.default is each.empty and each.name not in known]
+    if missing:
+        raise ConfigError(
+            f"[model] python = {config.python!r}: its forward needs {', '.join(missing)}; Atoll hands over tokens, "
+            "positions, documents and (with positions) labels: give other parameters a default"
+        )
+    return tuple(sorted(names & known))

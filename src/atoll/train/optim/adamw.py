@@ -1,0 +1,164 @@
+"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019), with moments in fp32 or bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from atoll.train.optim.local import LocalOptimizer, like, local, local_gradient
+
+_BUCKET_ELEMENTS = 1 << 25  # moved at a time with bf16 moments: bounds what is held in fp32 meanwhile
+
+
+class AdamW(LocalOptimizer):
+    """torch's fused AdamW on local parts. States: ``exp_avg``, ``exp_avg_sq``, in the parameter's format, and ``step``.
+
+    Groups have ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+    """
+
+    def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Zero moments and step 0."""
+        # The fused kernel reads the step on the device.
+        step = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+        return {"step": step, "exp_avg": like(parameter), "exp_avg_sq": like(parameter)}
+
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """One fused step."""
+        fused_adamw(self, parameters, group)
+
+
+def fused_adamw(optimizer: LocalOptimizer, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    """Move parameters whose states are those of ``AdamW`` by torch's fused kernel."""
+    adamw(
+        [local(parameter) for parameter in parameters],
+        [local_gradient(parameter) for parameter in parameters],
+        optimizer.locals(parameters, "exp_avg"),
+        optimizer.locals(parameters, "exp_avg_sq"),
+        [],
+        optimizer.locals(parameters, "step"),
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class AdamWLowMemory(LocalOptimizer):
+    """AdamW whose moments are kept in bf16: 4 bytes a parameter instead of 8.
+
+    A step changes the second moment by a share of 1 - beta2, less than half of bf16's spacing, so that rounding to
+    the nearest would leave it where it is. Rounding up or down by chance, with probabilities that make the mean right
+    (Gupta et al., "Deep learning with limited numerical precision", 2015), keeps the moments right on average. Chance
+    is a hash of (seed, step, place), no generator: a resumed run rounds as the uninterrupted one does.
+
+    The arithmetic itself is in the parameters' format. ``step`` lies on the CPU, where reading it waits for nothing.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, seed: int = 0) -> None:
+        super().__init__(groups)
+        self.seed = seed
+
+    def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Zero moments and step 0."""
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+            "exp_avg": like(parameter, torch.bfloat16),
+            "exp_avg_sq": like(parameter, torch.bfloat16),
+        }
+
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """One step, bucket by bucket."""
+        torch._foreach_add_(self.locals(parameters, "step"), 1.0)
+        number_of_group = next(number for number, each in enumerate(self.param_groups) if each is group)
+        for number, bucket in enumerate(_buckets(parameters)):
+            self._move_bucket(bucket, group, _mixed(self.seed, number_of_group, number))
+
+    def _move_bucket(self, parameters: list[nn.Parameter], group: dict[str, Any], key: int) -> None:
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        weights = [local(parameter) for parameter in parameters]
+        gradients = [local_gradient(parameter) for parameter in parameters]
+        steps = [float(step) for step in self.locals(parameters, "step")]
+        kept_means, kept_squares = self.locals(parameters, "exp_avg"), self.locals(parameters, "exp_avg_sq")
+        means = [kept.to(weight.dtype) for kept, weight in zip(kept_means, weights, strict=True)]
+        squares = [kept.to(weight.dtype) for kept, weight in zip(kept_squares, weights, strict=True)]
+
+        torch._foreach_mul_(weights, 1.0 - rate * group["weight_decay"])
+        torch._foreach_lerp_(means, gradients, 1.0 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+        divisors = torch._foreach_sqrt(squares)
+        torch._foreach_div_(divisors, [(1.0 - beta2**step) ** 0.5 for step in steps])
+        torch._foreach_add_(divisors, group["eps"])
+        torch._foreach_addcdiv_(weights, means, divisors, [-rate / (1.0 - beta1**step) for step in steps])
+        del divisors
+
+        chance = _hashed(sum(weight.numel() for weight in weights), _mixed(key, int(max(steps))), weights[0].device)
+        pieces = torch.split(chance, [weight.numel() for weight in weights])
+        for piece, mean, square, kept_mean, kept_square in zip(
+            pieces, means, squares, kept_means, kept_squares, strict=True
+        ):
+            bits = piece.view(mean.shape)
+            kept_mean.copy_(_rounded(mean, bits & 0xFFFF))
+            kept_square.copy_(_rounded(square, (bits >> 16) & 0xFFFF))
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Runs of parameters with at most ``_BUCKET_ELEMENTS`` local elements, or one parameter that has more."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        elements = local(parameter).numel()
+        if bucket and size + elements > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += elements
+    if bucket:
+        yield bucket
+
+
+def _rounded(value: Tensor, chance: Tensor) -> Tensor:
+    """``value`` in bf16, rounded away from zero where its lower 16 bits exceed ``chance``'s complement.
+
+    Args:
+        value: any shape; fp32, or fp64, which is rounded to fp32 first.
+        chance: int32 of the same shape, uniform in [0, 2^16).
+    """
+    # bf16 is the upper half of fp32: adding to the lower half carries with a probability that is its share of a step.
+    bits = value.to(torch.float32).view(torch.int32)
+    return ((bits + chance) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def _hashed(count: int, key: int, device: torch.device) -> Tensor:
+    """[count] int32 of uniform bits, a function of (key, place): Wellons' ``lowbias32`` integer hash (2018)."""
+    bits = torch.arange(count, dtype=torch.int32, device=device)
+    bits.bitwise_xor_(_signed(key))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        # Torch shifts the sign in; the mask makes it the unsigned shift that the hash asks for.
+        bits.bitwise_xor_((bits >> shift) & ((1 << (32 - shift)) - 1))
+        bits.mul_(_signed(factor))
+    return bits
+
+
+def _mixed(*numbers: int) -> int:
+    """One 32-bit key of several numbers, by the same hash."""
+    key = 0
+    for number in numbers:
+        key = (key * 0x9E3779B1 + number + 1) & 0xFFFFFFFF
+        key = ((key ^ key >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+        key = ((key ^ key >> 15) * 0x846CA68B) & 0xFFFFFFFF
+        key ^= key >> 16
+    return key
+
+
+def _signed(number: int) -> int:
+    """The int32 with the bits of a 32-bit number."""
+    return number - (1 << 32) if number >= 1 << 31 else number

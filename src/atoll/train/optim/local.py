@@ -1,0 +1,86 @@
+"""What the optimizers share: they move this rank's part of each parameter, whatever mesh it is spread over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class LocalOptimizer(torch.optim.Optimizer):
+    """An optimizer that works on local parts, without a DTensor's cost for each operation.
+
+    Since an element's update depends on that element alone, a part can be moved without the others; Muon, for which
+    this does not hold, gathers its matrices itself.
+
+    Every state is a tensor in ``state[parameter]``, spread as the parameter is (``step`` is a scalar), and is there
+    from the start, so that a checkpoint can be read into it. A group's ``peak`` is its learning rate before the
+    schedule; the loop sets ``lr`` to ``peak`` × the schedule's factor before each step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__([{**group, "peak": group["lr"]} for group in groups if group["params"]], {})
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter].update(self.initial_state(parameter, group))
+
+    def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter that no step has moved."""
+        raise TypeError(f"{type(self).__name__} says nothing of its state")
+
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """One step of the parameters of a group that have a gradient."""
+        raise TypeError(f"{type(self).__name__} moves nothing")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss comes back
+        """Move every parameter that has a gradient. Nothing waits for the device.
+
+        Raises:
+            TypeError: a closure is given; none of these optimizers evaluates the loss again.
+        """
+        if closure is not None:
+            raise TypeError("step() takes no closure: compute the gradients first")
+        for group in self.param_groups:
+            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if moving:
+                self.move(moving, group)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy what ``state_dict()`` gave into the states; their number formats stay."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, saved in state_dict["state"].items():
+            for key, value in saved.items():
+                self.state[parameters[number]][key].copy_(value)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def locals(self, parameters: list[nn.Parameter], key: str) -> list[Tensor]:
+        """The local parts of one state of these parameters."""
+        return [local(self.state[parameter][key]) for parameter in parameters]
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of the part that this rank holds."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        if gradient.placements != parameter.placements:  # sums still to be done, after some tensor-parallel layers
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return gradient.to_local()
+    return gradient
+
+
+def like(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros, spread as the parameter is."""
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)

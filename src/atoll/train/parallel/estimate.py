@@ -1,0 +1,359 @@
+"""How much memory a rank needs, by part, before anything runs. Bytes throughout.
+
+Notation of the formulas: B micro_batch, S sequence, T tokens of a micro-batch on a rank, D dim, V vocabulary, F hidden
+width, Q and K widths of queries and of keys, c bytes of the compute format, w of the masters, r of the reduction.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from atoll.train.models.registry import build
+from atoll.train.parallel.layout import Layout, num_stages_per_rank
+from atoll.train.parallel.recompute import Mode
+from atoll.train.recipe.schema import ModelSection, Recipe
+
+Device = Literal["cuda", "cpu"]
+
+GIB = 2**30
+_WIDTHS = {"bf16": 2, "fp32": 4, "fp64": 8}
+_TABLES = ("embed", "learned_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes that the fullest rank needs.
+
+    Attributes:
+        recompute: the mode of activation checkpointing that was counted.
+        parts: bytes by part; they add up to ``total``.
+        formulas: how each part comes about.
+    """
+
+    recompute: Mode
+    parts: dict[str, int]
+    formulas: dict[str, str]
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+    def fits(self, device_bytes: int) -> bool:
+        """Whether a device with ``device_bytes`` is large enough."""
+        return self.total <= device_bytes
+
+    def describe(self) -> list[str]:
+        """One line a part, in GiB, and the total."""
+        lines = [f"{part:<15}{_gib(size)}   {self.formulas[part]}" for part, size in self.parts.items() if size]
+        return [*lines, f"{'total':<15}{_gib(self.total)}"]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:8.2f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parameters of a model by what they belong to.
+
+    Attributes:
+        blocks: of each layer; its matrices, and all else in it.
+        ends: of tables, norm and head, by the first part of their names.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    ends: dict[str, int]
+
+    @property
+    def whole(self) -> int:
+        """All of them."""
+        return sum(map(sum, self.blocks)) + sum(self.ends.values())
+
+    @property
+    def matrices(self) -> int:
+        """Those that Muon moves."""
+        return sum(matrices for matrices, _ in self.blocks)
+
+
+@functools.lru_cache(maxsize=32)
+def _sizes_of(serialized: str) -> Sizes:
+    return sizes_of_model(build(ModelSection.model_validate_json(serialized)))
+
+
+def sizes(model: ModelSection) -> Sizes:
+    """Parameters of ``[model]``, which is built on the meta device for it."""
+    return _sizes_of(model.model_dump_json(exclude_none=True))
+
+
+def sizes_of_model(model: nn.Module) -> Sizes:
+    """Parameters of a model that stands; a layer is what has a number in its name."""
+    blocks: dict[str, list[int]] = {}
+    ends: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.match(r".*?\.\d+\.", name)
+        if layer is None:
+            part = name.split(".", maxsplit=1)[0]
+            ends[part] = ends.get(part, 0) + parameter.numel()
+        else:
+            blocks.setdefault(layer[0], [0, 0])[parameter.ndim < 2] += parameter.numel()
+    return Sizes(tuple((matrices, others) for matrices, others in blocks.values()), ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What one rank of the pipeline holds, its tensor-parallel share taken: parameters and activations in flight."""
+
+    blocks: list[int]  # parameters of each layer
+    matrices: int
+    tables: int
+    head: int  # with the norm before it; of a tied head none, but the table is used
+    vocabulary: int  # rows of the head's weight; 0 on ranks without the head
+    in_flight: float  # micro-batches whose activations are kept
+    losses_in_flight: int
+    buffers: int  # hidden states that the pipeline keeps for sending and receiving
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.blocks) + self.tables + self.head
+
+
+def estimate(
+    recipe: Recipe,
+    layout: Layout,
+    *,
+    recompute: Mode,
+    device_bytes: int | None = None,
+    device: Device = "cuda",
+) -> Estimate:
+    """What the fullest rank needs.
+
+    Args:
+        recipe: its vocabulary known.
+        layout: sizes of the mesh.
+        recompute: the mode to count with.
+        device_bytes: where given, the share that the allocator loses is a share of it at most.
+        device: decides number formats and kernels.
+    """
+    ranks = [_rank(recipe, layout, place) for place in range(layout.pipeline)]
+    estimates = [_of_rank(recipe, layout, rank, recompute, device, device_bytes) for rank in ranks]
+    return max(estimates, key=lambda each: each.total)
+
+
+def _of_rank(
+    recipe: Recipe, layout: Layout, rank: _Rank, recompute: Mode, device: Device, device_bytes: int | None
+) -> Estimate:
+    c, w, r = widths(recipe, device)
+    shards = layout.shard * layout.context if layout.sharded else 1
+    own = -(-rank.parameters // shards)
+    parts = {"weights": own * w}
+    formulas = {"weights": f"{own / 1e6:,.1f} M masters × {w} B" + (f", 1/{shards} of them a rank" * (shards > 1))}
+
+    largest = max(rank.blocks, default=0)
+    if layout.sharded:
+        resharded = recipe.parallel.reshard_after_forward
+        if resharded is None:
+            resharded = layout.pipeline == 1
+        gathered = min(2 * largest, sum(rank.blocks)) if resharded else sum(rank.blocks)
+        gathered += rank.head + (rank.tables if recipe.model.tied else 0)
+        parts["gathered"] = gathered * c
+        formulas["gathered"] = f"{'two blocks' if resharded else 'all blocks'} and the head, whole, × {c} B"
+        # A block's gradients, and what is being reduced of it and of the block before.
+        parts["gradients"] = own * w + largest * (c + 2 * r)
+        formulas["gradients"] = f"{own / 1e6:,.1f} M × {w} B, and a block's before they are spread"
+    else:
+        own_masters = c != w
+        parts["gathered"] = own * c if own_masters else 0
+        formulas["gathered"] = f"copies to compute with, {c} B each"
+        summed = own_masters or layout.replicate * layout.context > 1
+        kept = (r + (w if r != w else 0)) if summed else w
+        parts["gradients"] = own * kept + (largest * c // 4 if summed else 0)
+        formulas["gradients"] = f"{own / 1e6:,.1f} M × {kept} B"
+    parts["optimizer"], formulas["optimizer"] = _optimizer(recipe, rank, shards, w)
+
+    tokens = recipe.train.micro_batch * recipe.train.seq_len // layout.context
+    block = _block(recipe, layout, device, c)
+    kept_tokens = tokens * rank.in_flight
+    per_token = getattr(block, recompute)
+    ends = _ends(recipe, layout, device, c, bool(rank.vocabulary)) * tokens * rank.losses_in_flight
+    parts["activations"] = int(kept_tokens * per_token * len(rank.blocks)) + ends + rank.buffers * tokens * c
+    formulas["activations"] = (
+        f"{rank.in_flight * tokens:,.0f} tokens × {len(rank.blocks)} blocks × {per_token:,.0f} B, recompute {recompute}"
+    )
+    parts["head and loss"] = _loss(recipe, rank, tokens, c, w)
+    formulas["head and loss"] = f"logits of {min(recipe.objective.chunk_tokens, tokens):,} tokens, gradient [V, D]"
+    again = block.none - block.full if recompute != "none" else 0
+    working = tokens * (block.working + again)
+    # The loss and a block's backward pass come one after the other: the larger of the two counts.
+    parts["temporaries"] = max(0, working - parts["head and loss"])
+    formulas["temporaries"] = "of one block's backward pass" + (", computed again" if again else "")
+    parts["reserve"], formulas["reserve"] = _reserve(sum(parts.values()), layout, device, device_bytes)
+    return Estimate(recompute, parts, formulas)
+
+
+def widths(recipe: Recipe, device: Device) -> tuple[int, int, int]:
+    """Bytes a number of the compute format, of the masters and of the reduction."""
+    wanted = recipe.precision.compute
+    compute = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
+    if compute == "fp64":
+        return 8, 8, 8
+    return _WIDTHS[compute], 4, _WIDTHS[recipe.precision.reduce]
+
+
+def _optimizer(recipe: Recipe, rank: _Rank, shards: int, w: int) -> tuple[int, str]:
+    """States of a rank."""
+    section = recipe.optimizer
+    each = 4 if section.kind == "adamw" and section.moments == "bf16" else 2 * w
+    if section.kind == "sgd":
+        each = w if section.momentum else 0
+        return -(-rank.parameters * each // shards), f"momentum, {each} B a parameter"
+    if section.kind == "muon":
+        size = rank.matrices * w + (rank.parameters - rank.matrices) * each
+        return -(-size // shards), f"momentum of matrices, {w} B; two moments of the others, {each} B"
+    return -(-rank.parameters * each // shards), f"two moments, {each} B a parameter"
+
+
+def state_bytes(recipe: Recipe, device: Device = "cuda") -> tuple[int, int]:
+    """Bytes of the whole model's masters and of its optimizer's states: what a checkpoint holds."""
+    _, w, _ = widths(recipe, device)
+    whole = sizes(recipe.model)
+    everything = _Rank([whole.whole], whole.matrices, 0, 0, 0, 1, 1, 0)
+    return whole.whole * w, _optimizer(recipe, everything, 1, w)[0]
+
+
+# --------------------------------------------------------------------------------------------------- activations
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes a token that a block keeps under each mode, and those that its backward pass needs besides."""
+
+    none: int
+    selective: int
+    full: int
+    working: int
+
+
+def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> _Block:
+    model, t = recipe.model, layout.tensor
+    compiled = _compiled(recipe, device)
+    gated = model.family != "gpt2"
+    d = model.dim
+    between = d // t if t > 1 and recipe.parallel.sequence_parallel else d  # outside of attention and feed-forward
+    q = model.heads * model.size_of_head // t
+    k = model.num_kv_heads * model.size_of_head // t
+    f = model.ffn_dim // t
+    statistics = 4 * model.heads // t  # of the softmax
+
+    norms = 2 * _norm(model, device, c, between, compiled) + 2 * d * c  # what goes in; what comes out feeds matrices
+    attention = (2 * q + 2 * k * layout.context) * c + statistics  # keys and values of all context ranks
+    if model.family == "qwen3":
+        attention += _norm(model, device, c, q + k, compiled)
+    feed_forward = ((3 if compiled else 4) if gated else 2) * f * c
+    kept_products = k + d + f if gated else k + d + d
+    collectives = 2 * between if t > 1 else 0
+    entering = between * c
+    return _Block(
+        none=norms + attention + feed_forward + _mask(recipe, device, c),
+        selective=entering + (q + kept_products + collectives) * c + statistics,
+        full=entering,
+        working=(2 * f + 2 * d) * c,
+    )
+
+
+def _compiled(recipe: Recipe, device: Device) -> bool:
+    return device == "cuda" if recipe.compile.enabled is None else recipe.compile.enabled
+
+
+def _norm(model: ModelSection, device: Device, c: int, width: int, compiled: bool) -> int:
+    """Bytes a token that the norm of ``width`` values keeps."""
+    if model.family == "gpt2" or device == "cuda" or compiled:
+        return width * c + 8
+    # On CPU RMSNorm is made of several operations, in fp32 at least, and its normed input stays too.
+    return 2 * width * max(c, 4)
+
+
+def _mask(recipe: Recipe, device: Device, c: int) -> int:
+    """Bytes a token of a block's copy of the mask, as additions in the compute format, where documents are apart."""
+    return recipe.train.seq_len * c if recipe.data.isolate_documents else 0
+
+
+def _ends(recipe: Recipe, layout: Layout, device: Device, c: int, has_head: bool) -> int:
+    """Bytes a token outside of the blocks: the last norm and the hidden state's gradient, angles, mask, token ids."""
+    model = recipe.model
+    mask = recipe.train.seq_len if recipe.data.isolate_documents else 0
+    angles = 0 if model.family == "gpt2" else 2 * model.size_of_head * c
+    head = _norm(model, device, c, model.dim, False) + model.dim * c if has_head else 0
+    return 32 + mask + angles + head
+
+
+def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int, w: int) -> int:
+    """The larger of what the loss needs forward (logits of a chunk) and backward (the scaled gradient)."""
+    if not rank.vocabulary:
+        return 0
+    wide = max(c, 4)
+    weight = rank.vocabulary * recipe.model.dim
+    logits = min(recipe.objective.chunk_tokens, tokens) * rank.vocabulary
+    narrow = c if c != wide else 0
+    kept = rank.losses_in_flight * weight * wide
+    return kept + max(logits * (wide + narrow) + weight * c, weight * (wide + narrow))
+
+
+def _reserve(others: int, layout: Layout, device: Device, device_bytes: int | None) -> tuple[int, str]:
+    """What no tensor of ours takes: the device's context, libraries, and gaps between tensors."""
+    gaps = others // 20 if device_bytes is None else min(others, device_bytes) // 20
+    if device == "cpu":
+        return GIB * 3 // 10 + gaps, "the process, and 5 % for gaps"
+    groups = sum(getattr(layout, axis) > 1 for axis in ("pipeline", "replicate", "shard", "context", "tensor"))
+    return GIB * 6 // 10 + groups * GIB * 3 // 10 + gaps, "CUDA context, libraries, NCCL buffers, and 5 % for gaps"
+
+
+# ------------------------------------------------------------------------------------------------------- pipeline
+def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
+    """What the pipeline's rank ``place`` holds."""
+    whole, t = sizes(recipe.model), layout.tensor
+    layers, first, last = list(range(len(whole.blocks))), True, True
+    num_micro_batches = max(1, recipe.train.global_batch // (layout.data * recipe.train.micro_batch))
+    if layout.pipeline > 1:
+        from atoll.train.parallel.pipeline import layers_of_stage, stage_numbers
+
+        stages = stage_numbers(recipe, place, layout.pipeline)
+        num_stages = layout.pipeline * num_stages_per_rank(recipe)
+        first, last = 0 in stages, num_stages - 1 in stages
+        layers = [each for stage in stages for each in layers_of_stage(stage, num_stages, len(whole.blocks))]
+    tables = sum(whole.ends.get(name, 0) for name in _TABLES)
+    head = sum(size for name, size in whole.ends.items() if name not in _TABLES)
+    gpipe = layout.pipeline > 1 and recipe.parallel.pipeline_schedule == "gpipe"
+    ends = int(not first) + int(not last)
+    return _Rank(
+        blocks=[-(-whole.blocks[each][0] // t) + whole.blocks[each][1] for each in layers],
+        matrices=sum(-(-whole.blocks[each][0] // t) for each in layers),
+        tables=-(-tables // t) if first else 0,
+        head=-(-head // t) if last else 0,
+        vocabulary=-(-recipe.model.vocabulary // t) if last else 0,
+        in_flight=_in_flight(recipe, layout, place, num_micro_batches),
+        losses_in_flight=num_micro_batches if gpipe else 1,
+        # The pipeline receives into, and sends from, buffers of each micro-batch.
+        buffers=2 * ends * num_micro_batches * recipe.model.dim if layout.pipeline > 1 else 0,
+    )
+
+
+def _in_flight(recipe: Recipe, layout: Layout, place: int, num_micro_batches: int) -> float:
+    """Micro-batches whose activations rank ``place`` keeps, all of its layers counted (Narayanan et al., "Efficient
+    large-scale language model training on GPU clusters", 2021; Qi et al., "Zero bubble pipeline parallelism", 2024).
+    """
+    p, v, schedule = layout.pipeline, num_stages_per_rank(recipe), recipe.parallel.pipeline_schedule
+    if p == 1:
+        return 1
+    if schedule == "gpipe":
+        return num_micro_batches
+    if schedule == "1f1b":
+        return min(num_micro_batches, p - place)
+    if schedule == "zbv":
+        return min(num_micro_batches, p)
+    # Interleaved schedules start with more stages' forward passes; a stage has 1/v of the layers.
+    stages = (v - 1) * p + 2 * (p - 1 - place) + 1
+    return min(num_micro_batches, stages / v)

@@ -1,0 +1,98 @@
+"""What a run will do on the ranks it has: layout, recomputation, compilation; checked at the start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from atoll.core.errors import ConfigError
+from atoll.train.parallel import recompute
+from atoll.train.parallel.estimate import Device, Estimate, estimate
+from atoll.train.parallel.fit import choose, first_fix, fits_replicated
+from atoll.train.parallel.layout import Layout, resolve
+from atoll.train.parallel.precision import check_float8, convert_float8
+from atoll.train.recipe.schema import Recipe
+from atoll.train.world import World
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of a run.
+
+    Attributes:
+        layout: ranks per axis.
+        mode: of activation checkpointing.
+        compiles: whether blocks are compiled.
+        estimate: memory a rank needs.
+    """
+
+    recipe: Recipe
+    layout: Layout
+    mode: recompute.Mode
+    compiles: bool
+    estimate: Estimate
+    device_bytes: int
+    device: Device
+
+    def apply_to_blocks(self, model: nn.Module) -> None:
+        """Number formats, recomputation and compilation of a model's blocks, in the order they must have."""
+        convert_float8(model, self.recipe)
+        recompute.apply(model, self.mode)
+        if self.compiles:
+            compile_blocks(model, self.recipe.compile.mode)
+
+    @property
+    def first_fix(self) -> str | None:
+        """The first change that would make the run need less memory than the card has."""
+        return first_fix(self.recipe, self.layout, self.device_bytes, self.device)
+
+
+def plan(recipe: Recipe, world: World, *, tell: Tell) -> Plan:
+    """Decide how ``recipe`` runs on ``world``.
+
+    Raises:
+        ConfigError: it can't run there, or asks for what the card can't do.
+    """
+    memory = device_bytes(world)
+    check_float8(recipe, world.device)
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    replicated = fits_replicated(recipe, world.size, memory, device)
+    layout = resolve(recipe, world.size, fits_replicated=replicated)
+    chosen = choose(recipe, layout, memory, device)
+    compiles = recipe.compile.enabled
+    if compiles is None:
+        compiles = world.device.type == "cuda" and recipe.model.python is None
+    found = estimate(recipe, layout, recompute=chosen, device_bytes=memory, device=device)
+    if recipe.parallel.replicate is None and recipe.parallel.shard is None and world.size > 1:
+        for line in found.describe():
+            tell(line)
+    return Plan(recipe, layout, chosen, compiles, found, memory, device)
+
+
+def device_bytes(world: World) -> int:
+    """Memory that this rank may use: of its card, or its share of the machine's."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, world.local_size)
+
+
+def compile_blocks(model: nn.Module, mode: str) -> None:
+    """Compile each block on its own, in place: the blocks are alike, so the second comes from the cache.
+
+    Raises:
+        ConfigError: the model has no ``blocks``.
+    """
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, (nn.ModuleDict, nn.ModuleList)):
+        raise ConfigError(
+            f"[compile] enabled works block by block, and {type(model).__name__} has no ModuleList or ModuleDict named "
+            "blocks; name it so, or set enabled = false"
+        )
+    for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
+        block.compile(mode=None if mode == "default" else mode)

@@ -1,0 +1,71 @@
+"""8-bit floating-point matrix products (Micikevicius et al., "FP8 formats for deep learning", 2022) through torchao."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.core.errors import ConfigError
+from atoll.train.recipe.schema import Recipe
+
+_FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+
+
+def check_float8(recipe: Recipe, device: torch.device) -> None:
+    """Refuse float8 where it would not be on.
+
+    Raises:
+        ConfigError: the card is too old, there is none, torchao is missing, or the compute format is not bf16.
+    """
+    wanted = recipe.precision
+    if wanted.float8 == "none":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f'[precision] float8 = {wanted.float8!r} needs torchao: pip install "atoll[float8]", or set float8 = "none"'
+        )
+    if wanted.float8_emulate:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"[precision] float8 = {wanted.float8!r} needs an NVIDIA GPU of compute capability 8.9 or newer, and this "
+            f'rank runs on {device.type}: set float8 = "none" (float8_emulate = true is for tests)'
+        )
+    if wanted.compute not in ("auto", "bf16"):
+        raise ConfigError(
+            f"[precision] float8 = {wanted.float8!r} with compute = {wanted.compute!r}: float8 products go with "
+            'compute = "bf16"'
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < _FIRST_CAPABILITY:
+        raise ConfigError(
+            f"[precision] float8 = {wanted.float8!r} needs compute capability 8.9 or newer, and "
+            f'{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: set float8 = "none"'
+        )
+
+
+def convert_float8(model: nn.Module, recipe: Recipe) -> None:
+    """Let the linear layers of ``model`` multiply in float8, in place, where the recipe asks for it.
+
+    Left in bf16 are those whose names contain an entry of ``float8_skip``, and those whose sizes are not divisible by
+    16, which the cards' instructions need.
+    """
+    wanted = recipe.precision
+    if wanted.float8 == "none":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_wanted(module: nn.Module, name: str) -> bool:
+        if any(part in name for part in wanted.float8_skip):
+            return False
+        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    config: Any
+    if wanted.float8 == "rowwise":
+        config = Float8LinearConfig.from_recipe_name("rowwise")
+    else:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=wanted.float8_emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)

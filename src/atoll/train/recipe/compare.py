@@ -1,0 +1,105 @@
+"""A recipe as TOML, and what changed between two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from atoll.train.recipe.keys import Path, title
+from atoll.train.recipe.schema import Recipe
+
+# A run goes on under another value of these as if nothing had happened: any layout and any batch that a rank handles
+# at a time resumes, and the rest is about what is shown, kept and waited for. The length is not among them: schedules
+# depend on it.
+HARMLESS: frozenset[str] = frozenset(
+    {
+        "version",
+        "name",
+        "metrics.*",
+        "parallel.*",
+        "compile.*",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "checkpoint.keep_every",
+        "checkpoint.keep_best",
+        "checkpoint.asynchronous",
+        "checkpoint.at_end",
+        "data.workers",
+        "data.cache",
+        "objective.chunk_tokens",
+        "train.output_dir",
+        "train.micro_batch",
+        "train.recompute",
+        "train.validate_every",
+        "train.validate_batches",
+        "train.deterministic",
+        "train.hang_timeout_s",
+        "train.grace_s",
+    }
+)
+
+
+def resolved_toml(recipe: Recipe) -> str:
+    """The whole recipe as TOML, defaults included, so that reading it gives the same recipe. Open keys are left out."""
+    tree = recipe.model_dump(mode="json", exclude_none=True)
+    lines = [f"{key} = {_toml(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    for name, table in tree.items():
+        if isinstance(table, dict):
+            lines += _table(name, table)
+    return "\n".join(lines) + "\n"
+
+
+def diff(old: Recipe, new: Recipe) -> list[str]:
+    """A line for every key that differs: ``[train] steps: 100 -> 200``."""
+    return [f"{title(path)}: {before} -> {after}" for path, before, after in _changes(old, new)]
+
+
+def harmful(old: Recipe, new: Recipe) -> list[str]:
+    """Those lines of ``diff`` whose change would make a run go on differently from how it began."""
+    return [
+        f"{title(path)}: {before} -> {after}"
+        for path, before, after in _changes(old, new)
+        if not {path[0], f"{path[0]}.*", ".".join(path)} & HARMLESS
+    ]
+
+
+def _changes(old: Recipe, new: Recipe) -> Iterator[tuple[Path, str, str]]:
+    before, after = dict(_flat(old.model_dump(mode="json"))), dict(_flat(new.model_dump(mode="json")))
+    for path in before | after:
+        # Beside a nested table that is only in one of the two, the other has the key without a value.
+        was, now = _toml(before.get(path)), _toml(after.get(path))
+        if was != now:
+            yield path, was, now
+
+
+def _flat(tree: Mapping[str, Any], where: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, (*where, key))
+        else:
+            yield (*where, key), value
+
+
+def _table(name: str, table: Mapping[str, Any]) -> list[str]:
+    lines = ["", f"[{name}]"]
+    lines += [f"{key} = {_toml(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += _table(f"{name}.{key}", value)
+    return lines
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # A basic string of TOML is a JSON string, except for DEL, which has to be escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
+    return repr(value)

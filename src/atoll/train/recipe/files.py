@@ -1,0 +1,117 @@
+"""Where recipes are: shipped ones by name, the user's by path."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import nearest
+
+_SHIPPED = Path(__file__).parent / "shipped"
+# What other trainers call theirs, in files that scripts name but this machine may not have.
+_SAME_AS = {"debug_model": "llama3_debug", "debugmodel": "llama3_debug"}
+
+
+def shipped_names() -> list[str]:
+    """Names of the recipes that come with Atoll."""
+    return sorted(file.name.removesuffix(".toml") for file in _SHIPPED.glob("*.toml"))
+
+
+def shipped_file(name: str) -> Path:
+    """The file of a shipped recipe.
+
+    Raises:
+        ConfigError: there is none of that name; the message has the nearest one.
+    """
+    stem = name.removesuffix(".toml")
+    if stem not in shipped_names():
+        raise ConfigError(f"no recipe {name!r} ships with Atoll{_did_you_mean(stem)}")
+    return _SHIPPED / f"{stem}.toml"
+
+
+def shipped_model(name: str) -> dict[str, Any]:
+    """The ``[model]`` table of a shipped recipe, those of its bases below it."""
+    tree = read(shipped_file(name))
+    below = shipped_model(tree["base"]) if "base" in tree else {}
+    return _merged(below, tree.get("model", {}))
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {key for key, value in above.items() if isinstance(value, Mapping) and key in below}
+    return {**below, **above, **{key: _merged(below[key], above[key]) for key in nested}}
+
+
+def stem_of(file: Path) -> str:
+    """``qwen3_0.6b`` of ``qwen3_0.6b.toml``."""
+    return file.name.removesuffix(".toml")
+
+
+def find(spec: str, folder: Path) -> tuple[Path, list[str]]:
+    """The file that a name or path stands for, and notes for the user.
+
+    A bare name is a shipped recipe; with ``.toml`` or a folder it is a file, relative to ``folder``, and the shipped
+    one of the same name where there is no such file.
+
+    Raises:
+        ConfigError: there is neither; the message has the nearest name.
+    """
+    if spec in shipped_names():
+        return shipped_file(spec), []
+    file = folder / Path(spec).expanduser()
+    if file.is_file():
+        return file, []
+    if file.is_dir():
+        raise ConfigError(f"{spec} is a folder: name the recipe's file in it, such as {spec.rstrip('/')}/recipe.toml")
+    stem = stem_of(Path(spec))
+    name = _SAME_AS.get(stem, stem)
+    if name in shipped_names():
+        note = f"{spec} is not here: the recipe {name} that ships with Atoll is used"
+        return shipped_file(name), [] if spec == f"{name}.toml" else [note]
+    raise ConfigError(f"no recipe {spec!r}: no such file, and none ships with Atoll{_did_you_mean(stem, folder)}")
+
+
+def _did_you_mean(stem: str, folder: Path | None = None) -> str:
+    files = [] if folder is None or not folder.is_dir() else [file.name for file in folder.glob("*.toml")]
+    exact = f": did you mean {stem + '.toml'!r}?" if f"{stem}.toml" in files else ""
+    return (exact or nearest(stem, [*shipped_names(), *files])) + " (`atoll recipes ls` shows those that ship)"
+
+
+def default_spec(env: Mapping[str, str]) -> str:
+    """What ``CONFIG_FILE`` names.
+
+    Raises:
+        ConfigError: it is not set.
+    """
+    spec = env.get("CONFIG_FILE", "").strip()
+    if not spec:
+        raise ConfigError(
+            "no recipe was named: give a name or a file, such as llama3_debug or my.toml, or set CONFIG_FILE; "
+            "`atoll recipes ls` lists those that ship with Atoll"
+        )
+    return spec
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: it can't be read, or is no TOML; the message names the line.
+    """
+    shown = os.path.relpath(file) if not file.is_relative_to(_SHIPPED) else file.name
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        text = str(error)
+        place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", text)
+        line = f", line {place[1]}" if place and place[1] else ""
+        reason = text.replace(place[0], "" if line else " at its end") if place else text
+        raise ConfigError(f"{shown}{line}: this is no TOML: {reason}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{shown} is not UTF-8 text: a recipe is a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{shown} can't be read: {error.strerror}") from None

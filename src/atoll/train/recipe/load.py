@@ -1,0 +1,249 @@
+"""From a name, a file or a dict to a checked recipe: inheritance, overrides, and every mistake told at once."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import current_folder, nearest
+from atoll.train.recipe import files, keys, titan
+from atoll.train.recipe.compare import diff, harmful, resolved_toml
+from atoll.train.recipe.overrides import parse_overrides
+from atoll.train.recipe.schema import SCHEMA_VERSION, Recipe
+
+__all__ = ["Loaded", "diff", "harmful", "load_recipe", "require_complete", "resolved_toml"]
+
+_COMMAND_LINE = "command line"
+_NOT_INHERITED = ("name", "version", "base")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A recipe as it will run, and how it came about.
+
+    Attributes:
+        recipe: every base merged, overrides applied, ``{name}`` filled in.
+        notes: lines for the user: what was left out, or taken from elsewhere.
+        source: the file or the name it was read from.
+    """
+
+    recipe: Recipe
+    notes: list[str]
+    source: str
+
+
+@dataclass(slots=True)
+class _Layers:
+    """Trees merged so far, the base first, and who said what."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[keys.Path, str] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, tree: Mapping[str, Any], origin: str) -> None:
+        """Merge a layer: tables merge, values replace. Its unknown keys become complaints and are left out."""
+        layer = copy.deepcopy(dict(tree))
+        for path, complaint in keys.unknown_keys(layer):
+            self.complaints.append(f"{origin}: {complaint}")
+            _drop(layer, path)
+        _one_spelling(layer)
+        train = layer.get("train", {})
+        for given, other in (("steps", "tokens"), ("tokens", "steps")):
+            # The two say the same thing: the later layer's word replaces both.
+            if train.get(given) is not None and train.get(other) is None:
+                self.tree.get("train", {}).pop(other, None)
+        self._merge(self.tree, layer, origin, ())
+
+    def _merge(self, into: dict[str, Any], layer: Mapping[str, Any], origin: str, where: keys.Path) -> None:
+        for key, value in layer.items():
+            path = (*where, key)
+            if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+                self.origins[path] = origin
+                self._merge(into[key], value, origin, path)
+            else:
+                into[key] = value
+                self._note_origin(value, origin, path)
+
+    def _note_origin(self, value: Any, origin: str, path: keys.Path) -> None:
+        self.origins[path] = origin
+        for key, inner in value.items() if isinstance(value, Mapping) else ():
+            self._note_origin(inner, origin, (*path, key))
+
+
+def load_recipe(
+    spec: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None,
+    overrides: Sequence[str] = (),
+    *,
+    env: Mapping[str, str] | None = None,
+    world_size: int = 1,
+) -> Loaded:
+    """Read a recipe and check it.
+
+    Args:
+        spec: a shipped recipe's name, a path relative to the current folder, a tree as a TOML file has it, a recipe, or
+            None for what ``CONFIG_FILE`` names.
+        overrides: as on the command line: ``["--train.steps", "100", "--data.path=notes.txt"]``.
+        env: where ``CONFIG_FILE`` is looked up; the environment by default.
+        world_size: ranks there will be, for TorchTitan files that give the batch of one rank.
+
+    Raises:
+        ConfigError: there is no such recipe, or something in it can't be; the message has every mistake, with the file,
+            the key, the value and what was expected.
+    """
+    layers, folder = _Layers(), Path(current_folder())
+    if isinstance(spec, Recipe):
+        spec = spec.model_dump(mode="json", exclude_none=True)
+    if isinstance(spec, Mapping):
+        source, name = "recipe", str(spec.get("name", "run"))
+        _put_with_bases(layers, dict(spec), source, folder, (), world_size)
+    else:
+        source = files.default_spec(os.environ if env is None else env) if spec is None else os.fspath(spec)
+        file, layers.notes = files.find(source, folder)
+        name = files.stem_of(file)
+        tree = files.read(file)
+        name = str(tree.get("name", name))
+        _put_with_bases(layers, tree, os.path.basename(file), file.parent, (file.resolve(),), world_size)
+    given = parse_overrides(overrides)
+    layers.tree["name"] = name
+    layers.put(given, _COMMAND_LINE)
+    recipe = _checked(layers)
+    output_dir = recipe.train.output_dir.replace("{name}", recipe.name)
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"output_dir": output_dir})})
+    return Loaded(recipe, layers.notes, source)
+
+
+def _put_with_bases(
+    layers: _Layers, tree: dict[str, Any], origin: str, folder: Path, chain: tuple[Path, ...], world_size: int
+) -> None:
+    if titan.is_titan(tree):
+        tree, notes = titan.from_titan(tree, origin, world_size)
+        layers.notes += notes
+    _check_version(tree, origin)
+    base = tree.pop("base", None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(f"{origin}: base = {base!r}: expected the name or the path of one recipe")
+        try:
+            file, notes = files.find(base, folder)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: base: {error}") from None
+        if file.resolve() in chain:
+            names = " -> ".join(each.name for each in (*chain, file))
+            raise ConfigError(f"{origin}: base = {base!r} leads back to itself: {names}")
+        layers.notes += notes
+        below = files.read(file)
+        _put_with_bases(layers, below, file.name, file.parent, (*chain, file.resolve()), world_size)
+    layers.put({key: value for key, value in tree.items() if key not in _NOT_INHERITED}, origin)
+
+
+def _check_version(tree: Mapping[str, Any], origin: str) -> None:
+    version = tree.get("version", SCHEMA_VERSION)
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ConfigError(f"{origin}: version = {version!r}: expected a whole number, {SCHEMA_VERSION} now")
+    if version > SCHEMA_VERSION:
+        raise ConfigError(
+            f"{origin}: version = {version} was written for a newer Atoll: this one reads recipes up to version "
+            f"{SCHEMA_VERSION}; update Atoll, or write the recipe for version {SCHEMA_VERSION}"
+        )
+
+
+def _drop(tree: dict[str, Any], path: keys.Path) -> None:
+    tables: list[Any] = [tree]
+    for part in path[:-1]:
+        inner = [table[part] for table in tables if isinstance(table, dict) and part in table]
+        tables = [item for value in inner for item in (value if isinstance(value, list) else [value])]
+    for table in tables:
+        if isinstance(table, dict):
+            table.pop(path[-1], None)
+
+
+def _one_spelling(tree: dict[str, Any]) -> None:
+    """``tp`` becomes ``tensor``, which replaces a base's. Where a layer has both, the schema tells."""
+    parallel = tree.get("parallel", {})
+    for key in list(parallel):
+        axis = keys.axis_name(key)
+        if axis not in parallel:
+            parallel[axis] = parallel.pop(key)
+
+
+def _checked(layers: _Layers) -> Recipe:
+    complaints = list(layers.complaints)
+    try:
+        recipe = Recipe.model_validate(layers.tree)
+    except ValidationError as error:
+        complaints += _in_words(error.errors(include_url=False), layers)
+    else:
+        if not complaints:
+            return recipe
+    count = len(complaints)
+    title = complaints[0] if count == 1 else f"{count} mistakes in the recipe:\n  " + "\n  ".join(complaints)
+    raise ConfigError(title)
+
+
+def _in_words(errors: list[ErrorDetails], layers: _Layers) -> list[str]:
+    """One line for each wrong key: where a key accepts several kinds, pydantic has an error for each."""
+    lines: dict[keys.Path, str] = {}
+    for error in errors:
+        path = _key_path(error["loc"])
+        if path in lines:
+            continue
+        origin = layers.origins.get(path) or layers.origins.get(path[:1], "recipe")
+        lines[path] = f"{origin}: {_sentence(path, error, layers.tree)}"
+    return list(lines.values())
+
+
+def _key_path(location: tuple[int | str, ...]) -> keys.Path:
+    """The longest beginning of a location that names a key; the rest tells list items and kinds of a union apart."""
+    path: keys.Path = ()
+    for part in location:
+        if not isinstance(part, str) or keys.field_of((*path, part)) is None:
+            break
+        path = (*path, part)
+    return path
+
+
+def _sentence(path: keys.Path, error: ErrorDetails, tree: Mapping[str, Any]) -> str:
+    if error["type"] == "value_error":  # our own words, from the schema
+        reason = str(error["ctx"]["error"])
+        return f"{keys.title(path)}: {reason}" if len(path) > 1 else f"[{'.'.join(path)}] {reason}"
+    value: Any = tree
+    for part in path:
+        value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
+    if value is _MISSING:
+        return f"{keys.title(path)} is missing: expected {keys.expected(path)}"
+    hint = nearest(value, keys.choices(path)) if isinstance(value, str) else ""
+    return f"{keys.title(path)} = {value!r}: expected {keys.expected(path)}{hint}"
+
+
+def require_complete(recipe: Recipe) -> None:
+    """Refuse a recipe that leaves out what only its user can give.
+
+    Raises:
+        ConfigError: names each missing key and the flag to add.
+    """
+    missing = []
+    if recipe.data.path is None:
+        missing.append(
+            "[data] path is not set: add --data.path FILE (text, JSONL, Parquet, .bin, a folder, a glob, or "
+            "hf://owner/name)"
+        )
+    if recipe.data.tokenizer is None:
+        missing.append(
+            "[data] tokenizer is not set: add --data.tokenizer bytes (needs no file), bpe:4096 (trained on the data), "
+            "or a hub name, a folder or a tokenizer.json"
+        )
+    if recipe.train.length is None:
+        missing.append("[train] steps is not set: add --train.steps 1000 (or 2ep, or 1e9tok)")
+    if missing:
+        head = "" if len(missing) == 1 else f"the recipe {recipe.name} is not complete:\n  "
+        raise ConfigError(head + "\n  ".join(missing))

@@ -1,0 +1,79 @@
+"""Who is told of a run on rank 0: the journal, trackers, the picture, the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from atoll.train.events import Event, RunEnded, StepDone
+from atoll.train.metrics.console import Console
+from atoll.train.metrics.journal import Journal, read
+from atoll.train.metrics.notify import Notifier
+from atoll.train.metrics.plot import save_curve
+from atoll.train.metrics.reporter import Reporter, Reporters
+from atoll.train.metrics.summary import SummaryFile
+from atoll.train.metrics.trackers import open_trackers
+from atoll.train.recipe.schema import Recipe
+
+
+class _Forward:
+    """Hands events to a function."""
+
+    def __init__(self, report: Callable[[Event], None]) -> None:
+        self._report = report
+
+    def __call__(self, event: Event) -> None:
+        self._report(event)
+
+    def close(self) -> None:
+        """The function is not ours to close."""
+
+
+class _Picture:
+    """Draws the loss curve from the journal when the run ends."""
+
+    def __init__(self, folder: Path, title: str) -> None:
+        self._folder, self._title = folder, title
+        self._any = False
+
+    def __call__(self, event: Event) -> None:
+        self._any = self._any or isinstance(event, StepDone)
+        if isinstance(event, RunEnded) and event.step > 0:
+            rows = read(self._folder / "metrics.jsonl")
+            if rows:
+                save_curve(self._folder / "loss.png", rows, self._title)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class Telling(Reporters):
+    """The reporters of the run in ``folder``. The journal joins once it is known at which step the run goes on.
+
+    Args:
+        report: takes the events instead of the console.
+
+    Raises:
+        ConfigError: a tracker is not installed or not configured.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, report: Callable[[Event], None] | None) -> None:
+        self._folder = folder
+        last: Reporter = Console() if report is None else _Forward(report)
+        found: list[Reporter] = open_trackers(
+            recipe.metrics.trackers,
+            output_dir=str(folder),
+            name=recipe.name,
+            project=recipe.metrics.project,
+            recipe=recipe.model_dump(mode="json"),
+        )
+        if recipe.metrics.plot:
+            found.append(_Picture(folder, recipe.name))
+        found.append(SummaryFile(folder))
+        if recipe.metrics.notify:
+            found.append(Notifier(recipe.metrics.notify))
+        super().__init__([*found, last])
+
+    def begin(self, step: int) -> None:
+        """The run goes on after ``step``: lines of steps that will be done again are dropped from the journal."""
+        self.active.insert(0, Journal(self._folder / "metrics.jsonl", step))

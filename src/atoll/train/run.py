@@ -1,0 +1,391 @@
+"""One run, from a recipe to a result: everything that is made before the loop and told after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atoll import __version__
+from atoll.core.errors import AtollError, ConfigError
+from atoll.train.checkpoint.checkpointer import Checkpointer
+from atoll.train.checkpoint.shared import check_shared
+from atoll.train.checkpoint.state import optimizer_tensors
+from atoll.train.corpus import Length, described, open_corpus, with_vocabulary
+from atoll.train.data.loader import Loader
+from atoll.train.data.prepare import Prepared, prepare
+from atoll.train.data.samples import Counter
+from atoll.train.engine import Engine
+from atoll.train.events import Event, Note, Progress, RunEnded, RunStarted
+from atoll.train.folder import RunFolder, fresh_folder
+from atoll.train.loop import Cursor, Run, train
+from atoll.train.metrics.flops import formula_line, peak_flops
+from atoll.train.metrics.profile import StepProfiler
+from atoll.train.models.init import initialize
+from atoll.train.models.registry import flops_per_token, parameter_count
+from atoll.train.objectives.pretrain import Pretrain
+from atoll.train.optim.build import build_optimizer
+from atoll.train.optim.schedule import resolve as resolve_schedule
+from atoll.train.parallel.apply import compute_dtype
+from atoll.train.parallel.mesh import Mesh, make_mesh
+from atoll.train.parallel.plan import plan
+from atoll.train.recipe.load import load_recipe, require_complete
+from atoll.train.recipe.schema import Recipe
+from atoll.train.reporting import Telling
+from atoll.train.sampling import continue_prompt
+from atoll.train.stopping import StopRequest
+from atoll.train.world import World, join
+
+Report = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        status: ``finished``, or ``stopped`` where it was asked to stop and has saved.
+        step, steps: optimizer steps done, and of the whole run.
+        loss, validation_loss: nats per token of the last step, and of the last validation; None where there was none.
+        tokens: trained since the beginning, over all ranks.
+        output_dir: the folder of the run.
+        checkpoint: path of the last one; None where none was saved.
+        took_s: of this session.
+        figures: others by name: ``tokens_per_s``, ``memory_bytes``, ``mfu``.
+    """
+
+    status: str
+    step: int
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    tokens: int
+    output_dir: str
+    checkpoint: str | None
+    took_s: float
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class _Stopped(Exception):
+    """A rank was asked to stop before the first step: there is nothing to save."""
+
+
+def run(
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = True,
+    allow_changes: bool = False,
+    report: Report | None = None,
+) -> TrainResult:
+    """Train a recipe on the ranks that this process belongs to, or alone. Every rank calls it.
+
+    Args:
+        recipe: a shipped recipe's name, a file, a tree as TOML has it, or a ``Recipe``; None for ``CONFIG_FILE``.
+        overrides: as on the command line: ``["--train.steps", "100"]``.
+        resume: go on from the newest checkpoint in ``output_dir``; False starts over in a new folder.
+        allow_changes: go on although the recipe differs from that of the folder.
+        report: takes the events on rank 0, instead of the console.
+
+    Raises:
+        ConfigError: the recipe, the data or the ranks can't work together.
+        CheckpointError: saving or loading failed.
+        NonFiniteError: loss or gradients are not finite.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    loaded = load_recipe(recipe, overrides, world_size=world_size)
+    require_complete(loaded.recipe)
+    stop = StopRequest()
+    with stop.listening():
+        world = join(timeout_s=loaded.recipe.train.hang_timeout_s)
+        try:
+            return _Session(loaded.recipe, loaded.source, world, stop, report).run(
+                loaded.notes, resume=resume, allow_changes=allow_changes
+            )
+        finally:
+            world.close()
+
+
+class _Session:
+    """The parts of a run on this rank, made one after the other."""
+
+    def __init__(self, recipe: Recipe, source: str, world: World, stop: StopRequest, report: Report | None) -> None:
+        self.recipe = recipe
+        self.source = source
+        self.world = world
+        self.stop = stop
+        self.report = report
+        self.started = time.monotonic()
+        self.tell: Report = lambda event: None
+        self.cleanup = contextlib.ExitStack()
+
+    def run(self, notes: Sequence[str], *, resume: bool, allow_changes: bool) -> TrainResult:
+        with self.cleanup:
+            folder = self._open_folder(resume=resume, allow_changes=allow_changes)
+            reporters = Telling(self.recipe, folder, self.report) if self.world.is_head else None
+            if reporters is not None:
+                self.cleanup.callback(reporters.close)
+                self.tell = reporters
+            for line in [*notes, *(self._folder.notes if self.world.is_head else ())]:
+                self.tell(Note(line))
+            run: Run | None = None
+            try:
+                run = self._set_up(folder)
+                if reporters is not None:
+                    reporters.begin(run.cursor.step)
+                self._tell_start(run, folder)
+                train(run)
+            except _Stopped:
+                return self._end(run, folder, "stopped")
+            except AtollError as error:
+                self._end(run, folder, "failed", str(error))
+                raise
+            except torch.OutOfMemoryError as error:
+                advice = self._plan.first_fix or "use more ranks"
+                text = f"rank {self.world.rank} ran out of GPU memory: {str(error).splitlines()[0]} Try: {advice}"
+                self._end(run, folder, "failed", text)
+                raise ConfigError(text) from error
+            return self._end(run, folder, "stopped" if run.stopped_by else "finished")
+
+    # -- before the loop ------------------------------------------------------------------------------------------
+
+    def _open_folder(self, *, resume: bool, allow_changes: bool) -> Path:
+        wanted = Path(self.recipe.train.output_dir).absolute()
+
+        def open_it() -> str:
+            path = wanted if resume else fresh_folder(wanted)
+            self._folder = RunFolder(path)
+            self._folder.open(self.recipe, allow_changes=allow_changes)
+            self.cleanup.callback(self._folder.close)
+            self.stop.watch_file(path)
+            return str(path)
+
+        return Path(self.world.decide(open_it))
+
+    def _set_up(self, folder: Path) -> Run:
+        recipe, world = self.recipe, self.world
+        torch.manual_seed(recipe.train.seed)
+        if recipe.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            self.cleanup.callback(torch.use_deterministic_algorithms, False)
+        prepared = self._prepare_data()
+        recipe = self.recipe = with_vocabulary(recipe, prepared)
+        if world.is_head and prepared.tokenizer is not None:
+            prepared.tokenizer.save(folder / "tokenizer")
+        corpus = open_corpus(recipe, prepared)
+        self._plan = plan(recipe, world, tell=self._note)
+        mesh = make_mesh(self._plan.layout, world.device)
+
+        length = Length(recipe, corpus.dataset)
+        root = recipe.checkpoint.path or str(folder / "checkpoints")
+        checkpointer = self._checkpointer(root, length)
+        found = checkpointer.latest()
+        engine = self._engine(mesh, fresh=found is None)
+        optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=recipe.train.seed)
+        source = Counter(limit=length.samples)
+        about = {"recipe": recipe.model_dump(mode="json"), "data": corpus.identity, "atoll": __version__}
+        cursor = Cursor()
+        if found is not None:
+            cursor = self._resume(checkpointer, found, engine, optimizer, source, about)
+        loader = Loader(
+            corpus.dataset,
+            source,
+            data_rank=mesh.data_rank,
+            data_size=mesh.layout.data,
+            global_batch=recipe.train.global_batch,
+            micro_batch=recipe.train.micro_batch,
+            device=world.device,
+            fixed_micro_batches=mesh.layout.pipeline > 1,
+        )
+        self.cleanup.callback(loader.close)
+        return Run(
+            recipe=recipe,
+            world=world,
+            engine=engine,
+            optimizer=optimizer,
+            schedule=resolve_schedule(recipe.schedule, length.steps, length.steps_per_epoch, length.tokens_per_step),
+            source=source,
+            loader=loader,
+            validation=corpus.validation,
+            checkpointer=checkpointer,
+            stop=self.stop,
+            tell=self.tell,
+            profiler=StepProfiler(recipe.metrics.profile, folder, world.rank),
+            steps=length.steps,
+            save_every=length.in_steps(recipe.checkpoint.every),
+            validate_every=length.in_steps(recipe.train.validate_every),
+            flops_per_token=flops_per_token(recipe.model, recipe.train.seq_len),
+            peak_flops=peak_flops(_device_name(world.device), compute_dtype(recipe, world.device)),
+            about=about,
+            cursor=cursor,
+            saved_step=found,
+        )
+
+    def _prepare_data(self) -> Prepared:
+        """Every rank prepares the data or waits for the one that does; no collective waits meanwhile."""
+
+        def progress(event: Progress) -> None:
+            if self.stop.asked:
+                self.world.announce("stop")
+            if self.world.announced("stop"):
+                raise _Stopped
+            self.tell(event)
+
+        prepared = prepare(self.recipe.data, seq_len=self.recipe.train.seq_len, progress=progress, note=self._note)
+        self.cleanup.callback(prepared.close)
+        self.world.meet(
+            "data", lambda missing: progress(Progress("waiting for other ranks to prepare data", 0, missing, "ranks"))
+        )
+        if self.world.any(self.stop.asked):
+            raise _Stopped
+        return prepared
+
+    def _checkpointer(self, root: str, length: Length) -> Checkpointer:
+        section = self.recipe.checkpoint
+        if self.world.local_size < self.world.size:
+            check_shared(root, self.world.control)
+        timeout_s = max(1800.0, self.recipe.train.hang_timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.world.size > 1 else None
+        checkpointer = Checkpointer(
+            root,
+            group=group,
+            keep=section.keep,
+            keep_every=length.in_steps(section.keep_every),
+            keep_best=section.keep_best,
+            asynchronous=section.asynchronous,
+            note=self._note,
+            timeout_s=timeout_s,
+        )
+        self.cleanup.callback(checkpointer.close)
+        return checkpointer
+
+    def _engine(self, mesh: Mesh, *, fresh: bool) -> Engine:
+        recipe = self.recipe
+
+        def set_weights(model: nn.Module) -> None:
+            if fresh and recipe.model.init is not None:
+                from atoll.train.weights import load_weights
+
+                def progress(done: float, total: float | None) -> None:
+                    self.tell(Progress("loading weights", done, total, "bytes"))
+
+                for line in load_weights(model, recipe.model, recipe.model.init, progress):
+                    self._note(line)
+            else:
+                initialize(model, recipe.train.seed)
+
+        return Engine(
+            recipe,
+            mesh,
+            set_weights,
+            objective=Pretrain(recipe.objective).install,
+            prepare_blocks=self._plan.apply_to_blocks,
+        )
+
+    def _resume(
+        self,
+        checkpointer: Checkpointer,
+        step: int,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        source: Counter,
+        about: dict[str, Any],
+    ) -> Cursor:
+        masters = engine.weights.masters
+        names = {parameter: name for name, parameter in masters.items()}
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
+        tensors |= optimizer_tensors(optimizer, names, checkpointer.tensors(step))
+        meta = checkpointer.load(step, tensors)
+        engine.weights.publish()
+        if meta.get("data") != about["data"]:
+            raise ConfigError(
+                f"the data differ from those of step {step}, so that its place in them has no meaning: they had "
+                f"{described(meta.get('data'))}, now {described(about['data'])}. Bring them back, or start over with "
+                f"--no-resume"
+            )
+        source.load(meta["source"])
+        return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"], meta["best"])
+
+    def _note(self, line: str) -> None:
+        self.tell(Note(line))
+
+    def _tell_start(self, run: Run, folder: Path) -> None:
+        if not self.world.is_head:
+            return
+        name = _device_name(self.world.device)
+        self.tell(
+            RunStarted(
+                name=self.recipe.name,
+                output_dir=_shown(folder),
+                parameters=parameter_count(self.recipe.model),
+                layout=str(self._plan.layout),
+                device=name,
+                world_size=self.world.size,
+                first_step=run.cursor.step,
+                steps=run.steps,
+                tokens_per_step=self.recipe.train.global_batch * self.recipe.train.seq_len,
+                resumed_from=None if not run.cursor.step else f"step {run.cursor.step}",
+            )
+        )
+        if run.peak_flops is not None:
+            dtype = compute_dtype(self.recipe, self.world.device)
+            self._note(formula_line(run.flops_per_token, run.peak_flops, name, dtype))
+
+    # -- after the loop -------------------------------------------------------------------------------------------
+
+    def _end(self, run: Run | None, folder: Path, status: str, error: str | None = None) -> TrainResult:
+        took_s = time.monotonic() - self.started
+        cursor = Cursor() if run is None else run.cursor
+        saved = None if run is None or run.last_checkpoint is None else _shown(Path(run.last_checkpoint.path))
+        figures = {} if run is None else run.figures()
+        if self.world.is_head:
+            sample = None
+            if status == "finished" and saved is not None:
+                sample = continue_prompt(self.recipe, saved, self._note)
+            plotted = self.recipe.metrics.plot and cursor.step > 0
+            self.tell(
+                RunEnded(
+                    status=status,
+                    step=cursor.step,
+                    loss=cursor.loss,
+                    tokens=cursor.tokens,
+                    took_s=took_s,
+                    validation_loss=cursor.validation_loss,
+                    checkpoint=saved,
+                    sample=sample,
+                    curve=_shown(folder / "loss.png") if plotted else None,
+                    error=error,
+                    figures=figures,
+                )
+            )
+        return TrainResult(
+            status,
+            cursor.step,
+            0 if run is None else run.steps,
+            cursor.loss,
+            cursor.validation_loss,
+            cursor.tokens,
+            str(folder),
+            saved,
+            took_s,
+            figures,
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _shown(path: Path) -> str:
+    """A path as people type it: relative to where they are, if it lies below."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

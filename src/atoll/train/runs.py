@@ -1,0 +1,158 @@
+"""What a run left behind: its newest whole checkpoint, the recipe in it, its weights one at a time, its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import load  # type: ignore[attr-defined]  # its __init__ has no __all__
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from atoll.core.errors import ConfigError
+from atoll.train.checkpoint import manifest as manifests
+from atoll.train.checkpoint.files import Files, Reader
+from atoll.train.checkpoint.manifest import Manifest, step_of
+from atoll.train.checkpoint.store import Store, open_store
+
+_WEIGHTS = "model."  # what a checkpoint puts in front of the names of a model's tensors
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """One whole checkpoint, in a folder or an object store."""
+
+    store: Store
+    step: int
+    manifest: Manifest
+
+    @property
+    def label(self) -> str:
+        """Where it lies."""
+        return self.store.path(self.step)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe that it was trained with.
+
+        Raises:
+            ConfigError: it holds none.
+        """
+        recipe = self.manifest.meta.get("recipe")
+        if not isinstance(recipe, dict):
+            raise ConfigError(f"{self.label} holds no recipe: its weights belong to a network that is not known")
+        return recipe
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer its data was read with: the folder that the run keeps, else what the recipe names."""
+        for place in (Path(self.store.root).parent, Path(self.store.root)):
+            if (place / "tokenizer").is_dir():
+                return str(place / "tokenizer")
+        named = (self.recipe.get("data") or {}).get("tokenizer")
+        return named if isinstance(named, str) and not named.startswith("bpe:") else None
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of the model, by name."""
+        return {name: tuple(entry.size) for name, entry in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor of the model, on CPU, in the type it was saved in."""
+        entry = self._tensors[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        load({_WEIGHTS + name: tensor}, storage_reader=self._reader(), no_dist=True)
+        return tensor
+
+    @cached_property
+    def _tensors(self) -> dict[str, TensorStorageMetadata]:
+        found = self._metadata.state_dict_metadata
+        return {
+            name.removeprefix(_WEIGHTS): entry
+            for name, entry in found.items()
+            if name.startswith(_WEIGHTS) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return self._plain_reader().read_metadata()
+
+    def _plain_reader(self) -> Reader:
+        return Reader(self.store.files(), f"{self.label}/{self.manifest.folder}".rstrip("/"))
+
+    def _reader(self) -> Reader:
+        plain = self._plain_reader()
+        return _KnownReader(plain.fs, str(plain.path), self._metadata)  # type: ignore[arg-type]  # Reader's are Files
+
+
+class _KnownReader(Reader):
+    """A reader that need not read the index again for each tensor."""
+
+    def __init__(self, files: Files, folder: str, metadata: Metadata) -> None:
+        super().__init__(files, folder)
+        self._known = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._known
+
+
+def find_checkpoint(spec: str) -> SavedStep | None:
+    """The checkpoint that ``spec`` is, or the newest whole one of the run or of the folder of checkpoints it is.
+
+    Args:
+        spec: an ``output_dir``, its ``checkpoints``, one ``step-…`` in there, or a URL of one of them.
+
+    Returns:
+        None where it is none of these.
+
+    Raises:
+        ConfigError: it is one of them, without a whole checkpoint.
+    """
+    root, _, last = spec.rstrip("/").rpartition("/")
+    if (step := step_of(last)) is not None:
+        store = open_store(root or ".")
+        found = _listing(store)
+        if step not in found:
+            return None
+        return _whole(store, step, found[step])
+    is_url = "://" in spec
+    for place in (f"{spec.rstrip('/')}/{_CHECKPOINTS}", spec):
+        if not is_url and not Path(place).is_dir():
+            continue
+        store = open_store(place)
+        found = _listing(store)
+        if not found and not (place.endswith(f"/{_CHECKPOINTS}") and not is_url):
+            continue
+        reasons = []
+        for step in sorted(found, reverse=True):
+            try:
+                return _whole(store, step, found[step])
+            except ConfigError as error:
+                reasons.append(str(error))
+        raise ConfigError(f"{place} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
+    return None
+
+
+def _listing(store: Store) -> dict[int, dict[str, int]]:
+    try:
+        return store.listing()
+    except OSError as error:
+        raise ConfigError(f"{store.root} cannot be read: {error}") from None
+
+
+def _whole(store: Store, step: int, sizes: Mapping[str, int]) -> SavedStep:
+    where = store.path(step)
+    if manifests.NAME not in sizes:
+        raise ConfigError(f"{where} is not whole: it has no {manifests.NAME}, which is written last")
+    try:
+        manifest = Manifest.decode(store.read(step, manifests.NAME))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{where} is damaged: {error}") from None
+    if (wrong := manifests.problem(sizes, manifest)) is not None:
+        raise ConfigError(f"{where} is damaged: {wrong}")
+    return SavedStep(store, step, manifest)

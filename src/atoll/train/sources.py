@@ -1,0 +1,333 @@
+"""Where weights come from: safetensors files and folders, a hub, GGUF files, Atoll's own runs and checkpoints.
+
+Each is read one tensor at a time, by Atoll's names, whatever the names, fusions and orders of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from atoll.core.errors import ConfigError
+from atoll.train import hub
+from atoll.train.data.tokenizer import load_tokenizer
+from atoll.train.models import gguf, hf
+from atoll.train.models.hf import Part, Stored
+from atoll.train.recipe.schema import ModelSection
+from atoll.train.runs import SavedStep, find_checkpoint
+
+Progress = Callable[[float, float | None], None]
+
+# Buffers that older checkpoints hold beside the weights.
+_NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|attn_rot_embd|^rope_freqs\.weight$")
+
+
+@dataclass
+class Source:
+    """Tensors of one model, to be read one at a time.
+
+    Attributes:
+        label: what messages call it.
+        section: the network it says it is; None where it doesn't.
+        names: tensors that the file has, by the file's names, in its order, with their shapes.
+        read_stored: reads one by the file's name.
+        stored: the file's tensors that ours are in.
+        dtype: "fp32", "bf16" or "fp16": what its weights are kept in.
+        special_ids: ``bos_token_id`` and its like.
+        write_tokenizer: writes the tokenizer's files into a folder; returns a line where it could not.
+        tokenizer: what ``load_tokenizer`` takes; None where only ``write_tokenizer`` can make it.
+    """
+
+    label: str
+    section: ModelSection | None
+    names: dict[str, tuple[int, ...]]
+    read_stored: Callable[[str], Tensor]
+    stored: list[Stored]
+    dtype: str = "bf16"
+    special_ids: dict[str, Any] = field(default_factory=dict)
+    write_tokenizer: Callable[[Path], str | None] = lambda _: None
+    tokenizer: str | None = None
+    _last: tuple[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        present = _matched(self.names, self.stored)
+        self._places: dict[str, tuple[Stored, str, int]] = {}
+        for stored in self.stored:
+            start = 0
+            for part in stored.parts if stored.name in present else ():
+                self._places[part.name] = (stored, present[stored.name], start)
+                start += part.rows
+        known = set(present.values())
+        self.unknown = [name for name in self.names if name not in known and not _NO_WEIGHTS.search(name)]
+        # Some checkpoints hold a tied head a second time.
+        if self.section is not None and self.section.tied:
+            self.unknown = [name for name in self.unknown if name not in ("lm_head.weight", "output.weight")]
+
+    @property
+    def tensors(self) -> list[str]:
+        """Our names of what it has."""
+        return list(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, by our name.
+
+        Raises:
+            ConfigError: it is one of several fused ones whose sizes don't add up.
+        """
+        stored, theirs, _ = self._places[name]
+        shape = self.names[theirs]
+        if stored.transposed:
+            shape = shape[::-1]
+        rows = [part.rows for part in stored.parts]
+        if len(rows) == 1:
+            return shape
+        if shape[0] != sum(rows):
+            sizes = " + ".join(str(each) for each in rows)
+            raise ConfigError(f"{self.label}: tensor {theirs} has {shape[0]} rows, its config says {sizes}")
+        return (next(part.rows for part in stored.parts if part.name == name), *shape[1:])
+
+    def file_name(self, name: str) -> str:
+        """What the file calls the tensor that ours is in."""
+        return self._places[name][1]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by our name, on CPU; may be a view of the file."""
+        stored, theirs, start = self._places[name]
+        if self._last is None or self._last[0] != theirs:
+            self._last = None  # drop it before the next one is in memory
+            self._last = (theirs, self.read_stored(theirs))
+        tensor = self._last[1]
+        if stored.permuted_heads:
+            tensor = _unpermuted(tensor, stored.permuted_heads)
+        if stored.transposed:
+            tensor = tensor.t()
+        return tensor if len(stored.parts) == 1 else tensor[start : start + self.shape(name)[0]]
+
+    def readers(self) -> dict[str, Callable[[], Tensor]]:
+        """A function for each tensor, by our name, that reads it."""
+        return {name: partial(self.read, name) for name in self._places}
+
+
+def _matched(names: Mapping[str, Any], stored: list[Stored]) -> dict[str, str]:
+    """The file's name of each stored tensor it has: checkpoints of bare models lack the ``model.`` in front."""
+    found = {}
+    for each in stored:
+        short = each.name.removeprefix("model.").removeprefix("transformer.")
+        for candidate in (each.name, short):
+            if candidate in names:
+                found[each.name] = candidate
+                break
+    return found
+
+
+def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
+    """Rows [H·E, D] with rotary pairs side by side to ours, with the pairs' halves one after the other."""
+    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+# ------------------------------------------------------------------------------------------------------ opening
+@contextmanager
+def open_source(spec: str, section: ModelSection | None = None, progress: Progress | None = None) -> Iterator[Source]:
+    """Open what ``spec`` names: a run's folder, a checkpoint's, a Hugging Face folder, a file, or a name on a hub.
+
+    Args:
+        spec: path or ``owner/name``.
+        section: the network for files that don't describe their own.
+        progress: of a download, in bytes.
+
+    Raises:
+        ConfigError: there is nothing that can be read; says what was expected.
+    """
+    with ExitStack() as stack:
+        yield _open(spec, section, progress, stack)
+
+
+def section_of(source: str) -> ModelSection | None:
+    """The network that a source describes; None for a bare ``.safetensors`` file without a ``config.json``.
+
+    Raises:
+        ConfigError: there is nothing that can be read, or its network is not among the families here.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and hub.is_hub_name(source):
+        config = hub.fetch(source, patterns=hub.METADATA) / "config.json"
+        if not config.is_file():
+            raise ConfigError(f"{source} has no config.json at {hub.endpoint()}: is it a model for transformers?")
+        return hf.section_from_hf(_read_json(config), source=f"{source}/config.json")
+    if path.is_dir() and (path / "config.json").is_file():
+        return hf.section_from_hf(_read_json(path / "config.json"), source=str(path / "config.json"))
+    if path.suffix == ".safetensors" and path.is_file() and not (path.parent / "config.json").is_file():
+        return None
+    with open_source(source) as opened:
+        return opened.section
+
+
+def _open(spec: str, section: ModelSection | None, progress: Progress | None, stack: ExitStack) -> Source:
+    path = Path(spec).expanduser()
+    if (path.is_dir() or "://" in spec) and (
+        saved := find_checkpoint(str(path) if path.is_dir() else spec)
+    ) is not None:
+        return _open_saved(saved)
+    if path.is_dir():
+        return _open_folder(path, spec, section, stack)
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.is_file() and path.suffix == ".safetensors":
+        return _open_files([path], path.parent, spec, section, stack)
+    if path.exists():
+        raise ConfigError(f"{spec}: expected a folder, a .safetensors or a .gguf file, or owner/name on a hub")
+    if hub.is_hub_name(spec):
+        folder = hub.fetch(spec, patterns=hub.WEIGHTS + hub.TOKENIZER, progress=progress)
+        return _open_folder(folder, spec, section, stack)
+    raise ConfigError(
+        f"{spec}: no such file or folder, and no owner/name on a hub; expected a run's folder, a Hugging Face folder, "
+        "a .safetensors or .gguf file, or a name such as HuggingFaceTB/SmolLM2-135M"
+    )
+
+
+def _open_folder(folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> Source:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in _read_json(index)["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(
+            f"{label} is incomplete: {', '.join(missing)} of its index is missing; fetch or copy it again"
+        )
+    if not files:
+        ggufs = sorted(folder.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return _open_gguf(ggufs[0])
+        have = sorted(path.name for path in folder.iterdir())[:6]
+        raise ConfigError(
+            f"{label} holds no weights that can be read: expected .safetensors files, one .gguf file, or Atoll's "
+            f"checkpoints; it has {', '.join(have) or 'nothing'}"
+        )
+    return _open_files(files, folder, label, section, stack)
+
+
+def _open_files(files: list[Path], folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> Source:
+    from safetensors import SafetensorError, safe_open
+
+    where: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes = set()
+    for file in files:
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is no complete safetensors file: {error}") from None
+        for name in opened.keys():  # noqa: SIM118 - no mapping: it has no iteration of its own
+            where[name] = opened
+            piece = opened.get_slice(name)
+            shapes[name] = tuple(piece.get_shape())
+            dtypes.add(piece.get_dtype())
+    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    own = None if config is None else hf.section_from_hf(config, source=f"{label}: config.json")
+    known = own or section
+    if known is None:
+        raise ConfigError(f"{label} has no config.json beside it, so that its network is not known")
+    kept = {"F32": "fp32", "F16": "fp16"}.get(next(iter(dtypes)), "bf16") if len(dtypes) == 1 else "bf16"
+    stored = hf.layout(known) if known.python is None else _as_they_are(shapes)
+    return Source(
+        label=label,
+        section=own,
+        names=shapes,
+        read_stored=lambda name: where[name].get_tensor(name),
+        stored=stored,
+        dtype=kept,
+        special_ids=_special_ids(config or {}, folder),
+        write_tokenizer=partial(_copy_tokenizer, folder),
+        tokenizer=str(folder),
+    )
+
+
+def _open_gguf(path: Path) -> Source:
+    file = gguf.GgufFile(path)
+    section = file.section
+    return Source(
+        label=str(path),
+        section=section,
+        names={name: file.shape(name) for name in file.names},
+        read_stored=file.read,
+        stored=gguf.layout(section),
+        dtype=file.dtype,
+        special_ids=file.special_ids,
+        write_tokenizer=file.write_tokenizer,
+    )
+
+
+# -------------------------------------------------------------------------------------------- Atoll's own checkpoints
+def _open_saved(saved: SavedStep) -> Source:
+    """The weights of a checkpoint; optimizer state and the rest are left alone."""
+    shapes = saved.shapes
+    section = ModelSection.model_validate(saved.recipe.get("model") or {})
+    if section.vocab_size is None and "embed.weight" in shapes:
+        section = section.model_copy(update={"vocab_size": shapes["embed.weight"][0]})
+    return Source(
+        label=saved.label,
+        section=section,
+        names=shapes,
+        read_stored=saved.read,
+        stored=_as_they_are(shapes),
+        special_ids=_ids_of_tokenizer(saved.tokenizer),
+        write_tokenizer=partial(_save_tokenizer, saved.tokenizer),
+        tokenizer=saved.tokenizer,
+    )
+
+
+def _as_they_are(shapes: Mapping[str, tuple[int, ...]]) -> list[Stored]:
+    """A layout of tensors that have our names in the file, or those of a user's own model."""
+    return [
+        Stored(name, (Part(name.removeprefix("inner."), shape[0] if shape else 1),)) for name, shape in shapes.items()
+    ]
+
+
+def _ids_of_tokenizer(spec: str | None) -> dict[str, Any]:
+    if spec is None:
+        return {}
+    tokenizer = load_tokenizer(spec)
+    found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {key: number for key, number in found.items() if number is not None}
+
+
+def _save_tokenizer(spec: str | None, folder: Path) -> str | None:
+    if spec is None:
+        return "the run keeps no tokenizer, and none was written"
+    load_tokenizer(spec).save(folder)
+    if not (folder / "tokenizer.json").is_file():
+        return "the tokenizer is 'bytes', which Atoll knows and transformers does not"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- tokenizers
+def _copy_tokenizer(source: Path, folder: Path) -> str | None:
+    """Copy the files of a tokenizer as they are."""
+    files = {path for each in hub.TOKENIZER for path in source.glob(each) if path.is_file()}
+    for path in files:
+        (folder / path.name).write_bytes(path.read_bytes())
+    return None if files else "there is no tokenizer beside the weights, and none was written"
+
+
+def _special_ids(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """``bos_token_id`` and its like, as a folder's generation config or else its config says."""
+    generation = folder / "generation_config.json"
+    merged = {**config, **(_read_json(generation) if generation.is_file() else {})}
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: merged[key] for key in keys if merged.get(key) is not None}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,68 @@
+"""Requests to stop: signals of the launcher, and a file that anybody may make."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LOOK_EVERY_S = 0.5
+
+STOP_FILE = "stop"
+
+
+class StopRequest:
+    """Whether this rank was asked to stop, and by what.
+
+    The first SIGTERM, SIGUSR1 (Slurm's notice) or Ctrl-C asks the run to save and end; a second Ctrl-C ends it at once.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.reason: str | None = None
+        self.at: float | None = None
+        self._file = None if folder is None else folder / STOP_FILE
+        self._looked = 0.0
+
+    def ask(self, reason: str) -> None:
+        """Ask the run to save and end."""
+        if self.reason is None:
+            self.reason, self.at = reason, time.monotonic()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to end. Looks for the file at most twice a second."""
+        if self.reason is None and self._file is not None and time.monotonic() - self._looked > _LOOK_EVERY_S:
+            self._looked = time.monotonic()
+            if self._file.exists():
+                self.ask(f"{self._file} was made")
+        return self.reason is not None
+
+    def watch_file(self, folder: Path) -> None:
+        """Look for the file ``stop`` in ``folder`` from now on; one left from before is removed."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(folder / STOP_FILE)
+        self._file = folder / STOP_FILE
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Hear the signals while the block runs; where this is not the main thread, only the file is looked for."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason is not None:
+            raise KeyboardInterrupt
+        self.ask(signal.Signals(number).name)

@@ -1,0 +1,352 @@
+"""Weights in and out: into a built model of any sharding, and from all that can be read to Hugging Face's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from atoll.core.errors import ConfigError
+from atoll.core.paths import fsync_folder
+from atoll.train.models import hf
+from atoll.train.models.hf import Stored
+from atoll.train.models.init import plain_name
+from atoll.train.recipe.schema import ModelSection
+from atoll.train.sources import Progress, Source, open_source, section_of
+
+__all__ = ["export", "import_weights", "load_weights", "section_of", "set_weights"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_BYTES = 5_000_000_000
+
+_USERS = "inner."  # the module of a user's own model inside ours
+# What a source may say differently from the recipe with equal shapes, and other results.
+_TELLING = ("norm_eps", "rope_theta", "rope_scaling")
+
+
+# ---------------------------------------------------------------------------------------------------------- in
+def load_weights(model: nn.Module, section: ModelSection, source: str, progress: Progress | None = None) -> list[str]:
+    """Set the parameters of a model from published or own weights.
+
+    Each rank reads what it holds: parameters may be sharded (DTensor, any mesh), of any dtype and on any device, and
+    those of other pipeline stages may be missing. One tensor is in memory at a time; safetensors are mapped, so that
+    only the pages of a rank's own part are read.
+
+    Args:
+        model: one that ``registry.build`` made, or a stage of it, materialised.
+        section: the recipe's ``[model]``, its vocabulary size known.
+        source: a name on a hub, a folder with safetensors, a ``.safetensors`` or ``.gguf`` file, or a run of Atoll.
+        progress: called with tensors set and tensors in all; while fetching, with bytes.
+
+    Returns:
+        lines to show: what the source says differently from the recipe.
+
+    Raises:
+        ConfigError: a tensor is missing, left over, or of another shape; the message names it and both shapes.
+    """
+    with open_source(source, section, progress) as opened:
+        return set_weights(model, section, opened, progress)
+
+
+@torch.no_grad()
+def set_weights(model: nn.Module, section: ModelSection, opened: Source, progress: Progress | None = None) -> list[str]:
+    """``load_weights`` from a source that is open."""
+    parameters = {plain_name(name).removeprefix(_USERS): value for name, value in model.named_parameters()}
+    notes = _differences(section, opened)
+    theirs = {name: name for name in parameters}
+    if "head.weight" in theirs and "head.weight" not in opened.tensors:
+        theirs["head.weight"] = "embed.weight"
+        notes.append(f"{opened.label} has a tied head: here the head starts as a copy of the embedding")
+    _check(section, parameters, opened, theirs)
+    # In the file's order, so that tensors which the file holds as one are read once.
+    order = {name: number for number, name in enumerate(opened.tensors)}
+    for number, name in enumerate(sorted(parameters, key=lambda name: order[theirs[name]])):
+        _copy(opened.read(theirs[name]), parameters[name])
+        if progress is not None:
+            progress(number + 1, len(parameters))
+    return notes
+
+
+def _differences(section: ModelSection, opened: Source) -> list[str]:
+    own = opened.section
+    if own is None or section.python is not None:
+        return []
+    heads = [(each.heads, each.num_kv_heads, each.size_of_head) for each in (section, own)]
+    if heads[0] != heads[1] or (section.family == "gpt2") != (own.family == "gpt2"):
+        raise ConfigError(
+            f"[model] {_described(section)} is not the network of {opened.label}, {_described(own)}: use its numbers"
+        )
+    notes = [
+        f"[model] {key} = {getattr(section, key)} here, {getattr(own, key)} in {opened.label}"
+        for key in _TELLING
+        if getattr(section, key) != getattr(own, key) and not (section.family == "gpt2" and key != "norm_eps")
+    ]
+    if section.max_seq_len > own.max_seq_len and section.family != "gpt2":
+        notes.append(
+            f"[model] max_seq_len = {section.max_seq_len} here: {opened.label} was made for {own.max_seq_len} at most"
+        )
+    return notes
+
+
+def _described(section: ModelSection) -> str:
+    return (
+        f"family = {section.family!r} with heads = {section.heads}, kv_heads = {section.num_kv_heads}, "
+        f"head_dim = {section.size_of_head}"
+    )
+
+
+def _check(section: ModelSection, parameters: Mapping[str, Tensor], opened: Source, theirs: Mapping[str, str]) -> None:
+    """Compare names and shapes before anything is changed; ``theirs`` has the source's name for each of ours."""
+    have = set(opened.tensors)
+    hint = "are family, layers and tied of [model] those of the source?"
+    missing = [name for name in parameters if theirs[name] not in have]
+    if missing:
+        raise ConfigError(
+            f"{opened.label} lacks {_counted(missing)} that the model needs, such as {missing[0]} "
+            f"{list(parameters[missing[0]].shape)}: {hint}"
+        )
+    wanted = set(parameters) if section.python is not None else set(hf.shapes(section))
+    surplus = sorted(have - wanted) or opened.unknown
+    if surplus:
+        first = surplus[0]
+        shape = list(opened.shape(first) if first in have else opened.names[first])
+        raise ConfigError(
+            f"{opened.label} has {_counted(surplus)} that the model has no place for, such as {first} {shape}: {hint}"
+        )
+    for name, parameter in parameters.items():
+        shape = list(opened.shape(theirs[name]))
+        if shape != list(parameter.shape):
+            raise ConfigError(
+                f"{opened.label}: tensor {opened.file_name(theirs[name])} ({name}) is {shape}, the recipe's model has "
+                f"{list(parameter.shape)} there: use the source's numbers in [model]"
+            )
+
+
+def _counted(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+
+
+def _copy(tensor: Tensor, parameter: Tensor) -> None:
+    """Set what this rank holds of ``parameter`` from the whole ``tensor``, of which only that part is read."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(tensor)
+        return
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    splits = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
+    # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
+    splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
+    for placement, number, count in splits:
+        if isinstance(placement, Shard | _StridedShard):
+            pieces = tensor.chunk(count, placement.dim)
+            tensor = pieces[number] if number < len(pieces) else pieces[0].narrow(placement.dim, 0, 0)
+    parameter.to_local().copy_(tensor)
+
+
+# --------------------------------------------------------------------------------------------------------- out
+def import_weights(
+    source: str,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: float = SHARD_BYTES,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Write anything that can be read as a Hugging Face folder, its tokenizer too.
+
+    Args:
+        source: as ``load_weights`` takes it.
+        folder: to be made.
+        dtype: "fp32", "bf16" or "fp16"; by default what the source keeps its weights in, and bf16 for quantised ones
+            and for checkpoints.
+        max_shard_bytes: of one file of weights.
+        force: replace what is at ``folder``.
+        progress: called with bytes written and bytes in all; while fetching, with those.
+
+    Returns:
+        lines to show.
+
+    Raises:
+        ConfigError: the source can't be read or the target is taken.
+    """
+    _refuse_taken(Path(folder).expanduser(), force)  # before hours of a download
+    with open_source(source, None, progress) as opened:
+        if opened.section is None:
+            raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
+        _refuse_surplus(opened, opened.section)
+        return export(
+            opened.readers(),
+            opened.section,
+            folder,
+            dtype=dtype or opened.dtype,
+            max_shard_bytes=max_shard_bytes,
+            special_ids=opened.special_ids,
+            write_tokenizer=opened.write_tokenizer,
+            force=force,
+            progress=progress,
+        )
+
+
+def _refuse_surplus(opened: Source, section: ModelSection) -> None:
+    surplus = sorted(set(opened.tensors) - set(hf.shapes(section))) or opened.unknown
+    if surplus:
+        raise ConfigError(f"{opened.label} has {_counted(surplus)} with no place in its network, such as {surplus[0]}")
+
+
+def export(
+    tensors: Mapping[str, Callable[[], Tensor]],
+    section: ModelSection,
+    folder: str | Path,
+    *,
+    dtype: str = "bf16",
+    max_shard_bytes: float = SHARD_BYTES,
+    special_ids: Mapping[str, Any] | None = None,
+    write_tokenizer: Callable[[Path], str | None] = lambda _: None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Write ``config.json``, ``generation_config.json``, safetensors and the tokenizer, as ``transformers`` reads them.
+
+    One shard is in memory at a time. The folder appears whole or not at all.
+
+    Args:
+        tensors: by Atoll's name, a function that reads it.
+        section: their network.
+        folder: to be made; parents too.
+        dtype: "fp32", "bf16" or "fp16".
+        max_shard_bytes: of one file; a single larger tensor has a file to itself.
+        special_ids: ``bos_token_id`` and its like.
+        write_tokenizer: writes the tokenizer's files into the folder it is given; returns a line where it can't.
+        force: replace what is at ``folder``.
+        progress: called with bytes written and bytes in all.
+
+    Returns:
+        lines to show.
+
+    Raises:
+        ConfigError: the target is taken, ``transformers`` has no such network, or a tensor is missing.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    target = Path(folder).expanduser()
+    _refuse_taken(target, force)
+    config = hf.hf_config(section, dtype) | dict(special_ids or {})
+    stored = hf.layout(section)
+    missing = [part.name for each in stored for part in each.parts if part.name not in tensors]
+    if missing:
+        raise ConfigError(f"cannot export: {_counted(missing)} missing, such as {missing[0]}")
+    with _whole_folder(target) as place:
+        _write_json(place / "config.json", config)
+        _write_json(place / "generation_config.json", {"_from_model_config": True, **(special_ids or {})})
+        _write_weights(tensors, section, stored, place, DTYPES[dtype], max_shard_bytes, progress)
+        note = write_tokenizer(place)
+    return [] if note is None else [note]
+
+
+def _refuse_taken(target: Path, force: bool) -> None:
+    if target.is_file() or (target.is_dir() and any(target.iterdir()) and not force):
+        how = "is a file" if target.is_file() else "exists and is not empty"
+        raise ConfigError(f"{target} {how}: choose another folder" + ("" if target.is_file() else ", or give --force"))
+
+
+def _write_weights(
+    tensors: Mapping[str, Callable[[], Tensor]],
+    section: ModelSection,
+    stored: list[Stored],
+    place: Path,
+    dtype: torch.dtype,
+    max_shard_bytes: float,
+    progress: Progress | None,
+) -> None:
+    from safetensors.torch import save_file
+
+    shapes = hf.shapes(section)
+    sizes = {each.name: dtype.itemsize * sum(math.prod(shapes[part.name]) for part in each.parts) for each in stored}
+    shards = _shards(stored, sizes, max_shard_bytes)
+    total, done, where = sum(sizes.values()), 0, {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        content = {}
+        for each in shard:
+            content[each.name] = _joined(each, tensors, shapes, dtype)
+            where[each.name] = name
+            done += sizes[each.name]
+            if progress is not None:
+                progress(done, total)
+        save_file(content, place / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        _write_json(place / "model.safetensors.index.json", index)
+
+
+def _shards(stored: list[Stored], sizes: Mapping[str, int], max_shard_bytes: float) -> list[list[Stored]]:
+    shards: list[list[Stored]] = []
+    room = 0.0
+    for each in stored:
+        if not shards or sizes[each.name] > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(each)
+        room -= sizes[each.name]
+    return shards
+
+
+def _joined(
+    stored: Stored,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Tensor:
+    parts = []
+    for part in stored.parts:
+        tensor = tensors[part.name]().detach().to("cpu", dtype)
+        if tuple(tensor.shape) != shapes[part.name]:
+            raise ConfigError(
+                f"cannot export: tensor {part.name} is {list(tensor.shape)}, its network has {list(shapes[part.name])}"
+            )
+        parts.append(tensor)
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return whole.t().contiguous() if stored.transposed else whole.contiguous()
+
+
+@contextmanager
+def _whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which takes its place as ``target`` when all of it is on disk."""
+    place = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    old = target.parent / f".{target.name}.{os.getpid()}.old"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir()
+        yield place
+        mode = (place / "config.json").stat().st_mode
+        for path in place.iterdir():
+            path.chmod(mode)  # safetensors makes its files readable by their owner only
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(place)
+        if target.exists():
+            target.rename(old)
+        place.rename(target)
+        fsync_folder(target.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

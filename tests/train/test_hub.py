@@ -1,0 +1,192 @@
+"""Downloads against a real HTTP server on loopback that speaks the hub's API."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hub_server
+import huggingface_hub.constants
+import pytest
+
+from atoll.core.errors import ConfigError
+from atoll.train import hub
+
+NAME = "reef/tiny"
+BIG = b"0123456789abcdef" * 200_000  # 3.2 MB
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    with hub_server.serve() as running:
+        running.repositories[NAME] = hub_server.Repository({"config.json": b"{}", "model.safetensors": BIG})
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
+            monkeypatch.delenv(name, raising=False)
+        # huggingface_hub reads HF_HUB_OFFLINE when it is imported, which was under the tests' own setting.
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        yield running
+        huggingface_hub.close_session()
+
+
+def fetch(name: str = NAME, revision: str | None = None) -> Path:
+    return hub.fetch(name, patterns=hub.WEIGHTS, revision=revision)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("owner/name", True),
+        ("HuggingFaceTB/SmolLM2-135M", True),
+        ("name", False),
+        ("a/b/c", False),
+        ("./a", False),
+        ("/tmp", False),
+        ("~/models", False),
+        ("folder/weights.gguf", False),
+        ("folder/model.safetensors", False),
+    ],
+)
+def test_names_of_a_hub(spec: str, expected: bool) -> None:
+    assert hub.is_hub_name(spec) is expected
+
+
+def test_an_existing_folder_is_no_name_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not hub.is_hub_name("owner/name")
+
+
+def test_what_is_here_is_not_transferred_again(server: hub_server.Hub) -> None:
+    seen: list[tuple[float, float | None]] = []
+    folder = hub.fetch(NAME, patterns=hub.WEIGHTS, progress=lambda done, total: seen.append((done, total)))
+    assert (folder / "model.safetensors").read_bytes() == BIG
+    assert seen[-1] == (len(BIG) + 2, len(BIG) + 2)
+    assert fetch() == folder
+    assert sorted(server.transfers) == [f"{NAME}/config.json", f"{NAME}/model.safetensors"]
+
+
+def test_only_the_wanted_files(server: hub_server.Hub) -> None:
+    hub.fetch(NAME, patterns=hub.METADATA)
+    assert server.transfers == [f"{NAME}/config.json"]
+
+
+def test_ranks_that_ask_at_once_transfer_once(server: hub_server.Hub) -> None:
+    server.hold = threading.Event()
+    program = f"from atoll.train import hub\nprint(hub.fetch({NAME!r}, patterns=hub.WEIGHTS))"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(4)
+    ]
+    time.sleep(2.0)  # all four ask while the first transfer stands still
+    server.hold.set()
+    outputs = {rank.communicate(timeout=60)[0] for rank in ranks}
+    assert [rank.returncode for rank in ranks] == [0] * 4
+    assert len(outputs) == 1
+    assert sorted(server.transfers) == [f"{NAME}/config.json", f"{NAME}/model.safetensors"]
+
+
+def test_a_broken_transfer_goes_on_where_it_was(server: hub_server.Hub) -> None:
+    big = BIG * 5  # the library keeps what came in pieces of 10 MiB
+    server.repositories[NAME].files["model.safetensors"] = big
+    server.break_after["model.safetensors"] = 12_000_000
+    assert (fetch() / "model.safetensors").read_bytes() == big
+    assert len(server.ranges) == 1
+    assert int(server.ranges[0].removeprefix("bytes=").removesuffix("-")) >= 10_000_000
+
+
+def test_a_killed_transfer_leaves_a_cache_that_works(server: hub_server.Hub) -> None:
+    server.hold = threading.Event()
+    program = f"from atoll.train import hub\nhub.fetch({NAME!r}, patterns=hub.WEIGHTS)"
+    with subprocess.Popen([sys.executable, "-c", program], env=os.environ) as process:
+        deadline = time.monotonic() + 30
+        while not server.transfers and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    server.hold.set()
+    assert server.transfers
+    assert (fetch() / "model.safetensors").read_bytes() == BIG
+
+
+def test_gated_without_a_token(server: hub_server.Hub) -> None:
+    server.repositories[NAME].gated = True
+    with pytest.raises(ConfigError) as caught:
+        fetch()
+    assert str(caught.value) == (
+        f"{NAME} is gated: accept its licence at {server.url}/{NAME}, make a token there, and set HF_TOKEN to it"
+    )
+
+
+def test_gated_with_a_token_of_somebody_else(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.repositories[NAME].gated = True
+    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
+    with pytest.raises(
+        ConfigError, match="the account of this HF_TOKEN has no access: accept its licence at"
+    ) as caught:
+        fetch()
+    assert "hf_stranger" not in str(caught.value)
+
+
+def test_gated_with_the_right_token(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.repositories[NAME].gated = True
+    server.repositories[NAME].allowed = ("hf_friend",)
+    monkeypatch.setenv("HF_TOKEN", "hf_friend")
+    assert (fetch() / "model.safetensors").read_bytes() == BIG
+
+
+def test_the_stored_token_is_used(server: hub_server.Hub, tmp_path: Path) -> None:
+    server.repositories[NAME].private = True
+    server.repositories[NAME].allowed = ("hf_friend",)
+    with pytest.raises(ConfigError, match=r"there is no model reef/tiny at .*it is private: set HF_TOKEN"):
+        fetch()
+    (tmp_path / "hf" / "token").write_text("hf_friend\n")
+    assert (fetch() / "config.json").read_bytes() == b"{}"
+
+
+def test_no_such_repository(server: hub_server.Hub) -> None:
+    with pytest.raises(ConfigError, match=f"there is no model reef/tinny at {server.url}: check the spelling"):
+        fetch("reef/tinny")
+
+
+def test_no_such_revision(server: hub_server.Hub) -> None:
+    with pytest.raises(ConfigError, match="reef/tiny has no revision 'v9'"):
+        fetch(revision="v9")
+
+
+def test_no_file_of_that_kind(server: hub_server.Hub) -> None:
+    server.repositories[NAME].files = {"model.onnx": b"x"}
+    with pytest.raises(ConfigError, match=r"has no file like \*\.safetensors"):
+        fetch()
+
+
+def test_offline_uses_the_copy_and_says_where_it_looked(
+    server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fetch()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch() == folder
+    with pytest.raises(ConfigError) as caught:
+        fetch("reef/other")
+    assert str(caught.value) == (
+        f"HF_HUB_OFFLINE is set, and reef/other is not complete in {tmp_path / 'hf' / 'hub'}: unset it once to fetch "
+        "it, or give a local folder instead"
+    )
+
+
+def test_a_hub_that_does_not_answer(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"could not reach http://127.0.0.1:9 for reef/tiny.*run the same again"):
+        fetch()
+
+
+def test_a_name_that_cannot_be(server: hub_server.Hub) -> None:
+    with pytest.raises(ConfigError, match="'reef/ti ny' is no name of a model"):
+        fetch("reef/ti ny")
+    with pytest.raises(ConfigError, match="expected owner/name"):
+        fetch("tiny")

@@ -1,0 +1,268 @@
+"""FLOPs, memory, traces, pictures, summaries, and how reporters stand beside each other."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.train.events import Event, Note, RunEnded, RunStarted, StepDone
+from atoll.train.metrics.flops import flops_per_token, formula_line, mfu, peak_flops
+from atoll.train.metrics.memory import peak_memory_bytes, peak_memory_name
+from atoll.train.metrics.plot import save_curve, smooth
+from atoll.train.metrics.profile import StepProfiler
+from atoll.train.metrics.reporter import ReporterFailed, Reporters
+from atoll.train.metrics.summary import SummaryFile, next_steps
+from atoll.train.recipe.schema import ProfileSection
+
+
+# -------------------------------------------------------------------------------------------------------- FLOPs
+@pytest.mark.parametrize(
+    ("name", "dtype", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp8", 1978.9),
+        ("NVIDIA H100 PCIe", "bf16", 756.5),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("NVIDIA H20", "bf16", 148.0),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA GB200", "fp8", 5000.0),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100 80GB PCIe", "bf16", 312.0),
+        ("NVIDIA A10", "bf16", 125.0),
+        ("NVIDIA A10G", "bf16", 70.0),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA L40", "bf16", 181.0),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("Tesla V100-SXM2-16GB", torch.float16, 125.0),
+        ("Tesla T4", "fp16", 65.0),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+    ],
+)
+def test_peaks_of_known_cards(name: str, dtype: Any, tera: float) -> None:
+    assert peak_flops(name, dtype) == pytest.approx(tera * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Tesla V100-SXM2-16GB", "bf16"),
+        ("NVIDIA A100-SXM4-80GB", "fp8"),
+        ("NVIDIA H100 80GB HBM3", "fp32"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
+        ("NVIDIA GeForce RTX 4090 D", "bf16"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
+        ("NVIDIA A1000", "bf16"),
+        ("NVIDIA T400", "fp16"),
+        ("NVIDIA Z900", "bf16"),
+        ("CPU", "bf16"),
+    ],
+)
+def test_unknown_peaks_give_no_mfu(name: str, dtype: str) -> None:
+    peak = peak_flops(name, dtype)
+    assert peak is None
+    assert mfu(1000.0, 1e9, peak) is None
+    assert name in formula_line(1e9, peak, name, dtype)
+
+
+def test_mfu_is_what_its_line_says() -> None:
+    # Llama 3 8B at 8,192 tokens: 7.5 B weights multiply (without the embedding's table).
+    needed = flops_per_token(7_504_924_672, layers=32, heads=32, head_dim=128, seq_len=8192)
+    assert needed == pytest.approx(6 * 7_504_924_672 + 12 * 32 * 4096 * 8192)
+    assert mfu(5_000.0, needed, 989.4e12) == pytest.approx(5_000 * 5.791e10 / 989.4e12, rel=1e-3)
+    line = formula_line(needed, 989.4e12, "NVIDIA H100 80GB HBM3", torch.bfloat16)
+    assert "5.791e+10 FLOPs a token (6 N + 12 L H Q S) ÷ 989 TFLOP/s (dense bfloat16 peak of NVIDIA H100" in line
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+def test_peak_memory_on_cpu_is_of_this_process_and_stays_after_a_free() -> None:
+    program = (
+        "import torch\n"
+        "from atoll.train.metrics.memory import peak_memory_bytes as peak\n"
+        "cpu = torch.device('cpu')\n"
+        "before = peak(cpu)\n"
+        "held = torch.ones(50_000_000); del held\n"  # 190 MiB
+        "print(before, peak(cpu))\n"
+    )
+    # A child of a big parent must not start at the parent's peak.
+    held = torch.ones(150_000_000)
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    before, after = map(int, output.split())
+    assert held.numel() * 4 < peak_memory_bytes(torch.device("cpu"))
+    assert 50 << 20 < before < 500 << 20
+    assert 150 << 20 < after - before < 300 << 20
+    assert peak_memory_name(torch.device("cpu")) == "peak resident memory of the process"
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu_is_of_its_tensors() -> None:
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.empty(1 << 20, device=device)
+    assert peak_memory_bytes(device) >= 4 << 20
+    assert held.device.type in peak_memory_name(device).replace("GPU", "cuda")
+
+
+# ------------------------------------------------------------------------------------------------------- traces
+def traced(folder: Path, section: ProfileSection | None, steps: int) -> Path:
+    profiler = StepProfiler(section, folder, rank=3)
+    with profiler:
+        for step in range(1, steps + 1):
+            with torch.profiler.record_function(f"step {step}"):
+                torch.ones(4, 4) @ torch.ones(4, 4)
+            profiler.step()
+    return profiler.path
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "run", "expected"),
+    [(3, 2, 8, {3, 4}), (1, 2, 5, {1, 2}), (2, 1, 5, {2}), (3, 5, 4, {3, 4})],
+)
+def test_the_trace_holds_the_ops_of_the_asked_steps(
+    tmp_path: Path, start: int, steps: int, run: int, expected: set[int]
+) -> None:
+    path = traced(tmp_path, ProfileSection(start=start, steps=steps), run)
+    assert path == tmp_path / "profile" / "rank3.pt.trace.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    assert {int(name.split()[1]) for name in names if name.startswith("step ")} == expected
+    assert sum(name == "aten::mm" for name in names) == len(expected)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("section", "steps"), [(None, 5), (ProfileSection(start=10), 5)])
+def test_no_trace_where_none_is_due(tmp_path: Path, section: ProfileSection | None, steps: int) -> None:
+    assert not traced(tmp_path, section, steps).parent.exists()
+
+
+# ----------------------------------------------------------------------------------------------------- pictures
+def row(step: int, loss: float | None) -> dict[str, Any]:
+    return {"step": step, "tokens": 100 * step, "loss": loss, "lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [row(1, 2.0)],
+        [row(1, None), row(2, math.nan)],
+        [row(s, 5 / s) for s in range(1, 200)] + [{"step": 100, "validation_loss": 1.0}],
+        [{"step": 0, "validation_loss": 5.0}],
+        [row(3, 1.0), row(1, 1.0)],
+    ],
+    ids=["none", "one", "not-finite", "usual", "validation-only", "flat"],
+)
+def test_a_picture_is_drawn_of_whatever_there_is(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    path = tmp_path / "loss.png"
+    save_curve(path, rows, "a $run_with^signs")
+    width, height = np.frombuffer(path.read_bytes()[16:24], dtype=">u4")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (width, height) == (1120, 700)
+    assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_smoothing_keeps_lines_and_skips_gaps() -> None:
+    line = np.arange(100, dtype=np.float64)
+    smoothed = smooth(line, 5)
+    assert smoothed[:94] == pytest.approx(line[:94]), "a straight line stays where it is: no lag"
+    line[50] = math.nan
+    assert np.isfinite(smooth(line, 5)).all()
+    assert np.isnan(smooth(np.array([math.nan]), 3)).all()
+    assert smooth(np.array([]), 3).size == 0
+
+
+# ---------------------------------------------------------------------------------------------------- summaries
+def test_the_summary_is_a_file_that_json_readers_take(tmp_path: Path) -> None:
+    summary = SummaryFile(tmp_path)
+    summary(RunStarted("austen", str(tmp_path), 1000, "FSDP 2", "CPU", 2, 10, 60, 4096))
+    for step, loss in ((11, 4.5), (12, 4.0)):
+        summary(StepDone(step, 4096 * step, 8 * step, loss, 1e-3, 1.0, 1.0, 1.0, 1.0, 0.0, 1))
+    summary(RunEnded("failed", 12, math.nan, 49_152, 3.5, error="no", sample="\ud800", figures={"mfu": math.inf}))
+    summary.close()
+    values = json.loads((tmp_path / "summary.json").read_text())
+    assert values["first_loss"] == 4.5
+    assert values["loss"] is None
+    assert values["figures"] == {"mfu": None}
+    assert (values["name"], values["status"], values["step"], values["steps"]) == ("austen", "failed", 12, 60)
+
+
+def commands(lines: list[str]) -> list[list[str]]:
+    return [shlex.split(line[line.index("  atoll ") :]) for line in lines]
+
+
+def test_next_steps_are_commands_that_a_shell_takes() -> None:
+    lines = next_steps("my recipe.toml", "out/my run", nodes=2)
+    assert commands(lines) == [
+        ["atoll", "train", "my recipe.toml", "--nodes", "2", "--train.steps", "N", "--allow-changes"],
+        ["atoll", "generate", "out/my run", "Once upon a time"],
+        ["atoll", "export", "out/my run", "out/my run-hf"],
+        ["atoll", "train", "my recipe.toml", "--nodes", "4"],
+    ]
+    assert len({line.index("  atoll") for line in lines}) == 1, "one column"
+
+
+def test_next_steps_of_a_run_that_stopped() -> None:
+    [resume, *_] = next_steps("llama3_debug", "out", status="stopped")
+    assert resume.split("  ") == ["go on where it stopped", "atoll train llama3_debug"]
+    words = [line.split()[-1] for line in next_steps("llama3_debug", "out", status="failed", has_checkpoint=False)]
+    assert words == ["llama3_debug", "4"], "nothing to export"
+
+
+# ---------------------------------------------------------------------------------------------------- reporters
+class Recorder:
+    def __init__(self, fails: Exception | None = None, fails_to_close: Exception | None = None) -> None:
+        self.events: list[Event] = []
+        self.closed = 0
+        self._fails, self._fails_to_close = fails, fails_to_close
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if self._fails is not None:
+            raise self._fails
+
+    def close(self) -> None:
+        self.closed += 1
+        if self._fails_to_close is not None:
+            raise self._fails_to_close
+
+
+def test_one_that_fails_is_off_and_the_others_are_told_once() -> None:
+    bad, good = Recorder(OSError("disk\nfull"), ValueError("again")), Recorder()
+    also_bad = Recorder(ReporterFailed("the whole line"))
+    reporters = Reporters([bad, good, also_bad])
+    reporters(Note("1"))
+    reporters(Note("2"))
+    reporters.close()
+    assert [event.text for event in good.events if isinstance(event, Note)] == [
+        "1", "Recorder is off from here on: disk full", "the whole line", "2",
+    ]  # fmt: skip
+    assert bad.events == also_bad.events == [Note("1")]
+    assert (bad.closed, also_bad.closed, good.closed) == (1, 1, 1)
+
+
+def test_one_that_fails_at_the_end_is_told_to_those_after_it() -> None:
+    last = Recorder()
+    reporters = Reporters([Recorder(fails_to_close=ReporterFailed("3 figures were lost")), last])
+    reporters.close()
+    reporters.close()
+    assert last.events == [Note("3 figures were lost")]
+    assert last.closed == 1
+
+
+def test_an_error_of_the_program_itself_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Reporters([Recorder(ZeroDivisionError())])(Note("1"))

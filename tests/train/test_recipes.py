@@ -1,0 +1,461 @@
+"""Recipes: found, inherited, overridden, checked, compared, and the ones that ship."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from atoll.cli.recipes import recipes_app
+from atoll.core.errors import ConfigError
+from atoll.train.models.registry import parameter_count
+from atoll.train.recipe import keys
+from atoll.train.recipe.compare import HARMLESS, diff, harmful, resolved_toml
+from atoll.train.recipe.durations import Duration
+from atoll.train.recipe.files import shipped_file, shipped_names
+from atoll.train.recipe.load import load_recipe, require_complete
+from atoll.train.recipe.schema import ModelSection, Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = {
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "phi3_mini": 3_821_079_552,
+    "smollm2_135m": 134_515_008,
+    "gpt2_small": 124_439_808,
+}
+ALL = {"llama3_debug", "gpt_mini", *PUBLISHED}
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def recipe(spec: Any, *overrides: str) -> Recipe:
+    return load_recipe(spec, overrides, env={}).recipe
+
+
+def refusal(spec: Any, *overrides: str, env: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(spec, overrides, env=env or {})
+    text = str(caught.value)
+    assert "pydantic" not in text.lower()
+    assert "Input should" not in text
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------ shipped
+def closed_form(model: ModelSection) -> int:
+    """Parameters by arithmetic, apart from the modules that `parameter_count` adds up."""
+    dim, head = model.dim, model.size_of_head
+    attention = 2 * dim * model.heads * head + 2 * dim * model.num_kv_heads * head
+    if model.family == "gpt2":
+        block = attention + 4 * dim + 2 * dim * model.ffn_dim + model.ffn_dim + dim + 4 * dim
+        around = model.max_seq_len * dim + 2 * dim
+    else:
+        block = attention + 3 * dim * model.ffn_dim + 2 * dim + (2 * head if model.family == "qwen3" else 0)
+        around = dim
+    embeddings = model.vocabulary * dim * (1 if model.tied else 2)
+    return embeddings + model.layers * block + around
+
+
+def test_all_are_shipped():
+    assert set(shipped_names()) == ALL
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_shipped_recipe_has_the_published_size_everywhere(name):
+    model = recipe(name).model
+    count = closed_form(model)
+    assert count == PUBLISHED.get(name, count)
+    assert parameter_count(model) == count
+    # `atoll recipes ls` reads it from there.
+    assert f"{count:,} parameters" in shipped_file(name).read_text().split("\n", 1)[0]
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_shipped_recipe_needs_at_most_data(name):
+    loaded = load_recipe(name, env={})
+    assert loaded.recipe.name == loaded.source == name
+    assert loaded.recipe.train.output_dir == f"outputs/{name}"
+    assert loaded.recipe.train.seq_len <= loaded.recipe.model.max_seq_len
+    assert loaded.notes == []
+    require_complete(recipe(name, "--data.path", "x.txt"))
+
+
+def test_the_debug_recipe_needs_nothing_and_divides():
+    debug = recipe("llama3_debug")
+    require_complete(debug)
+    assert debug.data.tokenizer == "bytes"
+    # On every Debian, and so on the machine that runs the tests.
+    assert list(Path("/").glob(str(debug.data.path).lstrip("/")))
+    model, train = debug.model, debug.train
+    sizes = [model.layers, model.heads, model.num_kv_heads, model.ffn_dim, model.vocabulary, model.dim, train.seq_len]
+    assert all(size % 4 == 0 for size in [*sizes, train.global_batch])
+    assert model.vocabulary >= 259
+
+
+def test_the_published_dimensions_of_llama():
+    scaling = recipe("llama3_3b").model.rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor, scaling.original_max_seq_len) == ("llama3", 32.0, 8192)
+    assert recipe("llama3_3b").model.tied
+    big = recipe("llama3_405b")
+    assert (big.model.layers, big.model.num_kv_heads, big.model.size_of_head) == (126, 8, 128)
+    assert (big.parallel.tensor, big.parallel.shard, big.optimizer.lr) == (8, -1, 8e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ finding
+def test_names_paths_and_the_environment(workdir):
+    assert recipe("llama3_8b.toml") == recipe("llama3_8b")
+    (workdir / "sub").mkdir()
+    (workdir / "sub" / "my.v2.toml").write_text("[train]\nsteps = 3\n")
+    for spec in ("sub/my.v2.toml", Path("sub/my.v2.toml"), str(workdir / "sub" / "my.v2.toml")):
+        found = recipe(spec)
+        assert (found.name, found.train.output_dir) == ("my.v2", "outputs/my.v2")
+    loaded = load_recipe(None, env={"CONFIG_FILE": "sub/my.v2.toml"})
+    assert (loaded.recipe.train.steps, loaded.source) == (Duration(3), "sub/my.v2.toml")
+    assert "set CONFIG_FILE" in refusal(None)
+
+
+def test_a_file_here_goes_before_the_shipped_one_of_its_name(workdir):
+    (workdir / "llama3_8b.toml").write_text('base = "llama3_8b"\n[train]\nsteps = 7\n')
+    assert recipe("llama3_8b.toml").train.steps == Duration(7)
+    assert recipe("./llama3_8b.toml").model.layers == 32
+    assert recipe("llama3_8b").train.steps == Duration(1000)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("./torchtitan/models/llama3/train_configs/llama3_70b.toml", "llama3_70b"),
+        ("./models/llama3/train_configs/debug_model.toml", "llama3_debug"),
+    ],
+)
+def test_a_path_of_another_trainer_is_the_shipped_recipe_with_a_note(workdir, path, name):
+    loaded = load_recipe(None, env={"CONFIG_FILE": path})
+    assert loaded.recipe == recipe(name)
+    assert loaded.notes == [f"{path} is not here: the recipe {name} that ships with Atoll is used"]
+
+
+def test_unknown_names_have_the_nearest(workdir):
+    assert "did you mean 'llama3_8b'?" in refusal("lama3_8b")
+    assert "`atoll recipes ls`" in refusal("zzz")
+    (workdir / "mine.toml").touch()
+    assert "did you mean 'mine.toml'?" in refusal("mine")
+    (workdir / "folder").mkdir()
+    assert "folder is a folder" in refusal("folder")
+
+
+def test_broken_files_name_the_line(workdir):
+    (workdir / "a.toml").write_text("[train]\nsteps = = 3\n")
+    assert refusal("a.toml").startswith("a.toml, line 2: this is no TOML: ")
+    (workdir / "b.toml").write_text("[train]\nsteps = 3\n[train]\n")
+    assert refusal("b.toml").startswith("b.toml, line 3")
+    (workdir / "c.toml").write_text("name = [1,")
+    assert refusal("c.toml").startswith("c.toml: this is no TOML")
+    (workdir / "d.toml").write_bytes(b"name = '\xff'")
+    assert "d.toml is not UTF-8" in refusal("d.toml")
+
+
+# -------------------------------------------------------------------------------------------------- inheritance
+def test_bases_merge_deeply(workdir):
+    (workdir / "shared").mkdir()
+    (workdir / "shared" / "low.toml").write_text('base = "llama3_8b"\nname = "low"\n[optimizer]\nbetas = [0.8, 0.9]\n')
+    (workdir / "top.toml").write_text(
+        'base = "shared/low.toml"\n[model.rope_scaling]\nfactor = 16.0\n[data]\npath = ["a"]\n'
+    )
+    top = recipe("top.toml")
+    assert top.name == "top"
+    assert top.optimizer.betas == (0.8, 0.9)
+    assert top.optimizer.lr == 3e-4
+    scaling = top.model.rope_scaling
+    assert scaling is not None
+    assert (scaling.factor, scaling.original_max_seq_len) == (16.0, 8192)
+    assert top.data.path == ["a"]
+    assert top.data.tokenizer == "meta-llama/Llama-3.1-8B"
+    assert recipe({"base": "shared/low.toml", "name": "mine"}).name == "mine"
+
+
+def test_cycles_and_missing_bases_are_refused(workdir):
+    (workdir / "a.toml").write_text('base = "b.toml"\n')
+    (workdir / "b.toml").write_text('base = "a.toml"\n')
+    assert refusal("a.toml") == "b.toml: base = 'a.toml' leads back to itself: a.toml -> b.toml -> a.toml"
+    (workdir / "c.toml").write_text('base = "llama3_9b"\n')
+    assert refusal("c.toml").startswith("c.toml: base: no recipe 'llama3_9b'")
+    (workdir / "d.toml").write_text('base = ["llama3_8b"]\n')
+    assert refusal("d.toml").startswith("d.toml: base = ['llama3_8b']: expected the name")
+
+
+def test_the_length_is_said_once(workdir):
+    child = recipe({"base": "llama3_8b", "train": {"tokens": 1e9}})
+    assert child.train.steps is None
+    assert child.train.length == Duration(1e9, "tok")
+    assert recipe({"base": "llama3_8b", "train": {"tokens": 1e9}}, "--train.steps", "5").train.length == Duration(5)
+    assert "steps and tokens are both given" in refusal({"train": {"tokens": 1e9, "steps": 5}})
+
+
+def test_other_spellings_of_an_axis_replace_the_base(workdir):
+    assert recipe("llama3_70b", "--parallel.tp", "2").parallel.tensor == 2
+    assert recipe("llama3_70b", "--parallel.dp_shard=4", "--parallel.cp", "2").parallel.context == 2
+    assert "tensor is given twice" in refusal({"parallel": {"tp": 2, "tensor": 2}})
+
+
+def test_versions():
+    assert recipe({"version": 1}).version == 1
+    assert "version = 2 was written for a newer Atoll" in refusal({"version": 2})
+    assert "version = '1': expected a whole number" in refusal({"version": "1"})
+
+
+# ---------------------------------------------------------------------------------------------------- overrides
+@pytest.mark.parametrize(
+    ("arguments", "path", "value"),
+    [
+        (["--train.steps", "100"], "train.steps", Duration(100)),
+        (["--train.steps=2ep"], "train.steps", Duration(2, "ep")),
+        (["--train.steps", "1", "--train.steps", "1e9tok"], "train.steps", Duration(1e9, "tok")),
+        (["--train.seq-len", "512"], "train.seq_len", 512),
+        (["--data.path=foo.txt"], "data.path", "foo.txt"),
+        (["--data.path", "2024"], "data.path", "2024"),
+        (["--data.path", "2024-01-01"], "data.path", "2024-01-01"),
+        (["--data.path", "a=b.txt"], "data.path", "a=b.txt"),
+        (["--data.path", '["a", "b"]'], "data.path", ["a", "b"]),
+        (["--data.tokenizer", "bytes"], "data.tokenizer", "bytes"),
+        (["--data.validation", "0.1"], "data.validation", 0.1),
+        (["--data.validation", "held.txt"], "data.validation", "held.txt"),
+        (["--metrics.trackers", '["tensorboard"]'], "metrics.trackers", ["tensorboard"]),
+        (["--metrics.sample_prompt", "It is a truth"], "metrics.sample_prompt", "It is a truth"),
+        (["--metrics.sample_prompt", "1\nx = 2"], "metrics.sample_prompt", "1\nx = 2"),
+        (["--metrics.profile.start", "3"], "metrics.profile.start", 3),
+        (["--checkpoint.asynchronous", "false"], "checkpoint.asynchronous", False),
+        (["--checkpoint.every", "none"], "checkpoint.every", None),
+        (["--model.vocab_size", "none"], "model.vocab_size", None),
+        (["--train.recompute", "none"], "train.recompute", "none"),
+        (["--precision.float8=none"], "precision.float8", "none"),
+        (["--parallel.shard", "-1"], "parallel.shard", -1),
+        (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
+        (["--optimizer.betas", "[0.8, 0.9]"], "optimizer.betas", (0.8, 0.9)),
+        (["train.seed=3"], "train.seed", 3),
+        (["--name", "42"], "name", "42"),
+    ],
+)
+def test_overrides(arguments, path, value):
+    found: Any = recipe("llama3_8b", *arguments)
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        (["--steps", "3"], "--steps names no section: did you mean --train.steps?"),
+        (["--kind", "3"], "--objective.kind or --optimizer.kind or --schedule.kind"),
+        (["--stepz", "3"], "names no section"),
+        (["--train", "3"], "--train is a section: name a key in it, such as --train.steps"),
+        (["--train.steps"], "--train.steps has no value"),
+        (["--train.steps", "--train.seed", "3"], "--train.steps has no value"),
+        (["steps"], "expected --section.key VALUE"),
+        (["--train.lr", "1"], "command line: [train] lr is no key of a recipe: lr belongs to [optimizer]"),
+        (["--optimiser.lr", "1"], "[optimiser] is no section of a recipe: did you mean 'optimizer'?"),
+        (
+            ["--metrics.profile.begin", "1"],
+            "[metrics] profile.begin is no key of a recipe: [metrics.profile] has start",
+        ),
+        (["--train.steps.x", "1"], "[train] steps"),
+        (["--metrics.profile", "3", "--metrics.profile.start", "3"], "metrics.profile was given a plain value before"),
+    ],
+)
+def test_wrong_overrides(argument, words):
+    assert words in refusal("llama3_8b", *argument)
+
+
+# ------------------------------------------------------------------------------------------------------ checking
+def test_every_mistake_is_told_at_once_with_its_file(workdir):
+    (workdir / "low.toml").write_text('[train]\nseq_len = "long"\n')
+    (workdir / "my.toml").write_text(
+        'base = "low.toml"\nsteps = 3\n[train]\nstep = 5\nseed = -1\n[trian]\n[optimizer]\nkind = "adam"\nbetas = [1]\n'
+        '[schedule]\nwarmup = "1week"\n[model]\nheads = 3\n[data]\npath = [{path = "a", wieght = 2}]\n'
+    )
+    lines = refusal("my.toml", "--train.micro_batch=0", "--compile.enabled", "maybe").split("\n  ")
+    assert lines[0] == "12 mistakes in the recipe:"
+    assert set(lines[1:]) == {
+        "my.toml: steps stands outside every section: it belongs to [train]",
+        "my.toml: [train] step is no key of a recipe: did you mean 'steps'?",
+        "my.toml: [trian] is no section of a recipe: did you mean 'train'?",
+        "my.toml: [data] path.wieght is no key of a recipe: did you mean 'weight'?",
+        "low.toml: [train] seq_len = 'long': expected a whole number, more than 0",
+        "my.toml: [train] seed = -1: expected a whole number, 0 or more",
+        "command line: [train] micro_batch = 0: expected a whole number, more than 0",
+        "my.toml: [optimizer] kind = 'adam': expected 'adamw', 'muon' or 'sgd': did you mean 'adamw'?",
+        "my.toml: [optimizer] betas = [1]: expected a list of 2, each a number, 0 or more, less than 1",
+        "my.toml: [schedule] warmup: '1week' is no length: expected 100, '500step', '2ep' or '1e9tok'",
+        "my.toml: [model] dim = 256 is not divisible by heads = 3; set head_dim",
+        "command line: [compile] enabled = 'maybe': expected true or false",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"train": 3}, "train = 3: expected a table, [train]"),
+        ({"train": [{"steps": 3}]}, "[[train]]: expected a table, [train]"),
+        ({"model": {"rope_scaling": 3}}, "[model] rope_scaling = 3: expected {kind, factor,"),
+        ({"model": {"rope_scaling": {"kind": "yarn", "factor": 2.0}}}, "rope_scaling.original_max_seq_len is missing"),
+        ({"model": {"rope_scaling": {"knd": "yarn"}}}, "rope_scaling.knd is no key of a recipe: did you mean 'kind'?"),
+        ({"data": {"path": 3}}, "expected text or a list of texts or a list of {path, weight}"),
+        ({"data": {"path": [{"path": "a", "weight": -1}]}}, "[data] path = [{'path': 'a', 'weight': -1}]: expected"),
+        ({"train": {"steps": 1.5}}, "[train] steps: 1.5: steps are whole"),
+        ({"parallel": {"shard": -1, "tensor": -1}}, "more than one axis: shard = -1, tensor = -1"),
+        ({"metrics": {"trackers": ["wandbb"]}}, "expected a list of 'tensorboard', 'wandb' or 'mlflow'"),
+    ],
+)
+def test_wrong_values(tree, words):
+    assert words in refusal(tree)
+
+
+def test_what_only_the_user_can_give_is_asked_for():
+    with pytest.raises(ConfigError, match=r"^\[data\] path is not set: add --data.path FILE"):
+        require_complete(recipe("llama3_8b"))
+    with pytest.raises(ConfigError) as caught:
+        require_complete(recipe({}))
+    for flag in ("--data.path", "--data.tokenizer", "--train.steps"):
+        assert flag in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------- comparing
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_resolved_toml_reads_back(name, workdir):
+    original = recipe(name, "--metrics.profile.start", "3", "--train.steps", "0.5ep")
+    (workdir / "copy.toml").write_text(resolved_toml(original))
+    assert recipe("copy.toml") == original
+    assert recipe(original) == original
+
+
+@given(st.text(), st.lists(st.text(), max_size=3), st.floats(1e-30, 1e30), st.integers(0, 2**62))
+def test_any_value_survives_toml(text, texts, number, whole):
+    tree = {"data": {"path": texts, "document_end": text}, "optimizer": {"lr": number}, "train": {"seed": whole}}
+    mixture = {"metrics": {"sample_prompt": text}, "data": {"path": [{"path": texts, "weight": number}]}}
+    for original in (recipe(tree), recipe(mixture)):
+        assert recipe(tomllib.loads(resolved_toml(original))) == original
+
+
+def test_diff_and_what_may_change_when_resuming():
+    old = recipe("llama3_8b", "--data.path", "a.txt")
+    assert diff(old, old) == harmful(old, old) == []
+    new = recipe(
+        *("llama3_8b", "--data.path", "b.txt", "--train.steps", "2ep", "--parallel.tp", "2", "--train.micro_batch=2"),
+        *("--metrics.profile.start=5", "--checkpoint.keep", "9", "--model.rope_scaling.factor", "4"),
+    )
+    breaking = [
+        "[model] rope_scaling.factor: 8.0 -> 4.0",
+        '[data] path: "a.txt" -> "b.txt"',
+        '[train] steps: 1000 -> "2ep"',
+    ]
+    assert sorted(harmful(old, new)) == sorted(breaking)
+    assert sorted(diff(old, new)) == sorted(
+        [
+            *breaking,
+            "[train] micro_batch: 1 -> 2",
+            "[parallel] tensor: 1 -> 2",
+            "[checkpoint] keep: 2 -> 9",
+            "[metrics] profile.start: none -> 5",
+            "[metrics] profile.steps: none -> 3",
+        ]
+    )
+    plain = recipe(old, "--model.rope_scaling", "none")
+    assert plain.model.rope_scaling is None
+    assert '[model] rope_scaling.kind: "llama3" -> none' in harmful(old, plain)
+
+
+def test_harmless_keys_exist():
+    for name in HARMLESS:
+        section, _, key = name.partition(".")
+        assert keys.field_of((section,) if key in ("", "*") else (section, key)) is not None, name
+
+
+# ------------------------------------------------------------------------------------------------- command, docs
+def test_recipes_ls():
+    runner = CliRunner()
+    table = runner.invoke(recipes_app, ["ls"])
+    assert table.exit_code == 0
+    assert re.search(
+        r"llama3_70b +70,553,706,496 +8192 +shard rest × tensor 8 +Llama 3.1 70B; needs --data.path", table.stdout
+    )
+    rows = json.loads(runner.invoke(recipes_app, ["ls", "-o", "json"]).stdout)
+    assert {row["name"]: row["parameters"] for row in rows}.items() >= PUBLISHED.items()
+    assert {row["name"] for row in rows} == ALL
+    assert runner.invoke(recipes_app, ["ls", "-o", "xml"]).exit_code == 2
+
+
+def test_recipes_show():
+    runner = CliRunner()
+    shown = runner.invoke(recipes_app, ["show", "x/llama3_8b.toml", "--train.steps", "100", "--data.path=a.txt"])
+    assert shown.exit_code == 0
+    assert shown.stdout == resolved_toml(recipe("llama3_8b", "--train.steps", "100", "--data.path=a.txt"))
+    assert shown.stderr.startswith("note: x/llama3_8b.toml is not here")
+    first = runner.invoke(recipes_app, ["show", "--train.steps", "100", "llama3_8b"])
+    assert first.exit_code == 2
+    assert "the recipe comes first" in first.stderr
+    assert isinstance(runner.invoke(recipes_app, ["show", "llama4"]).exception, ConfigError)
+
+
+def test_recipes_cp(workdir):
+    runner = CliRunner()
+    copied = runner.invoke(recipes_app, ["cp", "llama3_70b"])
+    assert copied.stdout == "llama3_70b.toml is yours to edit; then: atoll train ./llama3_70b.toml\n"
+    assert recipe("./llama3_70b.toml") == recipe("llama3_70b")
+    again = runner.invoke(recipes_app, ["cp", "llama3_70b"])
+    assert "llama3_70b.toml exists and stays as it is" in str(again.exception)
+    (workdir / "folder").mkdir()
+    assert runner.invoke(recipes_app, ["cp", "gpt_mini.toml", "folder"]).exit_code == 0
+    assert (workdir / "folder" / "gpt_mini.toml").read_text() == shipped_file("gpt_mini").read_text()
+    assert "can't be written" in str(runner.invoke(recipes_app, ["cp", "gpt_mini", "no/such.toml"]).exception)
+    assert "did you mean 'gpt_mini'?" in str(runner.invoke(recipes_app, ["cp", "gpt_mnin"]).exception)
+
+
+def tables(model: type[BaseModel], name: str) -> list[tuple[str, type[BaseModel]]]:
+    """A section and the tables in it, but not those in lists."""
+    inner = [(f"{name}.{key}", keys.inner_table(field.annotation)) for key, field in model.model_fields.items()]
+    return [(name, model), *((key, table) for key, table in inner if table is not None)]
+
+
+def test_the_reference_has_every_key_and_its_default():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for section, model in keys.sections().items():
+        for name, table in tables(model, section):
+            text = page.split(f"### [{name}]\n")[1].split("\n### ")[0]
+            rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", text, re.M))
+            assert list(rows) == list(table.model_fields), name
+            for key, field in table.model_fields.items():
+                shown = "required" if field.is_required() else "open"
+                if field.default is not None and not field.is_required():
+                    value = table.model_construct(**{key: field.default}).model_dump(mode="json", include={key})[key]
+                    assert tomllib.loads(f"value = {rows[key].strip('`')}")["value"] == value, (name, key)
+                else:
+                    assert rows[key] == shown, (name, key)
+
+
+def test_recipes_in_the_docs_are_right(workdir):
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    blocks = re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        (workdir / "my.toml").write_text(block)
+        load_recipe("my.toml", env={})

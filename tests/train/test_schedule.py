@@ -1,0 +1,84 @@
+"""The learning rate over a run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.errors import ConfigError
+from atoll.train.optim.schedule import factor, resolve
+from atoll.train.recipe.schema import ScheduleSection
+
+
+def curve(kind, total, warmup=0, decay=None, floor=0.1):
+    schedule = resolve(ScheduleSection(kind=kind, warmup=warmup, decay=decay, floor=floor), total, 10.0, 100.0)
+    return [schedule.factor(step) for step in range(1, total + 1)]
+
+
+def test_warmup_rises_to_the_full_rate_and_cosine_falls_to_the_floor():
+    values = curve("cosine", 12, warmup=4)
+    assert values[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert values[7] == pytest.approx(0.55)  # half of the way
+    assert values[5] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert values[-1] == pytest.approx(0.1)
+
+
+def test_linear_and_constant():
+    assert curve("linear", 5, floor=0.0) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert curve("constant", 5, warmup=2) == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_wsd_stays_and_then_falls_over_the_last_tenth_by_default():
+    values = curve("wsd", 20, warmup=3, floor=0.0)
+    assert values[2:18] == [1.0] * 16
+    assert values[18:] == pytest.approx([0.5, 0.0])
+    assert curve("wsd", 20, warmup=3, decay="5step", floor=0.5)[14:] == pytest.approx([1, 0.9, 0.8, 0.7, 0.6, 0.5])
+
+
+def test_lengths_in_tokens_and_epochs():
+    section = ScheduleSection(kind="wsd", warmup="250tok", decay="0.5ep")
+    schedule = resolve(section, 40, steps_per_epoch=10.0, tokens_per_step=100.0)
+    assert (schedule.warmup_steps, schedule.decay_steps) == (3, 5)
+
+
+def test_a_run_of_one_step_has_the_full_rate():
+    for kind in ("constant", "linear", "cosine", "wsd"):
+        assert curve(kind, 1, floor=0.0) == [1.0]
+
+
+def test_steps_after_the_last_are_as_the_last():
+    section = ScheduleSection(kind="linear", floor=0.2)
+    assert factor(section, 99, 10, warmup_steps=0, decay_steps=0) == pytest.approx(0.2)
+    assert factor(section, 99, 1, warmup_steps=0, decay_steps=0) == 1.0
+
+
+def test_a_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(ConfigError, match=r"warmup = 2ep is 20 steps, longer than the run of 15"):
+        resolve(ScheduleSection(warmup="2ep"), 15, 10.0, 100.0)
+    with pytest.raises(ConfigError, match=r"10 \+ 8 steps, longer than the run of 15"):
+        resolve(ScheduleSection(kind="wsd", warmup=10, decay=8), 15, 10.0, 100.0)
+
+
+@given(
+    kind=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    total=st.integers(1, 300),
+    share=st.floats(0, 1),
+    floor=st.floats(0, 1),
+)
+def test_it_never_jumps_and_starts_above_zero(kind, total, share, floor):
+    warmup = int(share * total)
+    section = ScheduleSection(kind=kind, floor=floor, warmup=warmup)
+    schedule = resolve(section, total, 10.0, 100.0)
+    values = [schedule.factor(step) for step in range(1, total + 1)]
+    assert values[0] > 0
+    assert all(0 <= value <= 1 for value in values)
+    assert max(values) == 1.0
+    falling = total - max(schedule.warmup_steps, total - schedule.decay_steps if kind == "wsd" else 1, 1)
+    steepest = max(1 / max(warmup, 1), math.pi / 2 * (1 - floor) / max(falling, 1))
+    assert all(abs(b - a) <= steepest + 1e-12 for a, b in itertools.pairwise(values))
+    if kind != "constant" and total > max(warmup, 1):
+        assert values[-1] == pytest.approx(floor)

@@ -1,0 +1,213 @@
+"""Tokenizers: every way to name one, the tokens at a text's ends, and that cutting long texts changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.core.errors import ConfigError
+from atoll.train.data import tokenizer as module
+from atoll.train.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
+
+AUSTEN = Path(__file__).parents[2] / "examples/austen/data"
+TEXT = (AUSTEN / "persuasion.txt").read_text()
+
+# The published patterns that GPT-2 and Llama 3 split text with, before BPE.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="module")
+def learnt() -> FastTokenizer:
+    return train_bpe([TEXT[:200_000]], 600)
+
+
+def with_pattern(learnt: FastTokenizer, pattern: str) -> tokenizers.Tokenizer:
+    engine = tokenizers.Tokenizer.from_str(learnt._engine.to_str())
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return engine
+
+
+@given(st.text())
+def test_bytes_are_utf8(text: str) -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bytes_have_260_tokens_and_come_back_from_a_folder(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos) == (260, 256, 257, False)
+    assert tokenizer.decode([72, 257, 105, 259]) == "Hi"
+    assert tokenizer.decode([0xE2, 0x82]) == "�"
+    tokenizer.save(tmp_path)
+    assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
+
+
+def test_learning_gives_the_size_asked_for_and_the_same_in_another_process(learnt: FastTokenizer) -> None:
+    assert learnt.vocab_size == 600
+    assert learnt.decode(learnt.encode(TEXT[:5000])) == TEXT[:5000]
+    assert learnt.eos_id == learnt._engine.token_to_id("<|endoftext|>")
+    assert learnt.bos_id is None
+    assert not learnt.adds_bos
+    code = (
+        "import sys; from pathlib import Path; from atoll.train.data.tokenizer import train_bpe; "
+        "print(train_bpe([Path(sys.argv[1]).read_text()[:200_000]], 600).fingerprint)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(AUSTEN / "persuasion.txt")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == learnt.fingerprint
+
+
+def test_what_was_learnt_is_kept_in_the_cache(tmp_path: Path) -> None:
+    first = load_tokenizer("bpe:300", texts=lambda: [TEXT[:20_000]], cache=tmp_path)
+    again = load_tokenizer("bpe:300", cache=tmp_path)
+    assert again.fingerprint == first.fingerprint
+    assert again.eos_id == first.eos_id
+
+
+def test_a_saved_one_loads_here_and_in_transformers(learnt: FastTokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    learnt.save(tmp_path)
+    ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).fingerprint == ours.fingerprint == learnt.fingerprint
+    assert theirs(TEXT[:1000])["input_ids"] == ours.encode(TEXT[:1000])
+    assert theirs.eos_token_id == ours.eos_id
+
+
+def test_a_gpt2_folder_of_vocabulary_and_merges(learnt: FastTokenizer, tmp_path: Path) -> None:
+    learnt._engine.model.save(str(tmp_path))
+    from_transformers_names = load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
+    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
+    from_first_names = load_tokenizer(str(tmp_path))
+    for each in (from_transformers_names, from_first_names):
+        assert each.encode(TEXT[:3000]) == learnt.encode(TEXT[:3000])
+        assert (each.vocab_size, each.eos_id) == (learnt.vocab_size, learnt.eos_id)
+
+
+def llama_like(learnt: FastTokenizer, folder: Path, **config: object) -> Path:
+    """A folder whose tokenizer puts a bos in front by its own template."""
+    folder.mkdir()
+    engine = with_pattern(learnt, LLAMA3)
+    engine.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    bos = engine.token_to_id("<|begin_of_text|>")
+    engine.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)]
+    )
+    engine.enable_truncation(16)
+    engine.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>"}, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
+
+
+def test_a_template_that_adds_bos_is_told_and_never_adds_it_twice(learnt: FastTokenizer, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(llama_like(learnt, tmp_path / "a")))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (602, 600, 601)
+    assert tokenizer.adds_bos
+    assert 600 not in tokenizer.encode("Anne")
+    assert len(tokenizer.encode(TEXT[:2000])) > 16, "the truncation of the file was kept"
+    off = load_tokenizer(str(llama_like(learnt, tmp_path / "b", add_bos_token=False)))
+    assert not off.adds_bos
+    assert off.fingerprint != tokenizer.fingerprint
+
+
+def test_special_tokens_by_number_in_the_generation_config(learnt: FastTokenizer, tmp_path: Path) -> None:
+    learnt._engine.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [65, 66], "bos_token_id": 67}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.adds_bos) == (65, 67, False)
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "llama3"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_long_texts_are_cut_without_changing_a_token(
+    learnt: FastTokenizer, pattern: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 500)
+    engine = learnt._engine if pattern == "gpt2" else with_pattern(learnt, LLAMA3)
+    tokenizer = FastTokenizer(tokenizers.Tokenizer.from_str(engine.to_str()), "test", {})
+    texts = [TEXT[:100_000], "", "short", TEXT[100_000:130_000].replace("\n", "\r\n")]
+    assert len(list(module._pieces(texts[0]))) > 50
+    arrays = tokenizer.encode_arrays(texts, workers=workers)
+    assert [each.tolist() for each in arrays] == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["a", "B", "é", "7", ".", "!", "'s", " ", "\n", "\r", "\t", "\u2028", "²", "\x1c"])))
+def test_no_cut_changes_a_token(learnt: FastTokenizer, letters: list[str]) -> None:
+    text = "".join(letters)
+    for engine in (learnt._engine, with_pattern(learnt, LLAMA3)):
+        whole = engine.encode(text, add_special_tokens=False).ids
+        cuts = [0, *(found.start() for found in module._SAFE_CUT.finditer(text)), len(text)]
+        parts = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
+        assert [token for part in parts for token in engine.encode(part, add_special_tokens=False).ids] == whole
+
+
+def test_one_that_looks_across_lines_is_not_cut(learnt: FastTokenizer) -> None:
+    engine = tokenizers.Tokenizer.from_str(learnt._engine.to_str())
+    assert FastTokenizer(engine, "plain", {})._cuts
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert not FastTokenizer(engine, "prefix", {})._cuts
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    assert not FastTokenizer(engine, "metaspace", {})._cuts
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.add_tokens(["\n\n"])
+    assert not FastTokenizer(engine, "added", {})._cuts
+
+
+def test_arrays_are_unsigned(learnt: FastTokenizer) -> None:
+    (array,) = learnt.encode_arrays(["Anne"])
+    assert array.dtype == np.uint32
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("bytse", "did you mean 'bytes'"),
+        ("bpe:many", "expected a number of tokens, like 'bpe:4096'"),
+        ("bpe:100", "expected 258 or more"),
+        ("./missing/tokenizer.json", "does not exist"),
+    ],
+)
+def test_typos_are_told(spec: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_tokenizer(spec, texts=lambda: ["text"])
+
+
+def test_broken_and_foreign_files_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "spiece.model").write_bytes(b"\n\x0e")
+    with pytest.raises(ConfigError, match="SentencePiece model"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="SentencePiece model"):
+        load_tokenizer(str(tmp_path / "spiece.model"))
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ConfigError, match="is no tokenizer that the tokenizers library reads"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_bpe_needs_data() -> None:
+    with pytest.raises(ConfigError, match=r"set \[data\] path"):
+        load_tokenizer("bpe:300")

@@ -1,0 +1,648 @@
+"""Weights in and out, against transformers: every family, every format, every sharding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import safetensors.torch
+import torch
+import transformers
+import typer
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+from torch.distributed.checkpoint import save
+from typer.testing import CliRunner
+
+import inputs
+from atoll.cli.weights import register
+from atoll.core.errors import ConfigError
+from atoll.train.checkpoint.manifest import FileEntry, Manifest, step_name
+from atoll.train.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from atoll.train.models import gguf, hf, registry
+from atoll.train.models.parts import Decoder
+from atoll.train.recipe.schema import ModelSection, Recipe, RopeScaling
+from atoll.train.sources import open_source
+from atoll.train.weights import export, import_weights, load_weights, section_of
+
+TINY = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden_dim": 48, "vocab_size": 96, "max_seq_len": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16, "norm_eps": 1e-6, "rope_theta": 1e6},
+    "phi3": {},
+    "gpt2": {"kv_heads": 4},
+}
+LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=16)
+
+
+def section_for(family: str, **changes: Any) -> ModelSection:
+    return ModelSection(**{"family": family, **TINY, **FAMILIES[family], **changes})
+
+
+@torch.no_grad()
+def model_of(section: ModelSection, seed: int = 0) -> Decoder:
+    """A model none of whose numbers is that of an initialisation."""
+    torch.manual_seed(seed)
+    model = registry.build(section, device="cpu")
+    assert isinstance(model, Decoder)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
+    return model
+
+
+def readers(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: lambda value=value: value for name, value in model.named_parameters()}
+
+
+def export_model(model: Decoder, folder: Path, dtype: str = "fp32", **kwargs: Any) -> Path:
+    export(readers(model), model.config, folder, dtype=dtype, **kwargs)
+    return folder
+
+
+def logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+    return out
+
+
+def theirs(folder: Path, tokens: Tensor) -> Tensor:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="sdpa"
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        out: Tensor = model.eval()(tokens).logits
+    return out
+
+
+def assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    pairs = list(zip(model.named_parameters(), other.named_parameters(), strict=True))
+    assert pairs
+    for (name, value), (other_name, other_value) in pairs:
+        assert name == other_name
+        assert torch.equal(value, other_value), name
+
+
+TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+
+VARIANTS = [
+    *(section_for(family, tied=tied) for family in FAMILIES for tied in (False, True)),
+    section_for("llama", rope_scaling=LLAMA3),
+    section_for("llama", rope_scaling=YARN, head_dim=16),
+    section_for("qwen3", rope_scaling=YARN),
+]
+
+
+def _name(section: ModelSection) -> str:
+    scaling = f"-{section.rope_scaling.kind}" if section.rope_scaling else ""
+    return section.family + ("-tied" if section.tied else "") + scaling
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face
+@pytest.mark.parametrize("section", VARIANTS, ids=_name)
+def test_transformers_computes_the_same_from_an_export(section: ModelSection, tmp_path: Path) -> None:
+    model = model_of(section)
+    folder = export_model(model, tmp_path / "hf")
+    torch.testing.assert_close(theirs(folder, TOKENS), logits(model, TOKENS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("section", VARIANTS, ids=_name)
+def test_an_export_comes_back_bit_by_bit(section: ModelSection, tmp_path: Path) -> None:
+    model = model_of(section)
+    folder = export_model(model, tmp_path / "hf", max_shard_bytes=20_000)
+    assert section_of(str(folder)) == section.model_copy(update={"kv_heads": section.num_kv_heads})
+    back = model_of(section, seed=1)
+    assert load_weights(back, section, str(folder)) == []
+    assert_same(back, model)
+    import_weights(str(folder), tmp_path / "again")
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "again" / file).read_text() == (folder / file).read_text()
+    shards = [safetensors.torch.load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    one = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
+    assert one.keys() == {name for shard in shards for name in shard}
+    assert all(torch.equal(one[name], value) for shard in shards for name, value in shard.items())
+
+
+CONFIGS = {
+    "llama": transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
+    "mistral": transformers.MistralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=48,
+    ),
+    "qwen3": transformers.Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "phi3": transformers.Phi3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    ),
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_that_transformers_saved(kind: str, tmp_path: Path) -> None:
+    config = CONFIGS[kind]
+    config.vocab_size = 96
+    torch.manual_seed(0)
+    original = transformers.AutoModelForCausalLM.from_config(config).eval()
+    original.save_pretrained(tmp_path / "hf")
+    section = section_of(str(tmp_path / "hf"))
+    assert section is not None
+    if kind == "mistral":
+        assert (section.family, section.max_seq_len) == ("llama", 48)
+    model = model_of(section)
+    assert load_weights(model, section, str(tmp_path / "hf")) == []
+    with torch.no_grad():
+        expected = original(TOKENS).logits
+    torch.testing.assert_close(logits(model, TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bare_gpt2_as_the_first_checkpoints_have_it(tmp_path: Path) -> None:
+    model = model_of(section_for("gpt2", tied=True))
+    folder = export_model(model, tmp_path / "hf")
+    old = {
+        name.removeprefix("transformer."): value
+        for name, value in safetensors.torch.load_file(folder / "model.safetensors").items()
+    }
+    old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    safetensors.torch.save_file(old, folder / "model.safetensors")
+    back = model_of(model.config, seed=1)
+    load_weights(back, model.config, str(folder))
+    assert_same(back, model)
+
+
+def test_shards_hold_what_was_allowed_and_an_index(tmp_path: Path) -> None:
+    model = model_of(section_for("llama"))
+    seen: list[tuple[float, float | None]] = []
+    folder = export_model(model, tmp_path / "hf", max_shard_bytes=20_000, progress=lambda *now: seen.append(now))
+    files = sorted(folder.glob("model-*-of-*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sizes = [sum(t.numel() * 4 for t in safetensors.torch.load_file(path).values()) for path in files]
+    assert len(files) > 2
+    assert max(sizes) <= 20_000
+    assert sum(sizes) == index["metadata"]["total_size"] == seen[-1][0] == seen[-1][1]
+    assert set(index["weight_map"].values()) == {path.name for path in files}
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_dtypes(dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of(section_for("qwen3"))
+    folder = export_model(model, tmp_path / "hf", dtype=dtype)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == torch_dtype
+    back = model_of(model.config, seed=1)
+    load_weights(back, model.config, str(folder))
+    for value, original in zip(back.parameters(), model.parameters(), strict=True):
+        assert torch.equal(value, original.to(torch_dtype).float())
+    import_weights(str(folder), tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == hf.DTYPES[dtype]
+
+
+def test_a_bare_safetensors_file_takes_the_recipes_network(tmp_path: Path) -> None:
+    model = model_of(section_for("phi3"))
+    file = export_model(model, tmp_path / "hf") / "model.safetensors"
+    alone = shutil.copy(file, tmp_path / "weights.safetensors")
+    assert section_of(str(alone)) is None
+    back = model_of(model.config, seed=1)
+    load_weights(back, model.config, str(alone))
+    assert_same(back, model)
+
+
+def test_an_untied_head_starts_from_a_tied_one(tmp_path: Path) -> None:
+    model = model_of(section_for("llama", tied=True))
+    folder = export_model(model, tmp_path / "hf")
+    untied = model_of(section_for("llama"), seed=1)
+    notes = load_weights(untied, untied.config, str(folder))
+    assert notes == [f"{folder} has a tied head: here the head starts as a copy of the embedding"]
+    assert untied.head is not None
+    assert untied.embed is not None
+    assert untied.head.weight is not None
+    assert torch.equal(untied.head.weight, untied.embed.weight)
+    assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()
+
+
+def test_a_stage_takes_its_own_part(tmp_path: Path) -> None:
+    model = model_of(section_for("llama"))
+    folder = export_model(model, tmp_path / "hf")
+    stage = model_of(model.config, seed=1)
+    stage.embed = None
+    del stage.blocks["0"]
+    load_weights(stage, model.config, str(folder))
+    whole = dict(model.named_parameters())
+    assert all(torch.equal(value, whole[name]) for name, value in stage.named_parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+def test_what_differs_without_a_shape_is_told(tmp_path: Path) -> None:
+    model = model_of(section_for("llama"))
+    folder = export_model(model, tmp_path / "hf")
+    other = section_for("llama", rope_theta=5e5, max_seq_len=128)
+    notes = load_weights(model_of(other), other, str(folder))
+    assert notes == [
+        f"[model] rope_theta = 500000.0 here, 10000.0 in {folder}",
+        f"[model] max_seq_len = 128 here: {folder} was made for 64 at most",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 3}, r"lacks 9 tensors that the model needs, such as blocks\.2\.attention_norm\.weight \[32\]"),
+        ({"layers": 1}, r"has 9 tensors that the model has no place for, such as blocks\.1\."),
+        ({"tied": True}, r"has 1 tensor that the model has no place for, such as head\.weight \[96, 32\]"),
+        (
+            {"hidden_dim": 64},
+            r"tensor model\.layers\.0\.mlp\.gate_proj\.weight \(blocks\.0\.feed_forward\.gate\.weight\) is \[48, 32\], "
+            r"the recipe's model has \[64, 32\] there",
+        ),
+        (
+            {"vocab_size": 100},
+            r"embed_tokens\.weight \(embed\.weight\) is \[96, 32\], the recipe's model has \[100, 32\]",
+        ),
+        ({"heads": 8, "kv_heads": 4, "head_dim": 4}, r"heads = 8, kv_heads = 4, head_dim = 4 is not the network of"),
+        ({"family": "qwen3"}, r"lacks 4 tensors that the model needs, such as blocks\.0\.attention\.q_norm\.weight"),
+    ],
+)
+def test_a_network_that_is_another(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = export_model(model_of(section_for("llama")), tmp_path / "hf")
+    other = section_for("llama", **changes)
+    model = model_of(other)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ConfigError, match=message):
+        load_weights(model, other, str(folder))
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+LLAMA_CONFIG = hf.hf_config(section_for("llama"), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, r"model_type is 'bert'; known are llama, mistral, qwen3, phi3, gpt2"),
+        ({"attention_bias": True}, r"attention_bias = True is not supported here"),
+        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported here, only 'silu'"),
+        ({"hidden_size": None}, r"hidden_size is None, expected a whole number above 0"),
+        ({"partial_rotary_factor": 0.75}, r"partial_rotary_factor = 0.75 is not supported here, only 1"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4}}, r"rope_type = 'longrope' is not supported here"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": None}}, r"has factor = None, expected a number"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": False, "layer_types": ["sliding_attention"]},
+            r"layer_types has sliding_attention",
+        ),
+    ],
+)
+def test_configs_that_mean_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hf.section_from_hf({**LLAMA_CONFIG, **changes}, source="x/config.json")
+
+
+def test_rope_of_old_and_new_configs() -> None:
+    old = {k: v for k, v in LLAMA_CONFIG.items() if k != "rope_parameters"}
+    scaling = {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
+    section = hf.section_from_hf({**old, "rope_theta": 5e5, "rope_scaling": scaling})
+    new = {k: v for k, v in LLAMA_CONFIG.items() if k not in ("rope_theta", "rope_scaling")}
+    parameters = {**scaling, "rope_type": "llama3", "rope_theta": 5e5}
+    assert section == hf.section_from_hf({**new, "rope_parameters": parameters})
+    assert (section.rope_theta, section.rope_scaling) == (5e5, LLAMA3)
+
+
+def test_networks_that_transformers_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"'yarn' with family = 'phi3' cannot be exported.*family = 'llama'"):
+        hf.hf_config(section_for("phi3", rope_scaling=YARN), "bf16")
+    with pytest.raises(ConfigError, match="GPT-2 has as many kv-heads as heads"):
+        hf.hf_config(section_for("gpt2", kv_heads=2), "bf16")
+    with pytest.raises(ConfigError, match="transformers has no network of this name"):
+        hf.hf_config(section_for("llama", python="my.model:build"), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "no such file or folder, and no owner/name on a hub"),
+        (lambda folder: folder.mkdir(), "holds no weights that can be read: .* it has nothing"),
+        (lambda folder: folder.write_text("x"), r"expected a folder, a \.safetensors or a \.gguf file"),
+    ],
+)
+def test_sources_that_are_none(make: Any, message: str, tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    with pytest.raises(ConfigError, match=message), open_source(str(tmp_path / "a")):
+        pass
+
+
+def test_files_that_are_cut_short(tmp_path: Path) -> None:
+    folder = export_model(model_of(section_for("llama")), tmp_path / "hf", max_shard_bytes=20_000)
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=f"{first.name} is no complete safetensors file"), open_source(str(folder)):
+        pass
+    second.unlink()
+    with pytest.raises(ConfigError, match=f"{second.name} of its index is missing"), open_source(str(folder)):
+        pass
+    (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(ConfigError, match=r"a\.gguf is no complete GGUF file"), open_source(str(tmp_path / "a.gguf")):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+def test_a_target_that_is_taken(tmp_path: Path) -> None:
+    model = model_of(section_for("llama"))
+    folder = export_model(model, tmp_path / "hf")
+    (folder / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match="exists and is not empty: choose another folder, or give --force"):
+        export_model(model, folder)
+    assert (folder / "mine.txt").exists()
+    export_model(model, folder, force=True)
+    assert not (folder / "mine.txt").exists()
+    (tmp_path / "empty").mkdir()
+    export_model(model, tmp_path / "empty")
+    with pytest.raises(ConfigError, match="is a file"):
+        export_model(model, tmp_path / "hf" / "config.json", force=True)
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    model = model_of(section_for("llama"))
+    folder = export_model(model, tmp_path / "hf")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    broken = readers(model)
+    broken["blocks.1.attention.q.weight"] = lambda: torch.zeros(3, 3)
+    with pytest.raises(ConfigError, match=r"tensor blocks\.1\.attention\.q\.weight is \[3, 3\], its network has"):
+        export(broken, model.config, folder, dtype="fp32", force=True, max_shard_bytes=20_000)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    del broken["head.weight"]
+    with pytest.raises(ConfigError, match=r"1 tensor missing, such as head\.weight"):
+        export(broken, model.config, tmp_path / "other")
+    with pytest.raises(ConfigError, match="dtype = 'int8': expected one of fp32, bf16, fp16"):
+        export_model(model, tmp_path / "other", dtype="int8")
+
+
+def test_one_shard_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """Every tensor is read when its shard is made, and not before."""
+    model = model_of(section_for("llama"))
+    written: list[int] = []
+
+    def reader(value: Tensor) -> Any:
+        def read() -> Tensor:
+            written.append(len(list(tmp_path.glob(".hf.*.tmp/*.safetensors"))))
+            return value
+
+        return read
+
+    tensors = {name: reader(value) for name, value in model.named_parameters()}
+    export(tensors, model.config, tmp_path / "hf", dtype="fp32", max_shard_bytes=20_000)
+    assert written == sorted(written)
+    assert len(set(written)) == len(list((tmp_path / "hf").glob("*.safetensors")))
+
+
+# ------------------------------------------------------------------------------------------------------ sharded
+def _load_sharded(folder: str, section: ModelSection, how: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = registry.build(section)
+    mesh = init_device_mesh("cpu", (4,) if how == "fsdp" else (2, 2), mesh_dim_names=("a", "b")[: 1 + (how != "fsdp")])
+    assert isinstance(model, Decoder)
+    if how == "tensor and fsdp":
+        plan: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+        plan |= {"feed_forward.up": ColwiseParallel(), "feed_forward.gate": ColwiseParallel()}
+        plan |= {"attention.o": RowwiseParallel(), "feed_forward.down": RowwiseParallel()}
+        for block in model.blocks.values():
+            parallelize_module(block, mesh["b"], plan)
+    for part in (*model.blocks.values(), model):
+        fully_shard(part, mesh=mesh["a"] if how == "tensor and fsdp" else mesh)
+    model.to_empty(device="cpu")
+    load_weights(model, section, folder)
+    kinds = sorted({type(p).__name__ for value in model.parameters() for p in value.placements})
+    return {"kinds": kinds, **{name: value.full_tensor().detach() for name, value in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "hsdp", "tensor and fsdp"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_each_rank_takes_its_shard(how: str, family: str, tmp_path: Path) -> None:
+    # 4 ranks share 47 rows unevenly; under tensor parallelism it must divide by 2.
+    changes = {"hidden_dim": 46, "vocab_size": 97} if how == "tensor and fsdp" else {"hidden_dim": 47, "vocab_size": 97}
+    model = model_of(section_for(family, **changes))
+    folder = export_model(model, tmp_path / "hf")
+    for rank in ranks.run(4, _load_sharded, str(folder), model.config, how):
+        kinds = rank.pop("kinds")
+        assert (
+            kinds
+            == {
+                "fsdp": ["Shard"],
+                "hsdp": ["Replicate", "Shard"],
+                "tensor and fsdp": ["Shard", "_StridedShard"],
+            }[how]
+        )
+        assert rank.keys() == dict(model.named_parameters()).keys()
+        for name, value in model.named_parameters():
+            assert torch.equal(rank[name], value), name
+
+
+# --------------------------------------------------------------------------------------------------------- GGUF
+def write_gguf(model: Decoder, path: Path, quantised: bool = False, **extra: Any) -> None:
+    section = model.config
+    kind = section.family
+    writer = GGUFWriter(path, kind)
+    writer.add_block_count(section.layers)
+    writer.add_embedding_length(section.dim)
+    writer.add_head_count(section.heads)
+    writer.add_head_count_kv(section.num_kv_heads)
+    writer.add_key_length(section.size_of_head)
+    writer.add_feed_forward_length(section.ffn_dim)
+    writer.add_context_length(section.max_seq_len)
+    (writer.add_layer_norm_eps if kind == "gpt2" else writer.add_layer_norm_rms_eps)(section.norm_eps)
+    writer.add_rope_freq_base(section.rope_theta)
+    parameters = dict(model.named_parameters())
+    for stored in gguf.layout(section):
+        tensor = torch.cat([parameters[part.name].detach() for part in stored.parts])
+        if stored.permuted_heads:  # as llama.cpp's converter does it
+            shape = (stored.permuted_heads, 2, -1, *tensor.shape[1:])
+            tensor = tensor.reshape(shape).swapaxes(1, 2).reshape(tensor.shape)
+        if quantised and tensor.ndim == 2:
+            data = quantize(tensor.numpy(), GGMLQuantizationType.Q8_0)
+            writer.add_tensor(stored.name, data, raw_dtype=GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(stored.name, tensor.numpy().copy())
+    for name, value in extra.items():
+        writer.add_tensor(name.replace("__", "."), value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
+    model = model_of(section_for(family, tied=tied))
+    write_gguf(model, tmp_path / "a.gguf")
+    expected = model.config.model_copy(update={"kv_heads": model.config.num_kv_heads})
+    assert section_of(str(tmp_path / "a.gguf")) == expected
+    back = model_of(model.config, seed=1)
+    assert load_weights(back, model.config, str(tmp_path / "a.gguf")) == []
+    assert_same(back, model)
+    notes = import_weights(str(tmp_path / "a.gguf"), tmp_path / "hf")
+    assert notes == ["its tokenizer (None) is not rebuilt: copy tokenizer.json of the original model beside it"]
+    torch.testing.assert_close(theirs(tmp_path / "hf", TOKENS), logits(model, TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_quantised_gguf(tmp_path: Path) -> None:
+    model = model_of(section_for("qwen3", hidden_dim=64))
+    write_gguf(model, tmp_path / "a.gguf", quantised=True)
+    back = model_of(model.config, seed=1)
+    load_weights(back, model.config, str(tmp_path / "a.gguf"))
+    for value, original in zip(back.parameters(), model.parameters(), strict=True):
+        kind = GGMLQuantizationType.Q8_0
+        exact = original.detach().numpy()
+        expected = dequantize(quantize(exact, kind), kind) if exact.ndim == 2 else exact
+        assert np.array_equal(value.detach().numpy(), expected)
+
+
+def test_gguf_keeps_llama3_scaling_as_factors(tmp_path: Path) -> None:
+    scaling = RopeScaling(kind="llama3", factor=32.0, original_max_seq_len=8192)
+    section = section_for("llama", rope_theta=5e5, rope_scaling=scaling)
+    model = model_of(section)
+    assert model.rope is not None
+    scaled, _ = model.rope.frequencies(torch.device("cpu"))
+    plain = 1.0 / 5e5 ** (torch.arange(0, 8, 2) / 8)
+    write_gguf(model, tmp_path / "a.gguf", rope_freqs__weight=(plain / scaled).numpy())
+    assert section_of(str(tmp_path / "a.gguf")) == section
+    write_gguf(model, tmp_path / "b.gguf", rope_freqs__weight=np.full(4, 3.0, dtype=np.float32))
+    with pytest.raises(ConfigError, match="its rope_freqs are not those of a Llama 3"):
+        section_of(str(tmp_path / "b.gguf"))
+
+
+# --------------------------------------------------------------------------------------------- runs and commands
+def save_step(run: Path, model: Decoder, step: int) -> Path:
+    """A checkpoint as the trainer leaves it: DCP's files and a manifest."""
+    folder = run / "checkpoints" / step_name(step)
+    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    save({**tensors, "optimizer.step": torch.tensor(step)}, checkpoint_id=folder, no_dist=True)
+    recipe = Recipe(model=model.config).model_dump(mode="json")
+    files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}
+    manifest = Manifest(step, {"recipe": recipe}, files, world_size=1, created=time.time())
+    (folder / "manifest.json").write_bytes(manifest.encode())
+    return folder
+
+
+def atoll(*arguments: object) -> str:
+    app = typer.Typer()
+    register(app)
+    result = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_export_of_a_run_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    models = [model_of(section_for("llama", tied=True), seed=seed) for seed in range(3)]
+    steps = [save_step(run, model, number) for number, model in zip((5, 10, 15), models, strict=True)]
+    (steps[2] / "manifest.json").unlink()  # torn
+    train_bpe(["a tale of two cities " * 50], 300).save(run / "tokenizer")
+    output = atoll("export", run, tmp_path / "hf", "--dtype", "fp32")
+    assert "try it: atoll generate" in output
+    back = model_of(models[1].config, seed=9)
+    load_weights(back, back.config, str(tmp_path / "hf"))
+    assert_same(back, models[1])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    own = load_tokenizer(str(run / "tokenizer"))
+    assert tokenizer.encode("two cities") == own.encode("two cities")
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == own.eos_id
+    torch.testing.assert_close(theirs(tmp_path / "hf", TOKENS), logits(models[1], TOKENS), rtol=1e-5, atol=1e-5)
+    load_weights(back, back.config, str(steps[0]))
+    assert_same(back, models[0])
+    load_weights(back, back.config, str(run))
+    assert_same(back, models[1])
+
+
+def test_a_run_without_a_whole_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    step = save_step(run, model_of(section_for("llama")), 5)
+    data = next(step.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=rf"has no whole checkpoint: .*step-00000005 is damaged: {data.name} has"):
+        atoll("export", run, tmp_path / "hf")
+    shutil.rmtree(step)
+    with pytest.raises(ConfigError, match="has no whole checkpoint yet"):
+        atoll("export", run, tmp_path / "hf")
+    with pytest.raises(ConfigError, match="is no run of Atoll and no checkpoint of one"):
+        atoll("export", tmp_path, tmp_path / "hf")
+    with pytest.raises(ConfigError, match="no such folder"):
+        atoll("export", tmp_path / "none", tmp_path / "hf")
+
+
+def test_a_run_on_bytes(tmp_path: Path) -> None:
+    model = model_of(section_for("gpt2", vocab_size=260))
+    save_step(tmp_path / "run", model, 3)
+    ByteTokenizer().save(tmp_path / "run" / "tokenizer")
+    output = atoll("export", tmp_path / "run", tmp_path / "hf")
+    assert "tokenizer is 'bytes', which Atoll knows and transformers does not" in output
+    from_run = atoll("generate", tmp_path / "run", "Emma", "-n", "12", "--temperature", "0", "--device", "cpu")
+    assert from_run.startswith("Emma")
+    assert len(from_run) > len("Emma\n")
+
+
+def test_import_and_generate(tmp_path: Path) -> None:
+    model = model_of(section_for("qwen3", vocab_size=300))
+    source = export_model(model, tmp_path / "hf")
+    train_bpe(["the quick brown fox " * 50], 300).save(source)
+    output = atoll("import", source, tmp_path / "in", "--dtype", "fp16", "--max-shard", "40KB")
+    assert f"--model.init {tmp_path / 'in'} --data.tokenizer {tmp_path / 'in'}" in output
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
+    arguments = ("the quick", "-n", "8", "--seed", "3", "--device", "cpu")
+    assert atoll("generate", source, *arguments) == atoll("generate", source, *arguments)
+    with pytest.raises(ConfigError, match="--max-shard 5XB: expected a size such as 5GB"):
+        atoll("import", source, tmp_path / "other", "--max-shard", "5XB")
+    with pytest.raises(ConfigError, match="--device tpu0: expected cpu, cuda or cuda:N"):
+        atoll("generate", source, "x", "--device", "tpu0")
+
+
+# ------------------------------------------------------------------------------------------------------ real ones
+@pytest.mark.long
+def test_smollm2(tmp_path: Path) -> None:
+    try:
+        file = inputs.smollm2()
+    except inputs.MissingInput as error:
+        pytest.fail(str(error), pytrace=False)
+    section = section_of(str(file))
+    assert section is not None
+    assert registry.parameter_count(section) == 134_515_008
+    atoll("import", file, tmp_path / "hf", "--dtype", "fp32")
+    model = registry.build(section, device="cpu")
+    assert load_weights(model, section, str(file)) == []
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    own = load_tokenizer(str(tmp_path / "hf"))
+    text = "In 1815, Emma Woodhouse said: “She's 21 years old!”  我\n\tdef f(x): return x**2"
+    ids = own.encode(text)
+    assert ids == tokenizer.encode(text)
+    assert own.decode(ids) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert own.encode("<|im_end|>") == [2]
+    tokens = torch.tensor([ids])
+    torch.testing.assert_close(logits(model, tokens), theirs(tmp_path / "hf", tokens), rtol=1e-4, atol=1e-4)
+    answer = atoll("generate", file, "The capital of France is", "-n", "5", "--temperature", "0", "--device", "cpu")
+    assert answer.startswith("The capital of France is Paris.")
