@@ -40,6 +40,7 @@ class Hub:
     transfers: list[str] = field(default_factory=list)  # "name/file", one for each GET of a file
     ranges: list[str] = field(default_factory=list)  # the Range headers of those that had one
     break_after: dict[str, int] = field(default_factory=dict)  # file -> bytes, once; -1 for "at once, for ever"
+    readers: tuple[str, ...] = ()  # tokens that may not write
     hold: threading.Event | None = None  # transfers wait for it
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -204,8 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ----------------------------------------------------------------------------------------------- uploads
     def _create(self, wanted: dict[str, Any]) -> None:
-        if self._token() is None:
-            self._refuse(401, "", "Invalid username or password.")
+        if self._token() is None or self._token() in self.hub.readers:
+            self._refuse(401 if self._token() is None else 403, "", "You don't have the rights to create a model")
             return
         name = f"{wanted['organization']}/{wanted['name']}"
         self.hub.repositories.setdefault(name, Repository({}))

@@ -9,13 +9,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hub_server
 import huggingface_hub.constants
 import pytest
+import torch
+from torch import nn
 
 from atoll.core.errors import ConfigError
 from atoll.train import hub
+from atoll.train.data.tokenizer import load_tokenizer, train_bpe
+from atoll.train.models import registry
+from atoll.train.recipe.schema import ModelSection
+from atoll.train.weights import export, load_weights, section_of
 
 NAME = "reef/tiny"
 BIG = b"0123456789abcdef" * 200_000  # 3.2 MB
@@ -190,3 +197,63 @@ def test_a_name_that_cannot_be(server: hub_server.Hub) -> None:
         fetch("reef/ti ny")
     with pytest.raises(ConfigError, match="expected owner/name"):
         fetch("tiny")
+
+
+# ----------------------------------------------------------------------------------------------- models on a hub
+TINY = ModelSection(layers=2, dim=32, heads=4, kv_heads=2, hidden_dim=48, vocab_size=300, max_seq_len=64)
+
+
+def made(folder: Path, **kwargs: Any) -> tuple[nn.Module, Path]:
+    torch.manual_seed(0)
+    model = registry.build(TINY, device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    readers = {name: lambda value=value: value for name, value in model.named_parameters()}
+    export(readers, TINY, folder, dtype="fp32", **kwargs)
+    train_bpe(["down to the sea " * 50], 300).save(folder)
+    return model, folder
+
+
+def test_a_model_by_its_name(server: hub_server.Hub, tmp_path: Path) -> None:
+    model, folder = made(tmp_path / "hf", max_shard_bytes=20_000)
+    server.add("reef/llama", folder)
+    assert section_of("reef/llama") == TINY
+    assert server.transfers == ["reef/llama/config.json", "reef/llama/generation_config.json"]
+    back = registry.build(TINY, device="cpu")
+    assert load_weights(back, TINY, "reef/llama") == []
+    assert all(torch.equal(*pair) for pair in zip(back.parameters(), model.parameters(), strict=True))
+    own = load_tokenizer("reef/llama")
+    assert own.encode("the sea") == load_tokenizer(str(folder)).encode("the sea")
+    assert len(server.transfers) == len(set(server.transfers))  # nothing twice
+
+
+def test_a_model_without_a_config(server: hub_server.Hub) -> None:
+    server.repositories[NAME].files = {"generation_config.json": b"{}"}
+    with pytest.raises(ConfigError, match=r"reef/tiny has no config\.json at http.*is it a model for transformers\?"):
+        section_of(NAME)
+
+
+def test_what_is_pushed_comes_back(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = made(tmp_path / "hf", max_shard_bytes=20_000)
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    assert hub.push(folder, "reef/mine") == f"{server.url}/reef/mine"
+    assert server.repositories["reef/mine"].files.keys() >= {path.name for path in folder.iterdir()}
+    back = hub.fetch("reef/mine", patterns=["*"])
+    assert all((back / path.name).read_bytes() == path.read_bytes() for path in folder.iterdir())
+
+
+def test_pushing_without_leave(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="pushing to reef/mine needs a token that may write: set HF_TOKEN"):
+        hub.push(tmp_path, "reef/mine")
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    server.readers = ("hf_reader",)
+    with pytest.raises(ConfigError, match="refuses to write reef/mine: is HF_TOKEN valid, and may it write"):
+        hub.push(tmp_path, "reef/mine")
+    with pytest.raises(ConfigError, match="expected owner/name"):
+        hub.push(tmp_path, "mine")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="pushing .* to reef/mine at http://127.0.0.1:9 failed"):
+        hub.push(tmp_path, "reef/mine")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set, and pushing to reef/mine needs"):
+        hub.push(tmp_path, "reef/mine")

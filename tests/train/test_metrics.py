@@ -144,6 +144,30 @@ def test_the_trace_holds_the_ops_of_the_asked_steps(
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("a file where the folder should be")
+    said: list[str] = []
+    with StepProfiler(ProfileSection(start=1, steps=1), tmp_path, rank=0, say=said.append) as profiler:
+        torch.ones(1).add(1)
+        profiler.step()
+    [line] = said
+    assert line.startswith("no trace: ")
+
+
+def test_an_error_in_a_traced_step_stays_the_error(tmp_path: Path) -> None:
+    said: list[str] = []
+    profiler = StepProfiler(ProfileSection(start=1, steps=3), tmp_path, rank=0, say=said.append)
+
+    def fail() -> None:
+        with profiler:
+            torch.ones(1).add(1)
+            raise KeyError("of the step")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert said == [f"trace: {profiler.path} (perfetto.dev opens it)"]
+
+
 @pytest.mark.parametrize(("section", "steps"), [(None, 5), (ProfileSection(start=10), 5)])
 def test_no_trace_where_none_is_due(tmp_path: Path, section: ProfileSection | None, steps: int) -> None:
     assert not traced(tmp_path, section, steps).parent.exists()

@@ -54,10 +54,14 @@ def ended(status: str = "finished", **others: str | float) -> RunEnded:
     return RunEnded(status, STEPS, 2.25, 4096 * STEPS, 61.2, 2.75, **others)  # type: ignore[arg-type]
 
 
+def terminal(file: io.StringIO, width: int) -> rich.console.Console:
+    return rich.console.Console(file=file, width=width, height=40, force_terminal=True, force_interactive=True)
+
+
 def on_terminal(events: list[Event], width: int = 100) -> str:
     """What stands on the screen at the end, without colours."""
     file = io.StringIO()
-    console = Console(rich.console.Console(file=file, width=width, height=40, force_terminal=True))
+    console = Console(terminal(file, width))
     for event in events:
         console(event)
     console.close()
@@ -172,6 +176,16 @@ def test_a_log_gets_a_line_each_tenth_and_what_happens_between() -> None:
     assert not any("\x1b" in line for line in lines)
 
 
+def test_a_dumb_terminal_gets_the_lines_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    console = Console(rich.console.Console(file=file, width=40, force_terminal=True))
+    for event in a_run():
+        console(event)
+    console.close()
+    assert len([line for line in file.getvalue().splitlines() if "tokens/s (" in line]) == 11
+
+
 def test_a_slow_step_is_told_every_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -225,7 +239,7 @@ def test_a_phase_has_a_bar_of_its_own_on_a_terminal(monkeypatch: pytest.MonkeyPa
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     file = io.StringIO()
-    console = Console(rich.console.Console(file=file, width=80, height=30, force_terminal=True))
+    console = Console(terminal(file, 80))
     console(Progress("tokenizing", 0, 4e6, "tokens"))
     now += 2.0
     console(Progress("tokenizing", 1e6, 4e6, "tokens"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atoll.train.events import CheckpointSaved, Note, StepDone, Validated
-from atoll.train.metrics.journal import Journal, read
+from atoll.train.metrics.journal import STEPS, VALIDATIONS, Journal, read
 
 KEYS = {
     "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "tokens_per_s_per_gpu", "step_s", "data_wait_s",
@@ -29,7 +29,7 @@ def done(step: int, loss: float = 2.5, lr: float = 1e-3) -> StepDone:
 
 
 def write(path: Path, first_step: int, last: int, lr: float = 1e-3) -> None:
-    journal = Journal(path, first_step)
+    journal = Journal(path.parent, first_step)
     for step in range(first_step + 1, last + 1):
         journal(done(step, lr=lr))
         if step % 2 == 0:
@@ -39,14 +39,15 @@ def write(path: Path, first_step: int, last: int, lr: float = 1e-3) -> None:
 
 def test_each_step_is_one_object_with_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path, 0)
+    journal = Journal(tmp_path, 0)
     journal(Note("nothing for the file"))
     journal(done(1))
     assert len(read(path)) == 1, "a line is there before the next event"
     journal(Validated(1, 3.25, 640, 0.5))
     journal(CheckpointSaved(1, "somewhere", 0.0, 0.1))
     journal.close()
-    step, validation = read(path)
+    (step,) = read(path)
+    (validation,) = read(tmp_path / VALIDATIONS)
     assert set(step) == KEYS
     assert (step["step"], step["loss"], step["samples"], step["first_sample"]) == (1, 2.5, 8, 0)
     assert validation == {"step": 1, "validation_loss": 3.25, "validation_tokens": 640, "validation_s": 0.5}
@@ -58,14 +59,13 @@ def test_a_resume_replaces_redone_steps_and_keeps_the_others(tmp_path: Path) -> 
     path.chmod(0o640)
     before = path.read_bytes()
     write(path, 6, 12, lr=5e-4)
-    rows = read(path)
-    steps = [row for row in rows if "loss" in row]
+    steps = read(path)
     assert [row["step"] for row in steps] == list(range(1, 13))
-    assert [row["step"] for row in rows if "validation_loss" in row] == [2, 4, 6, 8, 10, 12]
+    assert [row["step"] for row in read(tmp_path / VALIDATIONS)] == [2, 4, 6, 8, 10, 12]
     assert [row["lr"] for row in steps] == [1e-3] * 6 + [5e-4] * 6
     assert before.startswith(path.read_bytes().split(b'{"step":7')[0]), "kept lines are the same bytes"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == [STEPS, VALIDATIONS]
 
 
 @pytest.mark.parametrize("torn", [b'{"step":4,"lo', b'{"step":4}', b"\0" * 40, b"\0\0\n", b'{"step":4,"lo\n[1]\n'])
@@ -74,14 +74,14 @@ def test_a_torn_end_is_repaired(tmp_path: Path, torn: bytes) -> None:
     write(path, 0, 3)
     with path.open("ab") as file:
         file.write(torn)
-    assert [row["step"] for row in read(path) if "loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in read(path)] == [1, 2, 3]
     write(path, 3, 4)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2, 3, 4, 4]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_figures_that_json_lacks_become_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path, 0)
+    journal = Journal(tmp_path, 0)
     journal(done(1, loss=math.nan))
     journal(Validated(1, math.inf, 1, 0.0))
     journal.close()
@@ -89,7 +89,11 @@ def test_figures_that_json_lacks_become_null(tmp_path: Path) -> None:
     def refuse(word: str) -> float:
         raise AssertionError(f"{word} is no JSON")
 
-    rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line, parse_constant=refuse)
+        for name in (STEPS, VALIDATIONS)
+        for line in (tmp_path / name).read_text().splitlines()
+    ]
     assert rows[0]["loss"] is None
     assert rows[0]["nonfinite"] is True
     assert rows[0]["lr"] == 1e-3
@@ -109,7 +113,6 @@ def test_a_kill_loses_no_line(tmp_path: Path) -> None:
         "for step in range(50): journal(Validated(step, 1.0, 1, 0.0))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    path = tmp_path / "metrics.jsonl"
-    code = subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode
+    code = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode
     assert code == -signal.SIGKILL
-    assert [row["step"] for row in read(path)] == list(range(50))
+    assert [row["step"] for row in read(tmp_path / VALIDATIONS)] == list(range(50))

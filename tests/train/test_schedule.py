@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
@@ -63,6 +63,7 @@ def test_a_warmup_longer_than_the_run_is_refused():
         resolve(ScheduleSection(kind="wsd", warmup=10, decay=8), 15, 10.0, 100.0)
 
 
+@settings(deadline=None)
 @given(
     kind=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
     total=st.integers(1, 300),

@@ -43,7 +43,7 @@ LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=16)
 
 
-def section_for(family: str, **changes: Any) -> ModelSection:
+def section_for(family: str, /, **changes: Any) -> ModelSection:
     return ModelSection(**{"family": family, **TINY, **FAMILIES[family], **changes})
 
 
@@ -274,10 +274,7 @@ def test_what_differs_without_a_shape_is_told(tmp_path: Path) -> None:
             r"tensor model\.layers\.0\.mlp\.gate_proj\.weight \(blocks\.0\.feed_forward\.gate\.weight\) is \[48, 32\], "
             r"the recipe's model has \[64, 32\] there",
         ),
-        (
-            {"vocab_size": 100},
-            r"embed_tokens\.weight \(embed\.weight\) is \[96, 32\], the recipe's model has \[100, 32\]",
-        ),
+        ({"vocab_size": 100}, r"\(embed\.weight\) is \[96, 32\], the recipe's model has \[100, 32\] there"),
         ({"heads": 8, "kv_heads": 4, "head_dim": 4}, r"heads = 8, kv_heads = 4, head_dim = 4 is not the network of"),
         ({"family": "qwen3"}, r"lacks 4 tensors that the model needs, such as blocks\.0\.attention\.q_norm\.weight"),
     ],
@@ -524,7 +521,7 @@ def test_gguf_keeps_llama3_scaling_as_factors(tmp_path: Path) -> None:
     section = section_for("llama", rope_theta=5e5, rope_scaling=scaling)
     model = model_of(section)
     assert model.rope is not None
-    scaled, _ = model.rope.frequencies(torch.device("cpu"))
+    scaled = model.rope.frequencies(torch.device("cpu"))
     plain = 1.0 / 5e5 ** (torch.arange(0, 8, 2) / 8)
     write_gguf(model, tmp_path / "a.gguf", rope_freqs__weight=(plain / scaled).numpy())
     assert section_of(str(tmp_path / "a.gguf")) == section
@@ -538,7 +535,8 @@ def save_step(run: Path, model: Decoder, step: int) -> Path:
     """A checkpoint as the trainer leaves it: DCP's files and a manifest."""
     folder = run / "checkpoints" / step_name(step)
     tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
-    save({**tensors, "optimizer.step": torch.tensor(step)}, checkpoint_id=folder, no_dist=True)
+    with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
+        save({**tensors, "optimizer.step": torch.tensor(step)}, checkpoint_id=folder, no_dist=True)
     recipe = Recipe(model=model.config).model_dump(mode="json")
     files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}
     manifest = Manifest(step, {"recipe": recipe}, files, world_size=1, created=time.time())

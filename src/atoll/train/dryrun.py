@@ -79,8 +79,8 @@ def _length(recipe: Recipe, tokens_in_data: int | None) -> list[str]:
     return [
         f"steps: {steps:,}; {batch}",
         f"tokens: {_count(tokens)}{epochs}",
-        f"arithmetic: {_count(tokens * flops)} FLOP = tokens × {_count(flops)} (6 × parameters that multiply, and "
-        "causal attention)",
+        f"arithmetic: {_flop(tokens * flops)} = tokens × {_flop(flops)} (6 × the parameters that multiply, and causal "
+        "attention)",
     ]
 
 
@@ -94,9 +94,19 @@ def _checkpoint(recipe: Recipe, device: Device) -> list[str]:
 
 def _count(number: float) -> str:
     """1234567 as ``1.23 M``."""
-    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+    return _scaled(number, ((1e12, "T"), (1e9, "B"), (1e6, "M")))
+
+
+def _flop(number: float) -> str:
+    """1.2e12 as ``1.20 TFLOP``."""
+    units = ((1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+    return _scaled(number, units)
+
+
+def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
+    for size, unit in units:
         if number >= size:
-            return f"{number / size:.2f} {letter}"
+            return f"{number / size:.2f} {unit}"
     return f"{number:,.0f}"
 
 

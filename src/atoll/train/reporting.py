@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atoll.train.events import Event, RunEnded, StepDone
 from atoll.train.metrics.console import Console
-from atoll.train.metrics.journal import Journal, read
+from atoll.train.metrics.journal import STEPS, VALIDATIONS, Journal, read
 from atoll.train.metrics.notify import Notifier
 from atoll.train.metrics.plot import save_curve
 from atoll.train.metrics.reporter import Reporter, Reporters
@@ -39,7 +39,7 @@ class _Picture:
     def __call__(self, event: Event) -> None:
         self._any = self._any or isinstance(event, StepDone)
         if isinstance(event, RunEnded) and event.step > 0:
-            rows = read(self._folder / "metrics.jsonl")
+            rows = read(self._folder / STEPS) + read(self._folder / VALIDATIONS)
             if rows:
                 save_curve(self._folder / "loss.png", rows, self._title)
 
@@ -76,4 +76,4 @@ class Telling(Reporters):
 
     def begin(self, step: int) -> None:
         """The run goes on after ``step``: lines of steps that will be done again are dropped from the journal."""
-        self.active.insert(0, Journal(self._folder / "metrics.jsonl", step))
+        self.active.insert(0, Journal(self._folder, step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,7 +67,10 @@ class SavedStep:
         """One tensor of the model, on CPU, in the type it was saved in."""
         entry = self._tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        load({_WEIGHTS + name: tensor}, storage_reader=self._reader(), no_dist=True)
+        with warnings.catch_warnings():
+            # It says that one process is enough, which is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load({_WEIGHTS + name: tensor}, storage_reader=self._reader(), no_dist=True)
         return tensor
 
     @cached_property

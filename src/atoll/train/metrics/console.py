@@ -20,12 +20,15 @@ _SHOW_PHASE_AFTER_S = 1.0
 class Console:
     """Shows a run as it goes, from its events: those of this process, or decoded ones of another.
 
+    ``close`` in a ``finally``: it gives the terminal its cursor back.
+
     Args:
         console: where to; standard output by default.
     """
 
     def __init__(self, console: rich.console.Console | None = None) -> None:
         self._console = console or rich.console.Console()
+        self._redraws = self._console.is_interactive  # not where TERM is dumb: such a terminal can't go back
         self._session = Session()
         self._phases: dict[str, Phase] = {}
         self._live: Live | None = None
@@ -40,7 +43,7 @@ class Console:
         if isinstance(event, RunEnded):
             self._end(event)
             return
-        if self._console.is_terminal and not isinstance(event, Note):
+        if self._redraws and not isinstance(event, Note):
             self._start_live()
         if isinstance(event, Note):
             self._say(event.text)
@@ -48,7 +51,7 @@ class Console:
             self._phase(event)
         elif isinstance(event, RunStarted | StepDone):
             self._end_phases()
-        if not self._console.is_terminal:
+        if not self._redraws:
             self._plain(event)
 
     def close(self) -> None:
@@ -75,7 +78,7 @@ class Console:
         self._phases[event.phase] = Phase(event, since)
         if event.total is not None and event.done >= event.total:
             self._end_phase(event.phase)
-        elif not self._console.is_terminal and now - max(since, self._said_at) >= self._pause_s(now - since):
+        elif not self._redraws and now - max(since, self._said_at) >= self._pause_s(now - since):
             self._said_at = now
             self._say(phase_line(event))
 
@@ -119,7 +122,7 @@ class Console:
     def _end(self, event: RunEnded) -> None:
         self._end_phases()
         self.close()
-        if self._console.is_terminal:
+        if self._redraws:
             self._console.print(end_page(event, self._session))
             return
         for label, value in end_rows(event, self._session):

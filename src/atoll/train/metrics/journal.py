@@ -1,7 +1,8 @@
 """``metrics.jsonl``: one JSON object for every step of a run, also over stops, crashes and resumes.
 
-A step's object has the fields of ``events.StepDone``; a validation is an object of its own with ``step`` and
-``validation_loss``. JSON knows no NaN: a figure that is not finite is null, and its object has ``"nonfinite": true``.
+A step's object has the fields of ``events.StepDone``. Validations are in ``validation.jsonl`` beside it, so that a
+script may take every line of the first for a step. JSON knows no NaN: a figure that is not finite is null, and its
+object has ``"nonfinite": true``.
 """
 
 from __future__ import annotations
@@ -16,41 +17,55 @@ from typing import Any
 from atoll.core.paths import write_atomic
 from atoll.train.events import CheckpointSaved, Event, RunEnded, StepDone, Validated
 
+STEPS, VALIDATIONS = "metrics.jsonl", "validation.jsonl"
+
 
 class Journal:
-    """Appends to ``metrics.jsonl``; each line is with the kernel before the next step, so a kill loses none.
+    """Appends to the two files; each line is with the kernel before the next step, so a kill loses none.
 
     Args:
-        path: the file; made where there is none.
+        folder: of the run.
         first_step: steps done before, 0 for a fresh start. What an earlier run wrote about later ones is removed,
             because they are trained again; so is a last line that a crash left torn.
     """
 
-    def __init__(self, path: str | os.PathLike[str], first_step: int) -> None:
-        self.path = Path(path)
-        _forget_after(self.path, first_step)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - open until close()
+    def __init__(self, folder: str | os.PathLike[str], first_step: int) -> None:
+        self._steps = _Lines(Path(folder) / STEPS, first_step)
+        self._validations = _Lines(Path(folder) / VALIDATIONS, first_step)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
-            self._append(dataclasses.asdict(event))
+            self._steps.append(dataclasses.asdict(event))
         elif isinstance(event, Validated):
             values = {"step": event.step, "validation_loss": event.loss}
-            self._append({**values, "validation_tokens": event.tokens, "validation_s": event.took_s})
+            self._validations.append({**values, "validation_tokens": event.tokens, "validation_s": event.took_s})
         elif isinstance(event, CheckpointSaved | RunEnded):
             # A resume starts at the checkpoint, so lines before it are never written again: they must last.
-            os.fsync(self._file.fileno())
+            self._steps.sync()
+            self._validations.sync()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the files."""
+        self._steps.file.close()
+        self._validations.file.close()
 
-    def _append(self, values: dict[str, Any]) -> None:
+
+class _Lines:
+    """One file of JSON objects."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        _forget_after(path, first_step)
+        self.file = open(path, "ab")  # noqa: SIM115 - open until close()
+
+    def append(self, values: dict[str, Any]) -> None:
         known = {key: value if _is_finite(value) else None for key, value in values.items()}
         if any(not _is_finite(value) for value in values.values()):
             known["nonfinite"] = True
-        self._file.write(json.dumps(known, allow_nan=False, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        self.file.write(json.dumps(known, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self.file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self.file.fileno())
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

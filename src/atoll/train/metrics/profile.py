@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,11 +25,20 @@ class StepProfiler:
         section: which steps; None for none.
         folder: ``output_dir`` of the run.
         rank: goes into the file's name.
+        say: gets a line when the trace is there, or when it could not be written, which does not end the training.
     """
 
-    def __init__(self, section: ProfileSection | None, folder: str | os.PathLike[str], rank: int) -> None:
+    def __init__(
+        self,
+        section: ProfileSection | None,
+        folder: str | os.PathLike[str],
+        rank: int,
+        *,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._section = section
         self.path = Path(folder) / "profile" / f"rank{rank}.pt.trace.json.gz"
+        self._say = say
         self._done = 0  # steps
         self._profile: profile | None = None
 
@@ -39,7 +50,11 @@ class StepProfiler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A run that ends inside the window leaves what was traced until then.
-        self._stop()
+        if error is None:
+            self._stop()
+        else:
+            with contextlib.suppress(RuntimeError):  # a GPU that failed has no trace to give: its own error counts
+                self._stop()
 
     def step(self) -> None:
         """A step is over."""
@@ -70,10 +85,16 @@ class StepProfiler:
             self._profile = None
 
     def _export(self, traced: profile) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f".{self.path.name.removesuffix('.gz')}.{os.getpid()}.gz")
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             traced.export_chrome_trace(str(part))
             os.replace(part, self.path)
+            line = f"trace: {self.path} (perfetto.dev opens it)"
+        except OSError as error:
+            line = f"no trace: {error}"
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        if self._say is not None:
+            self._say(line)

@@ -30,7 +30,8 @@ class Reporters:
     """Several reporters as one. One that raises is told of in a note to the others, and gets no more events.
 
     Training is worth more than what is shown of it: a full disk under a tracker, or a server that went away, must not
-    end the run.
+    end the run. The order is the order of delivery: files first, then trackers, the notifier, and the console last,
+    which so learns of every failure.
     """
 
     def __init__(self, reporters: Iterable[Reporter]) -> None:
@@ -42,7 +43,7 @@ class Reporters:
             self(Note(text))
 
     def close(self) -> None:
-        """Close each; those that fail are told of to those not closed yet, so put the console last."""
+        """Close each; those that fail are told of to those not closed yet."""
         while self.active:
             reporter = self.active.pop(0)
             try:

@@ -138,10 +138,11 @@ class GgufFile:
             return None
         # Llama 3.1's scaling is stored as what it makes of each frequency: of the published settings, find which.
         stored = self.read("rope_freqs.weight").double()
-        plain, _ = Positions(section.size_of_head, section.rope_theta).frequencies(torch.device("cpu"))
+        cpu = torch.device("cpu")
+        plain = Positions(section.size_of_head, section.rope_theta).frequencies(cpu)
         for length in {original or 8192, 8192}:
             scaling = RopeScaling(kind="llama3", factor=round(float(stored.max()), 3), original_max_seq_len=length)
-            scaled, _ = Positions(section.size_of_head, section.rope_theta, scaling).frequencies(torch.device("cpu"))
+            scaled = Positions(section.size_of_head, section.rope_theta, scaling).frequencies(cpu)
             if torch.allclose(plain.double() / scaled.double(), stored, rtol=1e-3):
                 return scaling
         raise ConfigError(f"{self.path}: its rope_freqs are not those of a Llama 3.1, 3.2 or 3.3")

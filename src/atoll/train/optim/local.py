@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-class LocalOptimizer(torch.optim.Optimizer):
+class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer that works on local parts, without a DTensor's cost for each operation.
 
     Since an element's update depends on that element alone, a part can be moved without the others; Muon, for which
@@ -33,13 +34,13 @@ class LocalOptimizer(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     self.state[parameter].update(self.initial_state(parameter, group))
 
+    @abc.abstractmethod
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter that no step has moved."""
-        raise TypeError(f"{type(self).__name__} says nothing of its state")
 
+    @abc.abstractmethod
     def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """One step of the parameters of a group that have a gradient."""
-        raise TypeError(f"{type(self).__name__} moves nothing")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss comes back

@@ -115,7 +115,18 @@ def check(recipe: Recipe, layout: Layout) -> None:
             raise ConfigError(f"{what} = {number} is not divisible by {axis} = {size}: {advice}")
 
     tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
-    if model.python is None and tensor > 1:
+    for axis, size in (("tensor", tensor), ("pipeline", pipeline), ("context", context)):
+        if model.python is not None and size > 1:
+            raise ConfigError(
+                f"[model] python = {model.python!r} with [parallel] {axis} = {size}: a model of your own can be "
+                f"replicated or sharded; set {axis} = 1"
+            )
+    if model.family == "gpt2" and model.python is None and train.seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"[train] seq_len = {train.seq_len} is longer than [model] max_seq_len = {model.max_seq_len}, and gpt2 has "
+            "a learnt vector for each position: shorten seq_len, or raise max_seq_len"
+        )
+    if tensor > 1:
         must_divide("[model] heads", model.heads, "[parallel] tensor", tensor, "each tensor rank takes whole heads")
         must_divide("[model] kv_heads", model.num_kv_heads, "[parallel] tensor", tensor, "each takes whole kv-heads")
         must_divide("[model] hidden_dim", model.ffn_dim, "[parallel] tensor", tensor, "choose another tensor size")

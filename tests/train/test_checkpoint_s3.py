@@ -1,0 +1,247 @@
+"""Checkpoints on an object store: a true S3-protocol server, a slow one and one that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import leaks
+import ranks
+from atoll.core.errors import CheckpointError, ConfigError
+from checkpoints import checkpointer, plain, sharded
+from object_store import ObjectStore
+
+ROOT = "s3://bucket/runs/one"
+SHARED = "runs/one/"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    with leaks.keep():
+        server = ObjectStore()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def store(server: ObjectStore) -> Iterator[ObjectStore]:
+    server.clear()
+    yield server
+    server.gate = lambda method, path: None
+
+
+def save_and_load(root: str, steps: list[int], **options: Any) -> tuple[int | None, list[int], list[str]]:
+    """Save some steps, load the newest in full, and say what there is."""
+    notes: list[str] = []
+    saver = checkpointer(root, notes, **options)
+    for step in steps:
+        saver.save(step, sharded(float(step), 1000), {"step": step})
+        saver.wait()
+    newest = saver.latest()
+    if newest is not None:
+        tensors = sharded(0.0, 1000)
+        assert saver.load(newest, tensors) == {"step": newest}
+        assert all(tensor.to_local().eq(newest + i).all() for i, tensor in enumerate(tensors.values()))
+    saver.close()
+    return newest, saver.steps(), notes
+
+
+def test_save_load_and_retention(store):
+    for outcome in ranks.run(2, save_and_load, ROOT, [1, 2, 3, 4], keep=2, keep_every=2, env=store.environment):
+        assert outcome == (4, [2, 3, 4], [])
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    assert store.names(SHARED) == [f"step-0000000{step}/{name}" for step in (2, 3, 4) for name in files]
+    # Another world size reads it.
+    assert ranks.run(1, save_and_load, ROOT, [], env=store.environment) == [(4, [2, 3, 4], [])]
+    # The manifest came last, and only one went before its files.
+    puts = [path for method, path in store.requests if method == "PUT" and "step-00000004" in path]
+    assert puts[-1].endswith("manifest.json")
+
+
+def test_a_step_is_replaced_without_a_moment_in_which_there_is_none(store):
+    ranks.run(2, save_and_load, ROOT, [1], env=store.environment)
+    whole: list[bool] = []
+
+    def watch(method: str, path: str) -> None:
+        manifest = json.loads(store.get(f"{SHARED}step-00000001/manifest.json"))
+        there = store.names(f"{SHARED}step-00000001/")
+        whole.append(manifest["files"].keys() <= set(there))
+
+    store.gate = watch
+    assert ranks.run(2, save_and_load, ROOT, [1], env=store.environment)[0] == (1, [1], [])
+    assert len(whole) > 10
+    assert all(whole)
+    (folder,) = {name.partition("/")[0] for name in store.names(f"{SHARED}step-00000001/")} - {"manifest.json"}
+    assert folder.startswith("again-")
+    # And again.
+    assert ranks.run(1, save_and_load, ROOT, [1], env=store.environment)[0] == (1, [1], [])
+    assert len(store.names(SHARED)) == 3
+    assert all(whole)
+
+
+def test_damage(store):
+    ranks.run(2, save_and_load, ROOT, [1, 2, 3], env=store.environment)
+    store.delete(f"{SHARED}step-00000003/__1_0.distcp")
+    data = bytearray(store.get(f"{SHARED}step-00000002/__0_0.distcp"))
+    data[1000] ^= 1
+    store.put(f"{SHARED}step-00000002/__0_0.distcp", bytes(data))
+    (newest, steps, notes), other = ranks.run(2, save_and_load, ROOT, [], env=store.environment)
+    assert newest == other[0] == 1
+    assert steps == [1, 2]  # by their sizes
+    assert "step 2: __0_0.distcp has crc32" in notes[0]
+    assert "step 3: __1_0.distcp is missing" in notes[0]
+    store.delete(f"{SHARED}step-00000001/manifest.json")
+    with pytest.raises(ranks.RankFailed, match="no checkpoint in s3://bucket/runs/one is whole: step 1: manifest.json is"):
+        ranks.run(2, save_and_load, ROOT, [], env=store.environment)
+
+
+def test_killed_in_a_save(store):
+    """What it left is no damage: it never was a checkpoint. The next run sweeps it and saves."""
+    ranks.run(2, save_and_load, ROOT, [1], env=store.environment)
+    for number in (2, 3, 5, 6):  # the requests of the save after which it ends
+        seen: list[str] = []
+
+        def gate(method: str, path: str, number: int = number, seen: list[str] = seen) -> float | None:
+            if method == "PUT":
+                seen.append(path)
+            return 3.0 if len(seen) >= number else None
+
+        store.gate = gate
+        gang = ranks.start(2, save_and_load, ROOT, [2], env=store.environment, patient=True)
+        deadline = time.monotonic() + 30
+        while len(seen) < number and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for pid in gang.pids:
+            os.kill(pid, signal.SIGKILL)
+        assert gang.outcomes() == [("died", -9)] * 2
+        store.gate = lambda method, path: None
+        time.sleep(3.1)  # a request that the server has can't be called back
+        if f"{SHARED}step-00000002/manifest.json" in store.names():
+            break
+        assert f"{SHARED}step-00000002/.saving" in store.names()
+        assert ranks.run(1, save_and_load, ROOT, [], writer=False, env=store.environment) == [(1, [1], [])]
+        assert ranks.run(1, save_and_load, ROOT, [], env=store.environment) == [(1, [1], [])]
+        assert not store.names(f"{SHARED}step-00000002/")
+    assert ranks.run(2, save_and_load, ROOT, [2], env=store.environment)[0] == (2, [1, 2], [])
+    assert len(store.names(f"{SHARED}step-00000002/")) == 4
+
+
+def test_a_first_save_that_was_killed_is_a_fresh_start(store):
+    store.put(f"{SHARED}step-00000001/.saving", b"")
+    store.put(f"{SHARED}step-00000001/__0_0.distcp", b"half")
+    assert ranks.run(1, save_and_load, ROOT, [], env=store.environment) == [(None, [], [])]
+    assert store.names() == []
+
+
+def test_a_slow_server(store):
+    store.gate = lambda method, path: 0.15
+    started = time.monotonic()
+    assert ranks.run(2, save_and_load, ROOT, [1], env=store.environment)[0] == (1, [1], [])
+    assert time.monotonic() - started > 1
+
+
+@pytest.mark.parametrize("how", ["503", "drop"])
+def test_a_server_that_fails_for_a_while(store, how):
+    refused: dict[tuple[str, str], int] = {}
+
+    def gate(method: str, path: str) -> str | None:
+        """The first time that something is asked for, it fails."""
+        refused[method, path] = refused.get((method, path), 0) + 1
+        return how if refused[method, path] == 1 and method != "POST" else None
+
+    store.gate = gate
+    assert ranks.run(2, save_and_load, ROOT, [1], env=store.environment)[0] == (1, [1], [])
+    assert len(refused) > 5
+
+
+def fail_to_save(root: str) -> tuple[str, str, list[int]]:
+    """The error of saving step 2 while writing fails; then what there is."""
+    notes: list[str] = []
+    saver = checkpointer(root, notes, writer=True)
+    told = ""
+    try:
+        saver.save(2, sharded(2.0, 1000), {})
+        saver.wait()
+    except CheckpointError as error:
+        told = str(error)
+    dist.barrier()
+    return told, "".join(notes), saver.steps()
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"), [("503", "busy"), ("drop", "Connection was closed before we received a valid response")]
+)
+def test_a_server_that_fails_for_good(store, how, cause):
+    ranks.run(2, save_and_load, ROOT, [1], env=store.environment)
+    store.gate = lambda method, path: how if method == "PUT" and "__1_0" in path else None
+    environment = {**store.environment, "AWS_MAX_ATTEMPTS": "2"}
+    outcomes = ranks.run(2, fail_to_save, ROOT, env=environment)
+    for told, notes, steps in outcomes:
+        assert told.startswith("saving step 2 to s3://bucket/runs/one/step-00000002 failed on rank 1: ")
+        assert cause in told
+        assert told == outcomes[0][0]
+        assert notes == ""
+        assert steps == [1]
+    assert not store.names(f"{SHARED}step-00000002/")
+    store.gate = lambda method, path: None
+    assert ranks.run(2, save_and_load, ROOT, [2], env=store.environment)[0] == (2, [1, 2], [])
+
+
+def open_nothing(root: str) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        checkpointer(root).latest()
+    except (CheckpointError, ConfigError) as error:
+        return str(error), time.monotonic() - started
+    return "", 0.0
+
+
+def test_no_server(store):
+    environment = {**store.environment, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "2"}
+    for told, took_s in ranks.run(2, open_nothing, ROOT, env=environment):
+        assert told.startswith("cleaning up s3://bucket/runs/one failed on rank 0: ")
+        assert "127.0.0.1:9" in told
+        assert took_s < 60
+
+
+def test_no_bucket(store):
+    root = "s3://nosuch/run"
+
+    def save() -> str:
+        saver = checkpointer(root)
+        saver.save(1, plain(), {})
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    (told,) = ranks.run(1, save, env=store.environment)
+    assert told.startswith("saving step 1 to s3://nosuch/run/step-00000001 failed on rank 0: ")
+    assert "bucket" in told
+
+
+def test_a_protocol_that_nobody_speaks():
+    with pytest.raises(ConfigError, match="checkpoints at s4://bucket/run: Protocol not known: s4; expected a folder"):
+        checkpointer("s4://bucket/run")
+
+
+def test_any_other_file_system_of_fsspec(tmp_path):
+    """One that has true folders."""
+    saver = checkpointer(f"local://{tmp_path}/run", keep=2)
+    for step in (1, 2, 3, 3):
+        saver.save(step, plain(float(step)), {"step": step})
+        saver.wait()
+    into = plain(0.0)
+    assert saver.latest() == 3
+    assert saver.load(3, into) == {"step": 3}
+    assert torch.equal(into["weight"], plain(3.0)["weight"])
+    assert saver.steps() == [2, 3]
