@@ -22,7 +22,9 @@ def checkpointer(root: Any, notes: list[str] | None = None, **options: Any) -> C
     if dist.is_initialized():
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     usual = {"keep": 100, "keep_every": None, "keep_best": False, "asynchronous": True}
-    return Checkpointer(str(root), group=group, note=(notes if notes is not None else []).append, **{**usual, **options})
+    return Checkpointer(
+        str(root), group=group, note=(notes if notes is not None else []).append, **{**usual, **options}
+    )
 
 
 def plain(value: float = 1.0, num: int = 1000) -> dict[str, Tensor]:

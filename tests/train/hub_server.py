@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self, *, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
+        if found := re.fullmatch(r"/api/models/((?:[^/]+/)?[^/]+)(?:/revision/([^/]+))?", path):
             self._about(found[1], found[2] or "main")
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)(/.*)?", path):
             self._tree(found[1], found[2])

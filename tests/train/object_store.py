@@ -1,7 +1,7 @@
 """An S3 server on loopback for tests, with a gate before it that can delay, refuse or drop requests.
 
-Clients belong in ranks (``ranks.run(…, env=store.environment)``): fsspec keeps a thread and its connections for the life
-of a process.
+Clients belong in ranks (``ranks.run(…, env=store.environment)``): fsspec keeps a thread and its connections for the
+life of a process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 # The server wants to see one, and doesn't check it.
 _SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+_HEADERS = {"Authorization": _SIGNED, "Content-Type": "application/octet-stream"}
 _HOP = {"connection", "transfer-encoding", "keep-alive", "server", "date", "content-length"}
 
 
@@ -69,7 +70,9 @@ class ObjectStore:
         from moto.backends import get_backend
 
         backends: Any = get_backend("s3")
-        keys = [key for account in backends.values() for each in account.values() for key in each.buckets["bucket"].keys]
+        keys = [
+            key for account in backends.values() for each in account.values() for key in each.buckets["bucket"].keys
+        ]
         return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
 
     def clear(self) -> None:
@@ -89,7 +92,7 @@ class ObjectStore:
     def _ask(self, method: str, name: str, data: bytes | None = None) -> bytes:
         host, port = self._behind.get_host_and_port()
         url = f"http://{host}:{port}/bucket/{name}".rstrip("/")
-        request = urllib.request.Request(url, data, {"Authorization": _SIGNED}, method=method)
+        request = urllib.request.Request(url, data, _HEADERS, method=method)
         with urllib.request.urlopen(request) as answer:
             return answer.read()
 
@@ -137,6 +140,6 @@ def _handler(store: ObjectStore, behind: tuple[str, int]) -> type[BaseHTTPReques
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass
-
+    for method in ("GET", "PUT", "POST", "DELETE", "HEAD"):
+        setattr(Handler, f"do_{method}", Handler._pass)
     return Handler

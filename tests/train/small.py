@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,12 +80,10 @@ def train(recipe: Mapping[str, Any], *, events: list[Any] | None = None, **optio
 
 
 def train_and_stop(recipe: Mapping[str, Any], after: int, how: str = "file", rank: int = 0) -> Any:
-    """Run it, and have it stopped once step ``after`` is done: by ``"file"`` or by the signal of that name to ``rank``.
+    """Run it, and stop it when step ``after`` is done, by ``"file"`` or by the signal of that name to ``rank``.
 
-    Exactly there, not about there: rank 0 tells of a step before it asks whether it is to go on.
+    It ends with the step that comes next.
     """
-    import signal
-
     from atoll.train.events import StepDone
     from atoll.train.run import run
     from atoll.train.stopping import STOP_FILE
@@ -95,11 +95,17 @@ def train_and_stop(recipe: Mapping[str, Any], after: int, how: str = "file", ran
         if isinstance(event, StepDone) and event.step == after:
             if how == "file":
                 (folder / STOP_FILE).touch()
+                time.sleep(0.6)  # it is looked for twice a second
             else:
                 os.kill(pids[rank], getattr(signal, how))
 
     torch.set_num_threads(1)
     return run(dict(recipe), report=report)
+
+
+def train_all(*recipes: Mapping[str, Any]) -> list[Any]:
+    """Run them one after the other on the same ranks; the results."""
+    return [train(recipe) for recipe in recipes]
 
 
 def _pids() -> list[int]:

@@ -147,19 +147,23 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
+def change(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
 DAMAGE = {
     "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
     "half a manifest": (lambda step: os.truncate(step / "manifest.json", 100), "manifest.json can't be read"),
     "empty manifest": (lambda step: os.truncate(step / "manifest.json", 0), "manifest.json can't be read"),
     "rot in the manifest": (
-        lambda step: (step / "manifest.json").write_text((step / "manifest.json").read_text().replace('"step": 2', '"step": 3')),
+        lambda step: change(step / "manifest.json", '"step": 2', '"step": 3'),
         "manifest.json does not have the checksum",
     ),
     "a manifest of a later version": (
-        lambda step: (step / "manifest.json").write_text((step / "manifest.json").read_text().replace('"version": 1', '"version": 9')),
+        lambda step: change(step / "manifest.json", '"version": 1', '"version": 9'),
         "has version 9, this Atoll reads up to 1",
     ),
-    "a shard too short": (lambda step: os.truncate(step / "__0_0.distcp", 500), "__0_0.distcp has 500 bytes instead of"),
+    "a shard too short": (lambda step: os.truncate(step / "__0_0.distcp", 500), "__0_0.distcp has 500 bytes instead"),
     "no shard": (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "no index": (lambda step: (step / ".metadata").unlink(), ".metadata is missing"),
     "rot in a shard": (lambda step: flip_a_byte(step / "__0_0.distcp"), "__0_0.distcp has crc32 "),
@@ -203,9 +207,9 @@ def test_where_all_are_damaged_the_run_does_not_start_afresh(tmp_path):
 
 def test_a_step_that_is_not_there(tmp_path):
     saved_steps(tmp_path, 1, 2)
-    with pytest.raises(CheckpointError, match="step 5 in .* is not there; whole: 1, 2"):
+    with pytest.raises(CheckpointError, match=r"step 5 in .* is not there; whole: 1, 2"):
         checkpointer(tmp_path).load(5, plain())
-    with pytest.raises(CheckpointError, match="step 5 in .* is not there; whole: 1, 2"):
+    with pytest.raises(CheckpointError, match=r"step 5 in .* is not there; whole: 1, 2"):
         checkpointer(tmp_path).meta(5)
 
 
@@ -242,14 +246,16 @@ def test_what_dead_runs_left_is_swept_by_the_next_writer_only(tmp_path):
 # ---------------------------------------------------------------------------------------------------- retention
 def test_retention_against_its_words():
     """Every rule by itself, then a run of saves in which each rule protects some step."""
-    some = {step: None for step in (100, 200, 300, 400)}
+    some = dict.fromkeys((100, 200, 300, 400))
     assert doomed(some, saved=400, keep=2, keep_every=None, keep_best=False) == [100, 200]
     assert doomed(some, saved=400, keep=2, keep_every=100, keep_best=False) == []
     assert doomed(some, saved=400, keep=1, keep_every=200, keep_best=False) == [100, 300]
     rated = {100: 3.0, 200: 1.0, 300: float("nan"), 400: 1.0, 500: None, 600: 2.0}
     assert doomed(rated, saved=600, keep=1, keep_every=None, keep_best=True) == [100, 200, 300, 500]
     # A run that went back to an older step: what it saves stays, whatever newer ones there are.
-    assert doomed({100: None, 150: None, 200: None, 300: None}, saved=150, keep=2, keep_every=None, keep_best=False) == [100]
+    assert doomed(
+        {100: None, 150: None, 200: None, 300: None}, saved=150, keep=2, keep_every=None, keep_best=False
+    ) == [100]
     generator = random.Random(0)
     for _ in range(200):
         keep, every = generator.randint(1, 4), generator.choice([None, 3, 5])
@@ -440,9 +446,9 @@ def test_hosts_without_a_shared_folder_are_refused(tmp_path):
     assert told[0] == told[1] == told[2] or "rank 2 on host" in told[2]
     assert f"rank 2 on host {os.uname().nodename} does not see what rank 0 wrote there" in told[0]
     assert "NFS" in told[0]
-    assert 's3://' in told[0]
+    assert "s3://" in told[0]
     assert not (tmp_path / "missing").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="making the folder .*file/x failed on rank 0: NotADirectoryError"):
+    with pytest.raises(ConfigError, match=r"making the folder .*file/x failed on rank 0: NotADirectoryError"):
         check_shared(str(tmp_path / "file" / "x"), None)
     check_shared("s3://bucket/run", None)

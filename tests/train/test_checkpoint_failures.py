@@ -27,13 +27,13 @@ NUM = 100_000  # numbers in each of eight tensors: 3 MB
 def save_twice(root: str, signals: str) -> str:
     """Check and load the newest, save it as the next step and say so, then begin another; killed somewhere there."""
     saver = checkpointer(root, keep=2)
-    step = saver.latest() or 0
+    newest = saver.latest() or 0
     tensors = sharded(0.0, NUM)
     parts = [tensor.to_local() for tensor in tensors.values()]
-    if step:
-        assert saver.load(step, tensors) == {"step": step}
-        assert all(part.eq(step + i).all() for i, part in enumerate(parts))
-    for step in (step + 1, step + 2):
+    if newest:
+        assert saver.load(newest, tensors) == {"step": newest}
+        assert all(part.eq(newest + i).all() for i, part in enumerate(parts))
+    for step in (newest + 1, newest + 2):
         for i, part in enumerate(parts):
             part.fill_(step + i)
         (Path(signals) / f"began-{step}-{dist.get_rank()}").touch()
@@ -116,13 +116,13 @@ def fill(root: str, limit: dict[int, int]) -> tuple[str, str, list[str], list[in
     return told[0], told[1], names, saver.steps(), "".join(notes)
 
 
-@pytest.mark.parametrize(("limit", "who"), [({1: 300_000}, "rank 1"), ({0: 300_000}, "rank 0"), ({0: 1, 1: 1}, "ranks 0, 1")])
+@pytest.mark.parametrize(
+    ("limit", "who"), [({1: 300_000}, "rank 1"), ({0: 300_000}, "rank 0"), ({0: 1, 1: 1}, "ranks 0, 1")]
+)
 def test_a_file_that_can_not_grow(tmp_path, limit, who):
     outcomes = ranks.run(2, fill, str(tmp_path), limit)
     first = outcomes[0][0]
-    assert first == (
-        f"saving step 2 to {tmp_path}/step-00000002 failed on {who}: OSError: [Errno 27] File too large"
-    )
+    assert first == (f"saving step 2 to {tmp_path}/step-00000002 failed on {who}: OSError: [Errno 27] File too large")
     for told, again, names, steps, notes in outcomes:
         assert told == again == first
         assert names == ["step-00000001"]
@@ -186,7 +186,9 @@ def save_a_bad_tensor(root: str) -> tuple[str, str]:
 def test_a_copy_that_fails_on_one_rank(tmp_path):
     outcomes = ranks.run(2, save_a_bad_tensor, str(tmp_path))
     assert outcomes[0] == outcomes[1]
-    assert outcomes[0][0].startswith("copying the tensors of step 1 to host memory failed on rank 1: NotImplementedError")
+    assert outcomes[0][0].startswith(
+        "copying the tensors of step 1 to host memory failed on rank 1: NotImplementedError"
+    )
     assert outcomes[0][1] == "2"
 
 
@@ -209,7 +211,9 @@ def test_an_old_checkpoint_that_can_not_be_removed_is_only_a_note(tmp_path, monk
     saver.wait()
     # A mount point can't be renamed; so can't one that is immutable. Here the folder is gone between look and rename.
     remove = saver._store.remove
-    monkeypatch.setattr(saver._store, "remove", lambda step: ((tmp_path / "step-00000001").rename(tmp_path / "x"), remove(step)))
+    monkeypatch.setattr(
+        saver._store, "remove", lambda step: ((tmp_path / "step-00000001").rename(tmp_path / "x"), remove(step))
+    )
     saver.save(2, plain(), {})
     assert saver.wait().step == 2
     assert notes == [

@@ -11,6 +11,7 @@ from torch import nn
 
 import ranks
 from atoll.core.errors import CheckpointError
+from atoll.train.checkpoint.checkpointer import SavedTensor
 from atoll.train.checkpoint.state import optimizer_tensors
 from checkpoints import checkpointer, net, train, whole
 
@@ -131,5 +132,19 @@ def test_a_state_that_is_no_tensor_is_named():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = Counting([parameter], lr=0.1)
     optimizer.step()
-    with pytest.raises(CheckpointError, match="Counting keeps count = 1 of up.weight as int; only tensors can be saved"):
+    with pytest.raises(
+        CheckpointError, match=r"Counting keeps count = 1 of up.weight as int; only tensors can be saved"
+    ):
         optimizer_tensors(optimizer, {parameter: "up.weight"})
+
+
+def test_state_that_is_there_from_the_start_stays():
+    """Such an optimizer knows what it has; where the checkpoint has something else, loading says so."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    momentum = torch.zeros(2)
+    optimizer.state[parameter]["momentum_buffer"] = momentum
+    saved = {"optim.w.exp_avg": SavedTensor((2,), torch.float32), "optim.other.step": SavedTensor((), torch.float32)}
+    tensors = optimizer_tensors(optimizer, {parameter: "w"}, saved)
+    assert list(tensors) == ["optim.w.momentum_buffer"]
+    assert tensors["optim.w.momentum_buffer"] is momentum

@@ -8,7 +8,7 @@ import torch
 from live import LiveBytes
 
 from atoll.core.errors import ConfigError
-from atoll.train.dryrun import dryrun
+from atoll.train.dryrun import dryrun, requirements
 from atoll.train.models.registry import build, parameter_count
 from atoll.train.optim.build import build_optimizer
 from atoll.train.parallel import recompute
@@ -108,6 +108,39 @@ def test_activations_in_bf16_are_as_measured():
         wanted = recipe(model=SMALL, train={"seq_len": 128, "global_batch": 4}, precision={"compute": "bf16"})
         told = estimate(wanted, Layout(), recompute=mode, device="cpu")
         assert told.parts["activations"] == pytest.approx(measured(wanted, mode)[0]["activations"], rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch hides its own, which errors would forestall
+def test_activations_of_compiled_blocks_are_as_measured(mode):
+    wanted = recipe(
+        model=SMALL,
+        data={"isolate_documents": False},
+        train={"seq_len": 128, "global_batch": 2, "micro_batch": 2},
+        precision={"compute": "fp32"},
+        compile={"enabled": True},
+    )
+    torch._dynamo.reset()
+    made = build(wanted.model, device="cpu")
+    recompute.apply(made, mode)
+    for block in made.blocks.values():
+        block.compile(backend="aot_eager_decomp_partition")  # cuts forward from backward as the default backend does
+    known = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made(tokens, torch.arange(128).expand(2, -1), None, tokens)
+    torch._dynamo.reset()
+    told = estimate(wanted, Layout(), recompute=mode, device="cpu")
+    head = wanted.model.vocabulary * wanted.model.dim * 4
+    assert told.parts["activations"] == pytest.approx(sum(saved.values()) - head, rel=0.08)
 
 
 def shares(wanted, layout):
@@ -329,7 +362,7 @@ def test_ranks_share_this_machines_memory():
 # --------------------------------------------------------------------------------------------------------- dry run
 def test_a_dry_run_tells_what_a_run_would_take():
     wanted = llama_8b(train={"tokens": 1e12, "recompute": "auto"})
-    text = "\n".join(dryrun(wanted, 16, 8, H100, "H100", tokens_in_data=2 * 10**12))
+    text = "\n".join(requirements(wanted, 16, 8, H100, "H100", tokens_in_data=2 * 10**12))
     assert "8.03 B parameters" in text
     assert "16 ranks on 2 nodes, each H100 with 79.1 GiB" in text
     assert "layout: FSDP 16" in text
@@ -341,18 +374,44 @@ def test_a_dry_run_tells_what_a_run_would_take():
 
 
 def test_a_dry_run_of_what_does_not_fit_names_the_fix():
-    text = "\n".join(dryrun(llama_8b(train={"steps": "2ep"}), 8, 8, 50 * GIB, "A100", tokens_in_data=None))
+    text = "\n".join(requirements(llama_8b(train={"steps": "2ep"}), 8, 8, 50 * GIB, "A100", tokens_in_data=None))
     assert "does not fit: " in text
     assert "first change that would make it fit: --train.recompute selective" in text
     assert "steps: 2ep, known when the data has been read" in text
-    lost = "\n".join(dryrun(llama_8b(), 1, 1, GIB, "L4", tokens_in_data=None))
+    lost = "\n".join(requirements(llama_8b(), 1, 1, GIB, "L4", tokens_in_data=None))
     assert "no change that is known would make it fit" in lost
     assert "steps: not given, set --train.steps" in lost
 
 
 def test_a_dry_run_refuses_what_cannot_be_split():
     with pytest.raises(ConfigError, match="global_batch = 64 is not divisible by 128 data ranks"):
-        dryrun(llama_8b(), 128, 8, H100, "H100", tokens_in_data=None)
+        requirements(llama_8b(), 128, 8, H100, "H100", tokens_in_data=None)
+
+
+def test_a_dry_run_by_the_name_of_a_card():
+    wanted = llama_8b(train={"steps": 10, "recompute": "auto"})
+    text = dryrun(wanted, nodes=2, gpus="H100:8")
+    assert text == requirements(wanted, 16, 8, H100, "H100", tokens_in_data=None)
+    assert "4 ranks on 2 nodes, each H100" in "\n".join(dryrun(wanted, nodes=2, nproc=2, gpus="H100:8"))
+
+
+def test_a_dry_run_on_this_machine_takes_the_vocabulary_of_the_tokenizer():
+    for tokenizer, rows in (("bytes", 260), ("bpe:4096", 4096)):
+        wanted = recipe(
+            model={**SMALL, "vocab_size": None}, data={"tokenizer": tokenizer}, precision={"compute": "fp32"}
+        )
+        known = parameter_count(recipe(model={**SMALL, "vocab_size": rows}).model)
+        text = "\n".join(dryrun(wanted, nproc=2, gpus="L4"))
+        assert f"weights{4 * known / 2**20:16.2f} MiB" in text
+        assert "2 ranks on 1 node" in text
+    with pytest.raises(ConfigError, match="vocab_size is not set, and there is no tokenizer"):
+        dryrun(recipe(model={**SMALL, "vocab_size": None}))
+
+
+def test_a_dry_run_without_a_card_counts_this_machine():
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a share of this machine"
+    assert f"2 ranks on 1 node, each {name} with" in "\n".join(dryrun(recipe(model=SMALL), nproc=2))
+    assert "1 rank on 1 node" in "\n".join(dryrun(recipe(model=SMALL), nproc=1))
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU

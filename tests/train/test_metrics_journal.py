@@ -80,7 +80,6 @@ def test_a_torn_end_is_repaired(tmp_path: Path, torn: bytes) -> None:
 
 
 def test_figures_that_json_lacks_become_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
     journal = Journal(tmp_path, 0)
     journal(done(1, loss=math.nan))
     journal(Validated(1, math.inf, 1, 0.0))

@@ -2,36 +2,247 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ranks
 import small
+from atoll.core.errors import ConfigError
+from atoll.train.runs import find_checkpoint
 
 LAYOUTS = {"one": (1, {}), "fsdp": (2, {"parallel__shard": 2}), "ddp": (2, {"parallel__replicate": 2})}
+EPOCH = 11.5  # steps
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> dict[str, Any]:
+    """A recipe of two epochs and a bit, to be run without interruption into ``whole``."""
+    return small.tree(tmp_path, train__output_dir=str(tmp_path / "whole"), train__steps=26, data__path=_text(tmp_path))
+
+
+def _text(folder: Path) -> str:
+    """46 sequences: an epoch ends in the middle of a step."""
+    path = folder / "epochs.txt"
+    path.write_text("\n".join("abcdefghijklmnopqrstuvwxyz"[number % 20 :] * 3 for number in range(40))[: 46 * 32])
+    return str(path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_stopped_twice_is_the_uninterrupted_one(tmp_path: Path, layout: str) -> None:
+def test_a_run_stopped_twice_is_the_uninterrupted_one(tmp_path: Path, whole: dict[str, Any], layout: str) -> None:
     world, changes = LAYOUTS[layout]
-    whole = small.tree(tmp_path, train__output_dir=str(tmp_path / "whole"), train__steps=30, **changes)
+    whole = small.changed(whole, **changes)
     parts = small.changed(whole, train__output_dir=str(tmp_path / "parts"))
     ranks.run(world, small.train, whole)
-    assert ranks.run(world, small.train_and_stop, parts, 5)[0].status == "stopped"
-    assert ranks.run(world, small.train_and_stop, parts, 22)[0].status == "stopped"
+    stops = [("SIGTERM", world - 1), ("SIGUSR1", 0)] if layout != "ddp" else [("file", 0), ("SIGINT", 1)]
+    for after, (how, rank) in zip((5, 18), stops, strict=True):
+        results = ranks.run(world, small.train_and_stop, parts, after, how, rank)
+        assert [(result.status, result.step) for result in results] == [("stopped", after + 1)] * world
+        assert results[0].checkpoint is not None
+        assert small.saved_step(tmp_path / "parts") == after + 1
     result = ranks.run(world, small.train, parts)[0]
-    assert (result.status, result.step) == ("finished", 30)
+    assert (result.status, result.step) == ("finished", 26)
     small.assert_same_run(tmp_path / "whole", tmp_path / "parts")
     rows = small.steps(tmp_path / "parts")
-    assert [row["first_sample"] for row in rows] == [4 * step for step in range(30)]
-    epoch = len_of_epoch(tmp_path)
-    assert 5 * 4 < epoch < 22 * 4, f"an epoch of {epoch} sequences: the stops are not on both sides of its end"
+    assert [(row["first_sample"], row["num_samples"]) for row in rows] == [(4 * step, 4) for step in range(26)]
+    assert 6 < EPOCH < 19
 
 
-def len_of_epoch(tmp_path: Path) -> int:
+def test_a_run_whose_rank_was_killed_goes_on_from_the_last_checkpoint(tmp_path: Path, whole: dict[str, Any]) -> None:
+    whole = small.changed(whole, parallel__shard=2)
+    killed = small.changed(whole, train__output_dir=str(tmp_path / "killed"), checkpoint__every=4)
+    ranks.run(2, small.train, whole)
+    outcomes = ranks.start(2, small.train_and_stop, killed, 10, "SIGKILL", 1, patient=True).outcomes()
+    assert outcomes[1] == ("died", -signal.SIGKILL)
+    assert small.saved_step(tmp_path / "killed") == 8
+    assert len(small.steps(tmp_path / "killed")) >= 10
     events: list[Any] = []
-    tree = small.tree(tmp_path, train__output_dir=str(tmp_path / "epoch"), train__steps="1ep", checkpoint__at_end=False)
-    small.train(tree, events=events)
-    return int(small.steps(tmp_path / "epoch")[-1]["samples"])
+    result = ranks.run(2, _resumed_at, killed)[0]
+    assert result == (9, "step 8")
+    small.assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def _resumed_at(recipe: dict[str, Any]) -> tuple[int, str]:
+    """The first step that was done, and where the run said it went on."""
+    from atoll.train.events import RunStarted, StepDone
+
+    events: list[Any] = []
+    small.train(recipe, events=events)
+    started = next((event for event in events if isinstance(event, RunStarted)), None)
+    first = next((event.step for event in events if isinstance(event, StepDone)), 0)
+    return first, "" if started is None else str(started.resumed_from)
+
+
+MESHES: list[tuple[str, int, dict[str, Any]]] = [
+    ("fsdp", 2, {"parallel__shard": 2}),
+    ("one", 1, {}),
+    ("tensor", 2, {"parallel__tensor": 2}),
+    ("pipeline", 2, {"parallel__pipeline": 2, "train__micro_batch": 1}),
+    ("ddp", 2, {"parallel__replicate": 2}),
+]
+
+
+def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(tmp_path: Path, whole: dict[str, Any]) -> None:
+    whole = small.changed(whole, precision__compute="fp64", train__steps=20)
+    ranks.run(1, small.train, whole)
+    moving = small.changed(whole, train__output_dir=str(tmp_path / "moving"))
+    for number, (_, world, changes) in enumerate(MESHES):
+        last = number == len(MESHES) - 1
+        here = small.changed(moving, **changes)
+        result = (
+            ranks.run(world, small.train, here)
+            if last
+            else ranks.run(world, small.train_and_stop, here, 4 * number + 3, "SIGUSR1")
+        )[0]
+        assert result.step == (20 if last else 4 * (number + 1))
+    expected, found = small.losses(tmp_path / "whole"), small.losses(tmp_path / "moving")
+    assert found == pytest.approx(expected, rel=1e-11)
+    assert small.steps(tmp_path / "whole")[-1]["tokens"] == small.steps(tmp_path / "moving")[-1]["tokens"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"optimizer__kind": "muon"},
+        {"optimizer__kind": "sgd", "optimizer__lr": 1e-2},
+        {"optimizer__moments": "bf16"},
+    ],
+    ids=["muon", "sgd", "bf16 moments"],
+)
+def test_other_optimizers_go_on_too(tmp_path: Path, whole: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    whole = small.changed(whole, train__steps=8, **optimizer)
+    two = small.changed(whole, parallel__shard=2, train__output_dir=str(tmp_path / "two"))
+    parts = small.changed(two, train__output_dir=str(tmp_path / "parts"))
+    ranks.run(2, small.train, two)
+    ranks.run(2, small.train_and_stop, parts, 3, "SIGTERM")
+    ranks.run(2, small.train, parts)
+    small.assert_same_run(tmp_path / "two", tmp_path / "parts")
+
+    moved = small.changed(whole, train__output_dir=str(tmp_path / "moved"))
+    ranks.run(2, small.train_and_stop, small.changed(moved, parallel__shard=2), 3, "SIGTERM")
+    ranks.run(1, small.train, moved)
+    assert small.losses(tmp_path / "moved") == pytest.approx(small.losses(tmp_path / "two"), rel=1e-5)
+
+
+def test_a_finished_run_says_so_and_still_knows_its_checkpoint(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=3)
+    first = small.train(tree)
+    before = small.steps(tmp_path / "run")
+    events: list[Any] = []
+    again = small.train(tree, events=events)
+    assert (again.status, again.step, again.steps) == ("finished", 3, 3)
+    assert again.checkpoint == first.checkpoint is not None
+    assert again.loss == first.loss
+    notes = [event.text for event in events if type(event).__name__ == "Note"]
+    assert any("already finished: 3 of 3 steps" in note and "--allow-changes" in note for note in notes), notes
+    assert small.steps(tmp_path / "run") == before
+
+
+def test_more_steps_go_on_where_changes_are_allowed(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=3)
+    small.train(tree)
+    longer = small.changed(tree, train__steps=5)
+    with pytest.raises(ConfigError, match=r"\[train\] steps: 3 -> 5[\s\S]*--allow-changes"):
+        small.train(longer)
+    result = small.train(longer, allow_changes=True)
+    assert (result.status, result.step) == ("finished", 5)
+    assert [row["step"] for row in small.steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_fewer_steps_than_were_done_are_finished(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=5)
+    small.train(tree)
+    result = small.train(small.changed(tree, train__steps=3), allow_changes=True)
+    assert (result.status, result.step) == ("finished", 5)
+    assert len(small.steps(tmp_path / "run")) == 5
+
+
+def test_no_resume_starts_over_beside_the_old_run(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=2)
+    small.train(tree)
+    other = small.changed(tree, optimizer__lr=1e-3)
+    with pytest.raises(ConfigError, match=r"\[optimizer\] lr: 0.003 -> 0.001"):
+        small.train(other)
+    result = small.train(other, resume=False)
+    assert result.output_dir == str(tmp_path / "run-2")
+    assert small.train(tree, resume=False).output_dir == str(tmp_path / "run-3")
+    assert small.losses(tmp_path / "run-3") == small.losses(tmp_path / "run")
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=2)
+    small.train(tree)
+    (tmp_path / "text.txt").write_text(small.text(30, seed=5))
+    with pytest.raises(ConfigError, match=r"data differ from those of step 2.*30 documents.*--no-resume"):
+        small.train(small.changed(tree, train__steps=4), allow_changes=True)
+    with pytest.raises(ConfigError, match="data differ"):
+        small.train(tree)
+
+
+def test_only_torn_checkpoints_are_never_a_fresh_start(tmp_path: Path) -> None:
+    from atoll.core.errors import CheckpointError
+
+    tree = small.tree(tmp_path, train__steps=2)
+    small.train(tree)
+    found = find_checkpoint(str(tmp_path / "run"))
+    assert found is not None
+    largest = max(Path(found.label).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 10)
+    with pytest.raises(CheckpointError, match=rf"step.2[\s\S]*{largest.name}"):
+        small.train(tree)
+    assert len(small.steps(tmp_path / "run")) == 2
+
+
+def test_tied_embeddings_survive_everything(tmp_path: Path, whole: dict[str, Any]) -> None:
+    tied = small.changed(whole, model__tied=True, parallel__shard=2, train__steps=6)
+    parts = small.changed(tied, train__output_dir=str(tmp_path / "parts"))
+    ranks.run(2, small.train, tied)
+    ranks.run(2, small.train_and_stop, parts, 2, "SIGTERM")
+    ranks.run(2, small.train, parts)
+    small.assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    _exported_equals(tmp_path, tmp_path / "parts")
+
+
+def _exported_equals(tmp_path: Path, run: Path) -> Path:
+    """``transformers`` computes what the run's last checkpoint does; the exported folder."""
+    from transformers import AutoModelForCausalLM
+
+    from atoll.train.models import registry
+    from atoll.train.recipe.schema import Recipe
+    from atoll.train.sources import open_source
+    from atoll.train.weights import export, set_weights
+
+    folder = tmp_path / "exported"
+    export(str(run), folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = find_checkpoint(str(run))
+    assert found is not None
+    section = Recipe.model_validate(found.recipe).model
+    ours = registry.build(section, device="cpu").eval()
+    with open_source(str(run)) as opened:
+        set_weights(ours, section, opened)
+    tokens = torch.arange(20).reshape(2, 10) * 7
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found_logits = ours(tokens, torch.arange(10).expand(2, 10))
+    torch.testing.assert_close(found_logits, expected, rtol=1e-5, atol=1e-5)
+    return folder
+
+
+def test_a_run_begins_with_the_weights_of_an_exported_one(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=3)
+    small.train(tree)
+    exported = _exported_equals(tmp_path, tmp_path / "run")
+    begun = small.changed(
+        tree, model__init=str(exported), train__output_dir=str(tmp_path / "tuned"), optimizer__lr=1e-9, train__steps=2
+    )
+    small.train(begun)
+    before, after = small.weights(tmp_path / "run"), small.weights(tmp_path / "tuned")
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-7)
+    small.train(small.changed(begun, train__steps=4), allow_changes=True)
+    assert len(small.steps(tmp_path / "tuned")) == 4

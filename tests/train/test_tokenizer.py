@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import hub_server
 import numpy as np
 import pytest
 import tokenizers
@@ -91,6 +93,25 @@ def test_a_saved_one_loads_here_and_in_transformers(learnt: FastTokenizer, tmp_p
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).fingerprint == ours.fingerprint == learnt.fingerprint
     assert theirs(TEXT[:1000])["input_ids"] == ours.encode(TEXT[:1000])
     assert theirs.eos_token_id == ours.eos_id
+
+
+def test_one_from_a_hub(learnt: FastTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    learnt.save(tmp_path / "served")
+    # It reads this when it is imported, which was under the tests' own settings.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with hub_server.serve() as hub, contextlib.ExitStack() as stack:
+        stack.callback(huggingface_hub.close_session)
+        hub.add("jane/austen", tmp_path / "served").files["model.safetensors"] = b"heavy"
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        tokenizer = load_tokenizer("jane/austen")
+        assert (tokenizer.fingerprint, tokenizer.name) == (learnt.fingerprint, "jane/austen")
+        assert not any("safetensors" in each for each in hub.transfers)
+        with pytest.raises(ConfigError, match="jane/asten"):
+            load_tokenizer("jane/asten")
 
 
 def test_a_gpt2_folder_of_vocabulary_and_merges(learnt: FastTokenizer, tmp_path: Path) -> None:

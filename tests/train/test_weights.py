@@ -531,7 +531,7 @@ def test_gguf_keeps_llama3_scaling_as_factors(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- runs and commands
-def save_step(run: Path, model: Decoder, step: int) -> Path:
+def save_step(run: Path, model: Decoder | registry.UserModel, step: int) -> Path:
     """A checkpoint as the trainer leaves it: DCP's files and a manifest."""
     folder = run / "checkpoints" / step_name(step)
     tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
@@ -572,6 +572,66 @@ def test_export_of_a_run_takes_the_newest_whole_checkpoint(tmp_path: Path) -> No
     assert_same(back, models[0])
     load_weights(back, back.config, str(run))
     assert_same(back, models[1])
+
+
+def test_a_run_in_an_object_store(tmp_path: Path) -> None:
+    import fsspec
+
+    model = model_of(section_for("qwen3", tied=True))
+    step = save_step(tmp_path / "run", model, 7)
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.put(str(step), "/bucket/run/checkpoints/step-00000007", recursive=True)
+        for spec in (
+            "memory://bucket/run",
+            "memory://bucket/run/checkpoints",
+            f"memory://bucket/run/checkpoints/{step.name}",
+        ):
+            back = model_of(model.config, seed=1)
+            load_weights(back, model.config, spec)
+            assert_same(back, model)
+        with (
+            pytest.raises(ConfigError, match="memory://bucket/other: no such file or folder"),
+            open_source("memory://bucket/other"),
+        ):
+            pass
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+def test_a_run_of_a_users_own_model(tmp_path: Path) -> None:
+    section = ModelSection(python="test_generate:build_users", vocab_size=260, max_seq_len=32)
+    model = registry.build(section, device="cpu")
+    save_step(tmp_path / "run", model, 1)
+    ByteTokenizer().save(tmp_path / "run" / "tokenizer")
+    back = registry.build(section, device="cpu")
+    with torch.no_grad():
+        for parameter in back.parameters():
+            parameter.zero_()
+    load_weights(back, section, str(tmp_path / "run"))
+    assert_same(back, model)
+    assert atoll("generate", tmp_path / "run", "ab", "-n", "4", "--device", "cpu").startswith("ab")
+    with pytest.raises(ConfigError, match="transformers has no network of this name to export to"):
+        atoll("export", tmp_path / "run", tmp_path / "hf")
+
+
+def _export_to_a_small_disk(folder: str) -> str:
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    try:
+        export_model(model_of(section_for("llama")), Path(folder))
+    except ConfigError as error:
+        return str(error)
+    return "it fitted"
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    (message,) = ranks.run(1, _export_to_a_small_disk, str(tmp_path / "hf"))
+    assert message.startswith(f"cannot write {tmp_path / 'hf'}: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_without_a_whole_checkpoint(tmp_path: Path) -> None:

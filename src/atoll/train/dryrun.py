@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import torch
+
+from atoll.core.errors import ConfigError
+from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.parallel.estimate import GIB, Device, estimate, state_bytes
-from atoll.train.parallel.fit import choose, first_fix, fits_replicated
+from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated, parse_gpus
 from atoll.train.parallel.layout import resolve
 from atoll.train.recipe.schema import Recipe
 
 
-def dryrun(
+def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: str | None = None) -> list[str]:
+    """Lines that tell what a recipe would do; nothing is started, and no GPU is needed.
+
+    Args:
+        recipe: complete; a vocabulary that it leaves open is its tokenizer's, which is read.
+        nodes: how many.
+        nproc: ranks on each; by default one for each of its GPUs.
+        gpus: of each node, ``"H100:8"``; by default what this machine has, else its memory.
+
+    Raises:
+        ConfigError: no such card or tokenizer is known, or the recipe does not go with that many ranks.
+    """
+    device: Device = "cuda"
+    if gpus is not None:
+        name, count, memory = parse_gpus(gpus)
+        nproc = nproc or count
+    elif torch.cuda.is_available():
+        nproc = nproc or torch.cuda.device_count()
+        name, memory = torch.cuda.get_device_name(0), device_bytes(torch.device("cuda", 0), nproc)
+    else:
+        device, nproc = "cpu", nproc or 1
+        name, memory = "a share of this machine", device_bytes(torch.device("cpu"), nproc)
+    return requirements(
+        _with_vocabulary(recipe), nodes * nproc, nproc, memory, name, tokens_in_data=None, device=device
+    )
+
+
+def _with_vocabulary(recipe: Recipe) -> Recipe:
+    """The recipe with its tokenizer's vocabulary where it leaves the size open."""
+    if recipe.model.vocab_size is not None:
+        return recipe
+    spec = recipe.data.tokenizer
+    if spec is None:
+        raise ConfigError(
+            "[model] vocab_size is not set, and there is no tokenizer to take it from: add --model.vocab_size N, or "
+            "--data.tokenizer NAME"
+        )
+    kind, _, size = spec.partition(":")
+    # A tokenizer that would be learnt from the data has the size that was asked for, or a little less.
+    learnt = kind == "bpe" and size.isdecimal() and int(size) > 0
+    vocabulary = int(size) if learnt else load_tokenizer(spec).vocab_size
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocabulary})})
+
+
+def requirements(
     recipe: Recipe,
     world_size: int,
     local_world_size: int,
-    device_bytes: int,
+    memory_bytes: int,
     device_name: str,
     *,
     tokens_in_data: int | None,
@@ -25,7 +73,7 @@ def dryrun(
         recipe: its vocabulary known.
         world_size: ranks in all.
         local_world_size: ranks on a node.
-        device_bytes: memory of a rank's device, or its share of the machine's.
+        memory_bytes: of a rank's device, or its share of the machine's.
         device_name: of the device.
         tokens_in_data: trained tokens of an epoch; None where the data has not been read.
         device: kind of device.
@@ -33,27 +81,28 @@ def dryrun(
     Raises:
         ConfigError: the recipe does not go with that many ranks.
     """
-    replicated = fits_replicated(recipe, world_size, device_bytes, device)
+    replicated = fits_replicated(recipe, world_size, memory_bytes, device)
     layout = resolve(recipe, world_size, fits_replicated=replicated)
-    mode = choose(recipe, layout, device_bytes, device)
-    needed = estimate(recipe, layout, recompute=mode, device_bytes=device_bytes, device=device)
-    chosen = " (chosen: the least that fits)" if recipe.train.recompute == "auto" and needed.fits(device_bytes) else ""
+    mode = choose(recipe, layout, memory_bytes, device)
+    needed = estimate(recipe, layout, recompute=mode, device_bytes=memory_bytes, device=device)
+    chosen = " (chosen: the least that fits)" if recipe.train.recompute == "auto" and needed.fits(memory_bytes) else ""
     nodes = -(-world_size // local_world_size)
     lines = [
         f"{recipe.name}: {recipe.model.python or recipe.model.family}, "
         f"{_count(parameter_count(recipe.model))} parameters",
-        f"{world_size} ranks on {_plural(nodes, 'node')}, each {device_name} with {device_bytes / GIB:.1f} GiB",
+        f"{_plural(world_size, 'rank')} on {_plural(nodes, 'node')}, each {device_name} with "
+        f"{memory_bytes / GIB:.1f} GiB",
         f"layout: {layout}",
         f"recompute: {mode}{chosen}",
         "memory a rank:",
         *(f"  {line}" for line in needed.describe()),
     ]
-    if needed.fits(device_bytes):
-        lines.append(f"fits: {100 * needed.total / device_bytes:.0f} % of a device")
+    if needed.fits(memory_bytes):
+        lines.append(f"fits: {100 * needed.total / memory_bytes:.0f} % of a device")
     else:
-        fix = first_fix(recipe, layout, device_bytes, device)
+        fix = first_fix(recipe, layout, memory_bytes, device)
         lines += [
-            f"does not fit: {(needed.total - device_bytes) / GIB:.2f} GiB too much a rank",
+            f"does not fit: {(needed.total - memory_bytes) / GIB:.2f} GiB too much a rank",
             f"first change that would make it fit: {fix}" if fix else "no change that is known would make it fit",
         ]
     return [*lines, *_length(recipe, tokens_in_data), *_checkpoint(recipe, device)]

@@ -28,8 +28,8 @@ _DEFAULT_ENDPOINT = "https://huggingface.co"
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether ``spec`` reads as ``owner/name`` and is no path that exists."""
-    parts = spec.split("/")
+    """Whether ``spec`` reads as ``owner/name`` or ``owner/name@revision`` and is no path that exists."""
+    parts = spec.partition("@")[0].split("/")
     if len(parts) != 2 or not all(parts) or spec.startswith((".", "~")) or os.path.exists(spec):
         return False
     return not spec.endswith((".safetensors", ".gguf", ".json"))
@@ -60,7 +60,7 @@ def fetch(name: str, *, patterns: list[str], revision: str | None = None, progre
     several processes of a node ask at once one of them transfers; the others wait for its result, success or failure.
 
     Args:
-        name: ``owner/name``.
+        name: ``owner/name``, or ``owner/name@revision``.
         patterns: globs of the files that are wanted.
         revision: branch, tag or commit; the main branch by default.
         progress: called with bytes done and bytes in all.
@@ -69,8 +69,8 @@ def fetch(name: str, *, patterns: list[str], revision: str | None = None, progre
         ConfigError: there is no such repository or revision, it asks for a licence or a token, none of its files
             matches, the hub cannot be reached, or this machine is offline and has no copy; says what to do.
     """
-    if not is_hub_name(name):
-        raise ConfigError(f"{name!r} is no name on a hub: expected owner/name, such as HuggingFaceTB/SmolLM2-135M")
+    name, _, at = name.partition("@")
+    revision = revision or at or None
     asked = json.dumps([name, patterns, revision, endpoint()])
     with _only_one(name) as (file, waited):
         if waited and (found := _outcome_of_other(file, asked)) is not None:
@@ -102,7 +102,8 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
     try:
         api = huggingface_hub.HfApi(endpoint=endpoint(), token=token())
         api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from Atoll")
+        with _without_bars():
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from Atoll")
     except errors.HFValidationError as error:
         raise ConfigError(f"--push {name}: {error}") from None
     except _failures(errors.HfHubHTTPError) as error:
@@ -212,6 +213,21 @@ def _download(name: str, patterns: list[str], revision: str | None, progress: Pr
     return found
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No bars of the library's own: who calls shows what there is to show."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
 def _library(name: str) -> Any:
     try:
         import huggingface_hub
@@ -223,8 +239,12 @@ def _library(name: str) -> Any:
 
 
 def _failures(http_error: type[BaseException]) -> tuple[type[BaseException], ...]:
-    """What a transfer can raise: OSError, and the root of the HTTP library that this version of the hub uses."""
-    return OSError, *(each for each in http_error.__mro__ if each.__name__ == "HTTPError")
+    """What a transfer can raise.
+
+    OSError; RuntimeError, from Xet, and around what went wrong with one file; and the root of the errors of the HTTP
+    library, which differs between versions of huggingface_hub.
+    """
+    return OSError, RuntimeError, *(each for each in http_error.__mro__ if each.__name__ == "HTTPError")
 
 
 def _gated(name: str) -> str:

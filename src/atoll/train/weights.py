@@ -201,7 +201,7 @@ def import_weights(
 
 def _refuse_surplus(opened: Source, section: ModelSection) -> None:
     surplus = sorted(set(opened.tensors) - set(hf.shapes(section))) or opened.unknown
-    if surplus:
+    if surplus and section.python is None:
         raise ConfigError(f"{opened.label} has {_counted(surplus)} with no place in its network, such as {surplus[0]}")
 
 
@@ -270,6 +270,7 @@ def _write_weights(
     max_shard_bytes: float,
     progress: Progress | None,
 ) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shapes = hf.shapes(section)
@@ -285,7 +286,10 @@ def _write_weights(
             done += sizes[each.name]
             if progress is not None:
                 progress(done, total)
-        save_file(content, place / name, metadata={"format": "pt"})
+        try:
+            save_file(content, place / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         _write_json(place / "model.safetensors.index.json", index)

@@ -81,7 +81,8 @@ def _shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
         for block in model.blocks.values():
             fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
         if not model.config.tied:
-            if model.embed is not None:
+            # Under tensor parallelism it returns a view, through which FSDP's hooks can't be sure to be reached.
+            if model.embed is not None and mesh.layout.tensor == 1:
                 fully_shard(model.embed, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
             if model.norm is not None and model.head is not None:
                 # Needed again at once by the backward pass.

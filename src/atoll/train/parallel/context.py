@@ -7,6 +7,7 @@ which works on every backend and lets documents be told apart across the cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from torch.nn import functional as F
 
 from atoll.train.batch import Batch
 from atoll.train.models.parts import Attention, AttentionCore, CausalMask
+
+# Newer versions of torch have new names for these two, and warn at the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def places(rank: int, size: int, length: int) -> Tensor:
@@ -46,7 +51,7 @@ class _Gather(torch.autograd.Function):
         size = dist.get_world_size(ctx.group)
         pieces = torch.unflatten(grad.index_select(1, ctx.order), 1, (size, -1)).transpose(0, 1).contiguous()
         own = torch.empty_like(pieces[0])
-        dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=ctx.group)
+        _reduce_scatter(own, pieces.flatten(0, 1), group=ctx.group)
         return own, None, None, None
 
 
@@ -54,7 +59,7 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, S/n, ...] of each rank, one rank's part after the other: [B, S, ...]."""
     size = dist.get_world_size(group)
     pieces = part.new_empty((size * part.shape[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(pieces, part.contiguous(), group=group)
+    _all_gather(pieces, part.contiguous(), group=group)
     return torch.unflatten(pieces, 0, (size, -1)).transpose(0, 1).flatten(1, 2)
 
 

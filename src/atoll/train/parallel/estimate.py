@@ -265,7 +265,9 @@ def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> _Block:
 
 
 def _compiled(recipe: Recipe, device: Device) -> bool:
-    return device == "cuda" if recipe.compile.enabled is None else recipe.compile.enabled
+    if recipe.compile.enabled is not None:
+        return recipe.compile.enabled
+    return device == "cuda" and recipe.model.python is None
 
 
 def _norm(model: ModelSection, device: Device, c: int, width: int, compiled: bool) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from atoll.core.errors import ConfigError
 from atoll.train.parallel import recompute
 from atoll.train.parallel.estimate import Device, Estimate, estimate
-from atoll.train.parallel.fit import choose, first_fix, fits_replicated
+from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated
 from atoll.train.parallel.layout import Layout, resolve
 from atoll.train.parallel.precision import check_float8, convert_float8
 from atoll.train.recipe.schema import Recipe
@@ -59,7 +57,7 @@ def plan(recipe: Recipe, world: World, *, tell: Tell) -> Plan:
     Raises:
         ConfigError: it can't run there, or asks for what the card can't do.
     """
-    memory = device_bytes(world)
+    memory = device_bytes(world.device, world.local_size)
     check_float8(recipe, world.device)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     replicated = fits_replicated(recipe, world.size, memory, device)
@@ -73,13 +71,6 @@ def plan(recipe: Recipe, world: World, *, tell: Tell) -> Plan:
         for line in found.describe():
             tell(line)
     return Plan(recipe, layout, chosen, compiles, found, memory, device)
-
-
-def device_bytes(world: World) -> int:
-    """Memory that this rank may use: of its card, or its share of the machine's."""
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, world.local_size)
 
 
 def compile_blocks(model: nn.Module, mode: str) -> None:
