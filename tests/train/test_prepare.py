@@ -82,6 +82,13 @@ def test_documents_are_bytes_and_an_end(ready: Any, told: Told, tmp_path: Path) 
     assert told.progress[-1].done == told.progress[-1].total
 
 
+def test_empty_documents_are_left_out_and_counted(ready: Any, told: Told, tmp_path: Path) -> None:
+    path = lines(tmp_path / "d", 2)
+    path.write_text('{"text": ""}\n' + path.read_text() + '{"text": null}\n')
+    assert texts(ready(path).train[0][0]) == ["document 0", "document 1"]
+    assert any("2 empty documents of" in line for line in told.notes)
+
+
 def test_learnt_tokens_give_the_text_back_and_are_those_of_the_library(ready: Any) -> None:
     prepared = ready(AUSTEN, tokenizer="bpe:512")
     ((shards, _),) = prepared.train

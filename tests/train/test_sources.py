@@ -146,8 +146,15 @@ def test_parquet(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------- compression
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress], ids=["gz", "zst"])
-@pytest.mark.parametrize("format", ["text", "jsonl", "parquet", "bin"])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("format", "named"),
+    [
+        (each, named)
+        for each in ("text", "jsonl", "parquet", "bin")
+        for named in (True, False)
+        if named or each != "bin"
+    ],
+)
 def test_every_format_compressed(tmp_path: Path, compress: Any, format: str, named: bool) -> None:
     plain = {
         "text": TEXTS[0].encode(),
@@ -203,6 +210,11 @@ def test_token_files_with_and_without_header(tmp_path: Path) -> None:
     assert read_bin(path) == [[128_000, 3]]
     (tmp_path / "no_extension").write_bytes(path.read_bytes())
     assert read_bin(tmp_path / "no_extension") == [[128_000, 3]]
+
+
+def test_tokens_that_look_like_a_compressed_file_are_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\x1f\x8b\x08\x00")
+    assert read_bin(tmp_path / "a.bin") == [[0x8B1F, 8]]
 
 
 def test_token_files_that_cannot_be_right(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from atoll.core.errors import AtollError
 
-_USAGE = """usage: torchrun --nproc-per-node N -m atoll.train RECIPE [--no-resume] [--allow-changes] [--section.key value]
+_USAGE = """usage: torchrun --nproc-per-node N -m atoll.train [RECIPE] [--no-resume] [--section.key value]
 
 RECIPE is a shipped recipe (atoll recipes ls), a TOML file, or left out where CONFIG_FILE names one.
 The same command again goes on from the newest checkpoint.
@@ -30,9 +30,10 @@ def main(arguments: list[str]) -> int:
 
         result = run(recipe, rest, resume="--no-resume" not in given, allow_changes="--allow-changes" in given)
     except AtollError as error:
-        # Every rank has the same one, or knows nothing that rank 0 doesn't.
-        if is_head:
-            print(f"atoll: {error}", file=sys.stderr)
+        # Most are the same on every rank, and rank 0 tells them; one that a rank has alone is marked.
+        where = getattr(error, "__notes__", [])
+        if is_head or where:
+            print(" ".join(["atoll:", *(f"{each}:" for each in where), str(error)]), file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
         return 130

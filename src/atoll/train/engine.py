@@ -37,6 +37,7 @@ class Engine:
         *,
         objective: Applied | None = None,
         prepare_blocks: Applied | None = None,
+        after_step: Applied | None = None,
     ) -> None:
         """Build the model on the meta device, parallelize it, allocate this rank's part and set its weights.
 
@@ -45,9 +46,11 @@ class Engine:
             mesh: where this rank is.
             set_weights: fills the parameters of a stage, in place.
             objective: puts its loss into the model.
+            after_step: called with each stage when its weights have moved.
             prepare_blocks: number formats, activation checkpointing and compilation of the blocks.
         """
         self.mesh = mesh
+        self._after_step = after_step
         self.stages: dict[int, nn.Module] = {}
         numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if _piped(mesh) else [0]
         num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
@@ -103,6 +106,13 @@ class Engine:
                 total = total + loss.detach()
         self.weights.finish()
         return total
+
+    def publish(self) -> None:
+        """The optimizer has moved the weights, or they were loaded: the model computes with them from now on."""
+        self.weights.publish()
+        if self._after_step is not None:
+            for stage in self.stages.values():
+                self._after_step(stage)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -94,10 +93,22 @@ class RunFolder:
 
 
 def stored_recipe(folder: Path) -> Recipe | None:
-    """The resolved recipe that a run's folder was made with; None where it holds none."""
-    with contextlib.suppress(FileNotFoundError):
-        return Recipe.model_validate(json.loads((folder / _RECIPE).read_text()))
-    return None
+    """The resolved recipe that a run's folder was made with; None where it holds none.
+
+    Raises:
+        ConfigError: what is there is no recipe.
+    """
+    path = folder / _RECIPE
+    try:
+        return Recipe.model_validate(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # of json, of Unicode and of pydantic
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{str(path)!r} is damaged ({why}): it should hold the recipe that the run was made with. Remove it to go "
+            f"on with the one given, or start over with --no-resume"
+        ) from None
 
 
 def fresh_folder(path: Path) -> Path:

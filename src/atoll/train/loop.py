@@ -66,7 +66,7 @@ class Run:
     about: dict[str, Any]  # goes into each checkpoint: the recipe, what the data were
     cursor: Cursor = field(default_factory=Cursor)
     stopped_by: str | None = None
-    last_checkpoint: Saved | None = None
+    checkpoint: str | None = None  # where the newest whole one is
     saved_step: int | None = None
     save_error: CheckpointError | None = None
     seen: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "seconds": 0.0, "memory_bytes": 0.0})
@@ -98,7 +98,7 @@ def train(run: Run) -> None:
                 raise_nonfinite(run, loss)
             scale_gradients(run.engine.parameters, facts.scale(run.recipe.optimizer.max_grad_norm))
             run.optimizer.step()
-            run.engine.weights.publish()
+            run.engine.publish()
 
             run.source.commit(step.numbers)
             cursor.step += 1
@@ -107,13 +107,11 @@ def train(run: Run) -> None:
             tell_step(run, step, facts, time.perf_counter() - started + run.loader.wait_s)
             run.profiler.step()
             at_end = cursor.step >= run.steps
-            if facts.asked_to_stop:
-                run.stopped_by = run.world.share(run.stop.reason) or "another rank was asked to stop"
-            elif due(cursor.step, run.validate_every) or (at_end and run.validation is not None):
-                validate(run)
+            stopping = facts.asked_to_stop
+            if not stopping and (due(cursor.step, run.validate_every) or at_end):
+                stopping = validate(run)
             if facts.save_failed:
                 raise_save_error(run)
-            stopping = run.stopped_by is not None
             if due(cursor.step, run.save_every) or stopping or (at_end and run.recipe.checkpoint.at_end):
                 save(run)
             if stopping or at_end:
@@ -228,8 +226,8 @@ def raise_nonfinite(run: Run, loss: Tensor) -> None:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     parameters = f"; parameters: {', '.join(names[:5])}{more}"
     raise NonFiniteError(
-        f"step {step}: {what}{parameters if names else ''}. The weights are those of step {step - 1}. Lower [optimizer] "
-        f"lr or max_grad_norm, lengthen [schedule] warmup, or look at samples "
+        f"step {step}: {what}{parameters if names else ''}. The weights are those of step {step - 1}. Lower "
+        f"[optimizer] lr or max_grad_norm, lengthen [schedule] warmup, or look at samples "
         f"{run.source.consumed} to {run.source.consumed + run.recipe.train.global_batch - 1} with atoll data preview"
     )
 
@@ -333,5 +331,5 @@ def state_tensors(run: Run) -> dict[str, Tensor]:
 def tell_saved(run: Run, saved: Saved | None) -> None:
     """Report a complete checkpoint."""
     if saved is not None:
-        run.last_checkpoint = saved
+        run.checkpoint = saved.path
         run.tell(CheckpointSaved(saved.step, saved.path, saved.stall_s, saved.took_s))

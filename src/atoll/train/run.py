@@ -20,6 +20,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.train.checkpoint.checkpointer import Checkpointer
 from atoll.train.checkpoint.shared import check_shared
 from atoll.train.checkpoint.state import optimizer_tensors
+from atoll.train.checkpoint.store import open_store
 from atoll.train.corpus import Length, described, open_corpus, with_vocabulary
 from atoll.train.data.loader import Loader
 from atoll.train.data.prepare import Prepared, prepare
@@ -79,6 +80,14 @@ class _Stopped(Exception):
     """A rank was asked to stop before the first step: there is nothing to save."""
 
 
+@dataclass(frozen=True)
+class _Preparing:
+    """How the data came out on a rank."""
+
+    stopped: bool = False
+    error: AtollError | None = None
+
+
 def run(
     recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None = None,
     overrides: Sequence[str] = (),
@@ -111,6 +120,10 @@ def run(
             return _Session(loaded.recipe, loaded.source, world, stop, report).run(
                 loaded.notes, resume=resume, allow_changes=allow_changes
             )
+        except AtollError as error:
+            if world.says_first(str(error)) and not world.is_head:
+                error.add_note(f"on rank {world.rank}")  # no other has it, so this one has to be told of
+            raise
         finally:
             world.close()
 
@@ -131,10 +144,7 @@ class _Session:
     def run(self, notes: Sequence[str], *, resume: bool, allow_changes: bool) -> TrainResult:
         with self.cleanup:
             folder = self._open_folder(resume=resume, allow_changes=allow_changes)
-            reporters = Telling(self.recipe, folder, self.report) if self.world.is_head else None
-            if reporters is not None:
-                self.cleanup.callback(reporters.close)
-                self.tell = reporters
+            reporters = self._open_reporters(folder)
             for line in [*notes, *(self._folder.notes if self.world.is_head else ())]:
                 self.tell(Note(line))
             run: Run | None = None
@@ -146,14 +156,17 @@ class _Session:
                 train(run)
             except _Stopped:
                 return self._end(run, folder, "stopped")
-            except AtollError as error:
-                self._end(run, folder, "failed", str(error))
-                raise
             except torch.OutOfMemoryError as error:
                 advice = self._plan.first_fix or "use more ranks"
                 text = f"rank {self.world.rank} ran out of GPU memory: {str(error).splitlines()[0]} Try: {advice}"
                 self._end(run, folder, "failed", text)
                 raise ConfigError(text) from error
+            except AtollError as error:
+                self._end(run, folder, "failed", str(error))
+                raise
+            except BaseException as error:  # a lost rank, a user's model, Ctrl-C: those who are told when it ends wait
+                self._end(run, folder, "failed", f"{type(error).__name__}: {error}".rstrip(": "))
+                raise
             return self._end(run, folder, "stopped" if run.stopped_by else "finished")
 
     # -- before the loop ------------------------------------------------------------------------------------------
@@ -167,9 +180,21 @@ class _Session:
             self._folder.open(self.recipe, allow_changes=allow_changes)
             self.cleanup.callback(self._folder.close)
             self.stop.watch_file(path)
+            self.cleanup.callback(self.stop.forget_file)
             return str(path)
 
         return Path(self.world.decide(open_it))
+
+    def _open_reporters(self, folder: Path) -> Telling | None:
+        reporters: list[Telling] = []
+
+        def open_them() -> None:
+            reporters.append(Telling(self.recipe, folder, self.report))
+            self.cleanup.callback(reporters[0].close)
+            self.tell = reporters[0]
+
+        self.world.decide(open_them)
+        return reporters[0] if reporters else None
 
     def _set_up(self, folder: Path) -> Run:
         recipe, world = self.recipe, self.world
@@ -208,6 +233,10 @@ class _Session:
             fixed_micro_batches=mesh.layout.pipeline > 1,
         )
         self.cleanup.callback(loader.close)
+        if found is not None and cursor.step >= length.steps:
+            self._note(
+                f"already finished: {cursor.step} of {length.steps} steps; --train.steps N --allow-changes trains on"
+            )
         return Run(
             recipe=recipe,
             world=world,
@@ -229,26 +258,49 @@ class _Session:
             about=about,
             cursor=cursor,
             saved_step=found,
+            checkpoint=None if found is None else open_store(root).path(found),
         )
 
     def _prepare_data(self) -> Prepared:
-        """Every rank prepares the data or waits for the one that does; no collective waits meanwhile."""
+        """Every rank prepares the data or waits for the one that does; no collective waits meanwhile.
 
-        def progress(event: Progress) -> None:
-            if self.stop.asked:
-                self.world.announce("stop")
-            if self.world.announced("stop"):
-                raise _Stopped
-            self.tell(event)
-
-        prepared = prepare(self.recipe.data, seq_len=self.recipe.train.seq_len, progress=progress, note=self._note)
-        self.cleanup.callback(prepared.close)
-        self.world.meet(
-            "data", lambda missing: progress(Progress("waiting for other ranks to prepare data", 0, missing, "ranks"))
-        )
-        if self.world.any(self.stop.asked):
+        However it comes out, the ranks meet afterwards: nobody is left waiting for one that failed or was stopped.
+        """
+        prepared: list[Prepared] = []
+        outcome = _Preparing()
+        try:
+            prepared.append(
+                prepare(self.recipe.data, seq_len=self.recipe.train.seq_len, progress=self._progress, note=self._note)
+            )
+            self.cleanup.callback(prepared[0].close)
+        except _Stopped:
+            outcome = _Preparing(stopped=True)
+        except AtollError as error:
+            outcome = _Preparing(error=error)
+        self.world.meet("data", self._waiting)
+        outcomes = self.world.gather(_Preparing(outcome.stopped or self.stop.asked, outcome.error))
+        failures = {rank: each.error for rank, each in enumerate(outcomes) if each.error is not None}
+        if failures:
+            raise outcome.error or next(iter(failures.values()))
+        if any(each.stopped for each in outcomes):
             raise _Stopped
-        return prepared
+        return prepared[0]
+
+    def _progress(self, event: Progress) -> None:
+        """Tell how far the data are, and end there once any rank was asked to stop."""
+        if self.stop.asked:
+            self.world.announce("stop")
+        if self.world.announced("stop"):
+            raise _Stopped
+        self.tell(event)
+
+    def _waiting(self, missing: int) -> None:
+        """Tell for how many ranks this one waits; those hear of it if it was asked to stop."""
+        self.tell(Progress("waiting for other ranks to prepare data", 0, missing, "ranks"))
+        if self.stop.asked:
+            self.world.announce("stop")
+            if self.stop.since_s > self.recipe.train.grace_s / 2:
+                raise _Stopped  # they don't answer, and there is nothing to save
 
     def _checkpointer(self, root: str, length: Length) -> Checkpointer:
         section = self.recipe.checkpoint
@@ -290,6 +342,7 @@ class _Session:
             set_weights,
             objective=Pretrain(recipe.objective).install,
             prepare_blocks=self._plan.apply_to_blocks,
+            after_step=self._plan.after_step,
         )
 
     def _resume(
@@ -306,7 +359,7 @@ class _Session:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
         tensors |= optimizer_tensors(optimizer, names, checkpointer.tensors(step))
         meta = checkpointer.load(step, tensors)
-        engine.weights.publish()
+        engine.publish()
         if meta.get("data") != about["data"]:
             raise ConfigError(
                 f"the data differ from those of step {step}, so that its place in them has no meaning: they had "
@@ -326,7 +379,7 @@ class _Session:
         self.tell(
             RunStarted(
                 name=self.recipe.name,
-                output_dir=_shown(folder),
+                output_dir=_shown(str(folder)),
                 parameters=parameter_count(self.recipe.model),
                 layout=str(self._plan.layout),
                 device=name,
@@ -346,7 +399,7 @@ class _Session:
     def _end(self, run: Run | None, folder: Path, status: str, error: str | None = None) -> TrainResult:
         took_s = time.monotonic() - self.started
         cursor = Cursor() if run is None else run.cursor
-        saved = None if run is None or run.last_checkpoint is None else _shown(Path(run.last_checkpoint.path))
+        saved = None if run is None or run.checkpoint is None else _shown(run.checkpoint)
         figures = {} if run is None else run.figures()
         if self.world.is_head:
             sample = None
@@ -363,7 +416,7 @@ class _Session:
                     validation_loss=cursor.validation_loss,
                     checkpoint=saved,
                     sample=sample,
-                    curve=_shown(folder / "loss.png") if plotted else None,
+                    curve=_shown(str(folder / "loss.png")) if plotted else None,
                     error=error,
                     figures=figures,
                 )
@@ -386,6 +439,8 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def _shown(path: Path) -> str:
-    """A path as people type it: relative to where they are, if it lies below."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+def _shown(path: str) -> str:
+    """A path as people type it: relative to where they are, if it lies below. URLs stay as they are."""
+    if "://" in path or not Path(path).is_relative_to(Path.cwd()):
+        return path
+    return os.path.relpath(path)

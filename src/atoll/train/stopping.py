@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -43,11 +42,20 @@ class StopRequest:
                 self.ask(f"{self._file} was made")
         return self.reason is not None
 
+    @property
+    def since_s(self) -> float:
+        """How long ago it was asked; 0 where it was not."""
+        return 0.0 if self.at is None else time.monotonic() - self.at
+
+    def forget_file(self) -> None:
+        """The run is over: take the file away, so that it does not stop the next one."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
     def watch_file(self, folder: Path) -> None:
         """Look for the file ``stop`` in ``folder`` from now on; one left from before is removed."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(folder / STOP_FILE)
         self._file = folder / STOP_FILE
+        self._file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:

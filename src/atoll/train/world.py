@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import subprocess
@@ -98,6 +99,14 @@ class World:
         """Whether any rank has announced it; a round trip to the store."""
         return c10d._get_default_store().add(f"atoll-{name}", 0) > 0
 
+    def says_first(self, text: str) -> bool:
+        """Whether no rank has said this before, as far as can be known: the store may be gone with rank 0."""
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        try:
+            return c10d._get_default_store().add(f"atoll-said-{digest}", 1) == 1
+        except RuntimeError:
+            return True
+
     def close(self) -> None:
         """Leave the groups that were made here."""
         if self.owned and dist.is_initialized():
@@ -153,6 +162,8 @@ def _device(local_rank: int) -> torch.device:
             f"rank with LOCAL_RANK={local_rank}, but this machine has {count} GPUs: start at most {count} ranks here "
             f"(--nproc-per-node {count})"
         )
+    # Without it, memory that the allocator holds in pieces is lost to long runs; read when the first tensor is made.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

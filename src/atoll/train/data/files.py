@@ -86,21 +86,26 @@ class SourceFile:
     def open(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         """Its content, decompressed, and the raw file below, whose position tells the progress."""
         with self.open_raw() as raw:
-            magic = raw.read(4)
-            raw.seek(0)
-            kind = next((name for name, start in COMPRESSIONS.items() if magic.startswith(start)), None)
-            expected = next((name for name in COMPRESSIONS if self.path.lower().endswith(name)), None)
-            if expected and not kind:
-                raise ConfigError(f"{self.name} is no {expected} file, although its name ends so: rename or remake it")
+            kind = self._compression(raw)
             with contextlib.ExitStack() as stack:
                 content = stack.enter_context(_decompressed(raw, kind)) if kind else raw
                 with _unpacking(self.name, kind):
                     yield content, raw
 
     def is_compressed(self) -> bool:
-        """Whether its first bytes are those of a compressed file."""
+        """Whether what lies there has to be decompressed."""
         with self.open_raw() as raw:
-            return raw.read(4).startswith(tuple(COMPRESSIONS.values()))
+            return self._compression(raw) is not None
+
+    def _compression(self, raw: IO[bytes]) -> str | None:
+        """By the first bytes; but a token file may begin with any, so there the name has to say it."""
+        magic = raw.read(4)
+        raw.seek(0)
+        kind = next((name for name, start in COMPRESSIONS.items() if magic.startswith(start)), None)
+        expected = next((name for name in COMPRESSIONS if self.path.lower().endswith(name)), None)
+        if expected and not kind:
+            raise ConfigError(f"{self.name} is no {expected} file, although its name ends so: rename or remake it")
+        return kind if expected or self.extensions != [".bin"] else None
 
 
 def is_url(path: str) -> bool:

@@ -89,6 +89,8 @@ def prepare(
             folder = preparation.shards(source, preparation.fraction)
             train.append((TokenShards.open(folder / "train"), weight))
             _check_length(source, train[-1][0], seq_len)
+            if empty := train[-1][0].meta[0]["empty_documents"]:
+                preparation.tell(f"data: {empty:,} empty documents of {source.name} are left out")
         validation = preparation.open_validation(seq_len)
         preparation.tell(_summary([shards for shards, _ in train], validation, preparation.root))
     except BaseException:

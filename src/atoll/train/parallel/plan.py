@@ -12,7 +12,7 @@ from atoll.train.parallel import recompute
 from atoll.train.parallel.estimate import Device, Estimate, estimate
 from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated
 from atoll.train.parallel.layout import Layout, resolve
-from atoll.train.parallel.precision import check_float8, convert_float8
+from atoll.train.parallel.precision import check_float8, convert_float8, scale_float8
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World
 
@@ -40,10 +40,15 @@ class Plan:
 
     def apply_to_blocks(self, model: nn.Module) -> None:
         """Number formats, recomputation and compilation of a model's blocks, in the order they must have."""
-        convert_float8(model, self.recipe)
+        convert_float8(model, self.recipe, sharded=self.layout.sharded)
         recompute.apply(model, self.mode)
         if self.compiles:
             compile_blocks(model, self.recipe.compile.mode)
+
+    def after_step(self, model: nn.Module) -> None:
+        """What a model needs each time its weights have moved."""
+        if self.recipe.precision.float8 == "tensorwise" and self.layout.sharded:
+            scale_float8(model)
 
     @property
     def first_fix(self) -> str | None:

@@ -47,11 +47,14 @@ def check_float8(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-def convert_float8(model: nn.Module, recipe: Recipe) -> None:
+def convert_float8(model: nn.Module, recipe: Recipe, *, sharded: bool) -> None:
     """Let the linear layers of ``model`` multiply in float8, in place, where the recipe asks for it.
 
     Left in bf16 are those whose names contain an entry of ``float8_skip``, and those whose sizes are not divisible by
     16, which the cards' instructions need.
+
+    Args:
+        sharded: whether FSDP gathers the weights: tensorwise, they then travel in 8 bits.
     """
     wanted = recipe.precision
     if wanted.float8 == "none":
@@ -67,5 +70,12 @@ def convert_float8(model: nn.Module, recipe: Recipe) -> None:
     if wanted.float8 == "rowwise":
         config = Float8LinearConfig.from_recipe_name("rowwise")
     else:
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=wanted.float8_emulate)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, emulate=wanted.float8_emulate)
     convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
+
+
+def scale_float8(model: nn.Module) -> None:
+    """Compute the scales of all float8 weights at once after they moved, not one by one as they are gathered."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
