@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Commas cannot stand inside a $(call ...).
-ALL_EXTRAS := dev,train,transformers
+ALL_EXTRAS := dev,train,transformers,data,s3,gguf,float8,tensorboard,wandb
 # Test workers; tests marked `serial` run alone afterwards.
 WORKERS ?= 2
 # More for pytest, e.g. `make test ARGS="-k shard -x"`.
@@ -75,8 +75,8 @@ install: venv
 	$(call install_extras,$(VENV),$(ALL_EXTRAS),dev)
 
 quickstart: install-train
-	@echo "==> examples/austen/quickstart.py: a small language model on the Austen novels, two local nodes"
-	@$(BIN)/python examples/austen/quickstart.py
+	@echo "==> atoll train examples/austen/austen.toml --nodes 2: a small Llama on six novels, two local nodes, FSDP2"
+	@$(BIN)/atoll train examples/austen/austen.toml --nodes 2
 
 # Both halves run even where the first fails, so that one run tells everything. pytest's exit code 5 is "no test
 # selected", which ARGS can cause in one half; in both it is a failure.

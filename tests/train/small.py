@@ -26,11 +26,11 @@ _TIMES = ("tokens_per_s", "tokens_per_s_per_gpu", "step_s", "data_wait_s", "memo
 
 
 def text(num_documents: int = 40, *, seed: int = 0) -> str:
-    """Ragged documents, a line each, of words that a model can learn a little about."""
+    """Ragged documents, with an empty line after each, of words that a model can learn a little about."""
     draw = random.Random(seed)
     words = ["sea", "wave", "tern", "reef", "palm", "moon", "tide", "sand"]
     return "".join(
-        " ".join(draw.choice(words) for _ in range(draw.randint(1, 14))) + "\n" for _ in range(num_documents)
+        " ".join(draw.choice(words) for _ in range(draw.randint(1, 14))) + "\n\n" for _ in range(num_documents)
     )
 
 

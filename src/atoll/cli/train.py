@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +19,7 @@ from atoll.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.core.events import Event as PoolEvent
-    from atoll.pool.calls import CallFuture, RankResults
     from atoll.pool.logs import LogLine
-    from atoll.train.events import Event
     from atoll.train.recipe.load import Loaded
 
 _NOT_FINISHED = 101
@@ -101,17 +100,22 @@ def _run(
     from atoll.cli.rank import train_rank
     from atoll.pool.compute_pool import ComputePool
     from atoll.train.events import Note, decode
+    from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console
 
-    shown = Console(Terminal(stderr=True) if quiet else None)
-
-    def show(event: Event) -> None:
-        shown(event)
+    show = Console(Terminal(stderr=True) if quiet else None)
+    tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
+    folder = Path(loaded.recipe.train.output_dir).absolute()
+    if not resume:
+        folder = fresh_folder(folder)
+        tree["train"]["output_dir"] = str(folder)
+    began = threading.Event()
 
     def on_event(event: PoolEvent) -> None:
         from atoll.core.events import MetricsReported
 
         if isinstance(event, MetricsReported) and "event" in event.metrics:
+            began.set()
             show(decode(event.metrics))
 
     def on_line(line: LogLine) -> None:
@@ -127,28 +131,30 @@ def _run(
         on_event=on_event,
     )
     options = {"resume": resume, "allow_changes": allow_changes}
-    with contextlib.closing(shown), pool:
-        tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
+    with contextlib.closing(show), pool:
         future = pool.submit(train_rank, tree, options, everywhere=True)
-        with _interruptible(future, Path(loaded.recipe.train.output_dir), lambda text: show(Note(text))):
+        with _interruptible(folder, began, lambda text: show(Note(text))):
             results: list[dict[str, Any]] = list(future.result())
     return results[0]
 
 
 @contextlib.contextmanager
-def _interruptible(future: CallFuture[RankResults[Any]], folder: Path, say: Any) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to save and end, the second ends it."""
+def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to save and end, the second ends it.
+
+    Before the run has told of anything there is nothing to save, and nobody who would look at the file.
+    """
     from atoll.train.stopping import STOP_FILE
 
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        if asked or not folder.is_dir():
+        if asked or not began.is_set():
             raise KeyboardInterrupt
         asked = True
-        say(f"{signal.Signals(number).name}: saving a checkpoint, then stopping; once more stops at once")
         (folder / STOP_FILE).touch()
+        say(f"{signal.Signals(number).name}: saving a checkpoint, then stopping; once more stops at once")
 
     before = {number: signal.signal(number, ask) for number in _SOFT}
     try:

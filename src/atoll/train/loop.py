@@ -20,7 +20,7 @@ from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset
 from atoll.train.data.samples import SampleSource
 from atoll.train.engine import Engine
-from atoll.train.events import CheckpointSaved, Event, Progress, StepDone, Validated
+from atoll.train.events import CheckpointSaved, Event, Note, Progress, StepDone, Validated
 from atoll.train.metrics.flops import mfu
 from atoll.train.metrics.memory import peak_memory_bytes
 from atoll.train.metrics.profile import StepProfiler
@@ -110,6 +110,8 @@ def train(run: Run) -> None:
             stopping = facts.asked_to_stop
             if not stopping and (due(cursor.step, run.validate_every) or at_end):
                 stopping = validate(run)
+            if stopping and not at_end:
+                tell_stop(run)
             if facts.save_failed:
                 raise_save_error(run)
             if due(cursor.step, run.save_every) or stopping or (at_end and run.recipe.checkpoint.at_end):
@@ -266,10 +268,23 @@ def tell_step(run: Run, step: Step, facts: Facts, took_s: float) -> None:
     )
 
 
-def validate(run: Run) -> None:
-    """Loss on held-out text, weighted by tokens over all ranks. A request to stop cuts it short, its result unused."""
+def tell_stop(run: Run) -> None:
+    """Say who asked the run to end, and that it does."""
+    reasons = run.world.gather(run.stop.reason)
+    run.stopped_by = next(f"{reason} on rank {rank}" for rank, reason in enumerate(reasons) if reason is not None)
+    run.tell(
+        Note(f"{run.stopped_by}: saving step {run.cursor.step}, then stopping; the same command goes on from there")
+    )
+
+
+def validate(run: Run) -> bool:
+    """Loss on held-out text, weighted by tokens over all ranks.
+
+    Returns:
+        whether a request to stop cut it short, its result unused.
+    """
     if run.validation is None:
-        return
+        return False
     started = time.perf_counter()
     mesh, train = run.engine.mesh, run.recipe.train
     limit = None if train.validate_batches is None else train.validate_batches * train.global_batch
@@ -282,7 +297,7 @@ def validate(run: Run) -> None:
     count = -(-share // per_group)
     for number, group in enumerate(_groups(batches, run.engine.evaluation_batches)):
         if run.world.any(run.stop.asked):
-            return
+            return True
         loss = run.engine.evaluate([batch.to(mesh.device) for batch in group])
         if counts_loss:
             own[0] += loss.double()[0]
@@ -295,6 +310,7 @@ def validate(run: Run) -> None:
     cursor.validation_loss = total / max(1.0, tokens)
     cursor.best = cursor.validation_loss if cursor.best is None else min(cursor.best, cursor.validation_loss)
     run.tell(Validated(cursor.step, cursor.validation_loss, int(tokens), time.perf_counter() - started))
+    return False
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
