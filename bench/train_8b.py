@@ -75,6 +75,12 @@ def torchrun(arguments: list[str], num_gpus: int, log: Path, env: dict[str, str]
     return log.read_text(errors="replace")
 
 
+def _reason(text: str) -> str:
+    """The lines of a log that tell why it ended: what was said before torchrun's own report."""
+    said = text.partition('Traceback (most recent call last):\n  File "<frozen runpy>')[0] or text
+    return "\n".join(said.splitlines()[-15:])
+
+
 def atoll(
     args: argparse.Namespace, case: list[str], data: Path, tokenizer: Path, folder: Path, num_gpus: int
 ) -> dict[str, Any]:
@@ -83,11 +89,21 @@ def atoll(
     arguments += ["--data.tokenizer", str(tokenizer), "--data.isolate_documents", "false"]
     arguments += ["--train.steps", str(args.steps), "--train.seq_len", str(SEQ_LEN), "--train.output_dir", str(out)]
     arguments += ["--train.global_batch", str(num_gpus * args.batch), "--train.micro_batch", str(args.batch)]
-    arguments += ["--parallel.shard", str(num_gpus), "--checkpoint.at_end", "false", "--metrics.plot", "false", *case]
+    arguments += [
+        "--parallel.shard",
+        str(num_gpus),
+        "--schedule.warmup",
+        "2",
+        "--checkpoint.at_end",
+        "false",
+        "--metrics.plot",
+        "false",
+        *case,
+    ]
     text = torchrun(arguments, num_gpus, folder / f"{out.name}.log", {}, args.limit_s)
     rows = read(out / "metrics.jsonl")
     if len(rows) < WARM_UP + 2:
-        return {"error": "\n".join(text.splitlines()[-15:])}
+        return {"error": _reason(text)}
     return {
         "tokens_per_s": statistics.median(row["tokens_per_s_per_gpu"] for row in rows[WARM_UP:]),
         "gib": rows[-1]["memory_bytes"] / 2**30,
@@ -116,7 +132,7 @@ def titan(
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     steps = re.findall(r"step:\s*(\d+)\s+loss:\s*([\d.]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", plain)
     if len(steps) < WARM_UP + 2:
-        return {"error": "\n".join(plain.splitlines()[-15:])}
+        return {"error": _reason(plain)}
     return {
         "tokens_per_s": statistics.median(float(step[3].replace(",", "")) for step in steps[WARM_UP:]),
         "gib": float(steps[-1][2]),

@@ -1,49 +1,54 @@
-"""The quickstart: its text, its vocabulary, its model, its schedule, its display, and a short run of the real thing."""
+"""The main job: the novels, and a short run of their recipe on two nodes: finished, begun again, killed half-way."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-AUSTEN = Path(__file__).resolve().parents[2] / "examples" / "austen"
-MODULES = ("novels", "model", "display")
-
-
-@pytest.fixture(scope="module")
-def austen() -> Iterator[SimpleNamespace]:
-    """The example's modules, imported as the script does and forgotten again: their names are common ones."""
-    before = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
-    sys.path.insert(0, str(AUSTEN))
-    try:
-        yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(AUSTEN))
-        for name in MODULES:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "examples/austen/austen.toml"
+ATOLL = "from atoll.cli.main import main; main()"
+# The recipe as it is, but a run of seconds. A step is four sequences.
+SMALL = (
+    *("--data.tokenizer", "bpe:300", "--model.layers", "2", "--model.dim", "96", "--model.hidden_dim", "128"),
+    *("--train.seq_len", "32", "--train.global_batch", "4", "--train.micro_batch", "2", "--schedule.warmup", "1"),
+    *("--train.validate_batches", "2", "--metrics.sample_tokens", "20"),
+)
 
 
-@pytest.fixture(scope="module")
-def novels(austen: SimpleNamespace) -> dict[str, str]:
-    return austen.novels.read_novels()
+def command(folder: Path, *more: str) -> list[str]:
+    where = ["--train.output_dir", str(folder / "run"), "--data.cache", str(folder / "cache")]
+    return [sys.executable, "-c", ATOLL, "train", RECIPE, "--nodes", "2", *SMALL, *where, *more]
 
 
-@pytest.fixture(scope="module")
-def vocabulary(austen: SimpleNamespace, novels: dict[str, str]) -> Any:
-    return austen.novels.Vocabulary("".join(map(austen.novels.join_lines, novels.values())))
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160"}
 
 
-def test_the_six_novels_are_whole(novels: dict[str, str]) -> None:
+def train(folder: Path, *more: str) -> str:
+    """What a run prints that finishes."""
+    done = subprocess.run(
+        command(folder, *more), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def steps_done(folder: Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl, without a line that is still being written."""
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def test_the_six_novels_are_whole() -> None:
+    novels = {path.stem: path.read_bytes().decode() for path in (ROOT / "examples/austen/data").glob("*.txt")}
     assert {name: len(text) for name, text in novels.items()} == {
         "emma": 883_027,
         "mansfield_park": 883_278,
@@ -58,208 +63,62 @@ def test_the_six_novels_are_whole(novels: dict[str, str]) -> None:
     assert "\r" not in "".join(novels.values())
 
 
-def test_joining_lines_keeps_words_and_paragraphs(austen: SimpleNamespace, novels: dict[str, str]) -> None:
-    assert austen.novels.join_lines("One\ntwo  three.\n\n\nFour\nfive.") == "One two three.\n\nFour five."
-    for text in novels.values():
-        joined = austen.novels.join_lines(text)
-        assert joined.split() == text.split()
-        assert "\n" not in joined.replace("\n\n", "")
+def test_two_nodes_train_it_and_the_same_command_again_has_nothing_to_do(tmp_path: Path) -> None:
+    shown = train(tmp_path, "--train.steps", "3")
+    assert "data: 6 text files, 4.0 MB" in shown
+    assert "the last 5.0% of each is held out" in shown
+    assert "parameters · FSDP 2 · CPU" in shown
+    assert all(f"step {step}/3   loss " in shown for step in (1, 2, 3))
+    assert "step 3   validation loss " in shown
+    assert "finished: 3 of 3 steps" in shown
+    assert "the model writes:\nElizabeth was" in shown
+    assert f"atoll train {RECIPE} --nodes 2 --train.steps N --allow-changes" in shown
+    assert "atoll generate" in shown
+    assert "atoll export" in shown
+
+    run = tmp_path / "run"
+    lines = steps_done(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["first_sample"] for line in lines] == [0, 4, 8]
+    assert [line["tokens"] for line in lines] == [128, 256, 384]
+    assert lines[0]["loss"] > lines[2]["loss"]
+    assert [json.loads(line)["step"] for line in (run / "validation.jsonl").read_text().splitlines()] == [3]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "checkpoints/step-00000003/manifest.json").is_file()
+    assert (run / "tokenizer/tokenizer.json").is_file()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"], summary["world_size"]) == ("finished", 3, 2)
+    assert summary["sample"].startswith("Elizabeth was")
+
+    again = train(tmp_path, "--train.steps", "3")
+    assert "already finished: 3 of 3 steps" in again
+    assert steps_done(tmp_path) == lines
 
 
-def test_split_is_disjoint_and_complete(austen: SimpleNamespace, novels: dict[str, str]) -> None:
-    for text in novels.values():
-        first, rest = austen.novels.split(text)
-        assert first + rest == text
-        assert len(rest) == pytest.approx(0.05 * len(text), abs=1)
-
-
-def test_encoding_is_lossless_and_shorter(austen: SimpleNamespace, novels: dict[str, str], vocabulary: Any) -> None:
-    text = austen.novels.join_lines(novels["persuasion"])
-    ids = vocabulary.encode(text)
-    assert vocabulary.decode(ids) == text
-    assert max(ids) < len(vocabulary) <= 4_100
-    assert len(ids) < len(text) / 3.5
-    assert vocabulary.encode(" Elizabeth") == [vocabulary.tokens.index(" Elizabeth")]
-
-
-@given(st.text(alphabet="abcXYZ ,.;-'\"\n_0", max_size=60))
-def test_any_text_of_known_characters_survives(vocabulary: Any, text: str) -> None:
-    assert vocabulary.decode(vocabulary.encode(text)) == text
-
-
-def test_an_unknown_character_is_named(vocabulary: Any) -> None:
-    with pytest.raises(ValueError, match="no token for 'é'"):
-        vocabulary.encode("fiancé")
-
-
-def test_vocabulary_is_the_same_in_every_process(austen: SimpleNamespace, novels: dict[str, str]) -> None:
-    text = austen.novels.join_lines(novels["persuasion"])
-    here = austen.novels.Vocabulary(text, 200, 100).tokens
-    code = (
-        "import novels; t = novels.join_lines(novels.read_novels()['persuasion']); "
-        "print(repr(novels.Vocabulary(t, 200, 100).tokens))"
+def test_killed_half_way_it_goes_on_at_the_next_sample(tmp_path: Path) -> None:
+    length = ("--train.steps", "40", "--checkpoint.every", "5")
+    process = subprocess.Popen(
+        command(tmp_path, *length),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONIOENCODING": "utf-8"}
-    there = subprocess.run([sys.executable, "-c", code], cwd=AUSTEN, env=env, capture_output=True, text=True)
-    assert there.stdout.strip() == repr(here), there.stderr
+    manifest = tmp_path / "run/checkpoints/step-00000005/manifest.json"
+    deadline = time.monotonic() + 60
+    while not manifest.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.poll() is None, "it ended before it could be killed"
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert manifest.exists()
 
-
-def test_model_shapes_and_causality(austen: SimpleNamespace) -> None:
-    import torch
-
-    torch.manual_seed(0)
-    model = austen.model.GPT(vocab_size=50, seq_len=16, dim=32, num_heads=4, num_layers=2)
-    tokens = torch.randint(50, (3, 16))
-    logits = model(tokens)
-    assert logits.shape == (3, 16, 50)
-    changed = tokens.clone()
-    changed[:, 10] = (changed[:, 10] + 1) % 50
-    after = model(changed)
-    assert torch.equal(after[:, :10], logits[:, :10])
-    assert not torch.allclose(after[:, 10:], logits[:, 10:])
-    assert model(tokens[:, :5]).shape == (3, 5, 50)
-
-
-def test_a_fresh_model_knows_nothing(austen: SimpleNamespace) -> None:
-    """Its loss is that of a fair guess over the vocabulary, ln V."""
-    import math
-
-    import torch
-
-    torch.manual_seed(0)
-    model = austen.model.GPT(vocab_size=4_000, seq_len=32)
-    tokens = torch.randint(4_000, (8, 33))
-    loss = austen.model.next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-    assert loss.item() == pytest.approx(math.log(4_000), abs=0.15)
-    assert 1e6 < sum(parameter.numel() for parameter in model.parameters()) < 2e6
-
-
-def test_generation_is_repeatable_and_goes_past_the_window(austen: SimpleNamespace) -> None:
-    import torch
-
-    torch.manual_seed(0)
-    model = austen.model.GPT(vocab_size=20, seq_len=8, dim=16, num_heads=2, num_layers=1)
-    prompt = [1, 2, 3]
-    first = model.generate(prompt, 20, seed=5)
-    assert first[:3] == prompt == [1, 2, 3]
-    assert len(first) == 23
-    assert first == model.generate(prompt, 20, seed=5) != model.generate(prompt, 20, seed=6)
-
-
-def test_windows_cover_every_target_once(austen: SimpleNamespace) -> None:
-    import torch
-
-    windows = austen.model.Windows(torch.arange(42), seq_len=10)
-    assert len(windows) == 4
-    inputs, targets = zip(*(windows[i] for i in range(len(windows))), strict=True)
-    assert torch.equal(torch.cat(inputs), torch.arange(40))
-    assert torch.equal(torch.cat(targets), torch.arange(1, 41))
-
-
-@pytest.mark.parametrize("steps", [1, 2, 19, 20, 700])
-def test_learning_rate_warms_up_then_falls_to_a_tenth(austen: SimpleNamespace, steps: int) -> None:
-    rates = [austen.model.learning_rate(step, steps, peak=1.0) for step in range(1, steps + 1)]
-    top = rates.index(max(rates))
-    assert max(rates) == 1.0
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert all(rate > 0 for rate in rates)
-    if steps > 1:
-        assert rates[-1] == pytest.approx(0.1)
-
-
-def test_curve_waits_for_every_rank_and_takes_their_mean(austen: SimpleNamespace) -> None:
-    curve = austen.display.Curve()
-    assert curve.add({"step": 1, "loss": 4.0}, world_size=2) is None
-    assert curve.train == {}
-    assert curve.add({"step": 2, "loss": 3.0}, world_size=2) is None
-    assert curve.add({"step": 1, "loss": 2.0, "held_out": 5.0}, world_size=2) == 1
-    assert curve.train == {1: 3.0}
-    assert curve.held_out == {1: 5.0}
-    assert curve.add({"step": 2, "loss": 2.0}, world_size=2) == 2
-    assert curve.smoothed(2) == [(2, 2.75)]
-
-
-def test_display_without_a_terminal_prints_ten_plain_lines(austen: SimpleNamespace) -> None:
-    from rich.console import Console
-
-    from atoll.core.events import MetricsReported, PoolStarted
-
-    out = io.StringIO()
-    with austen.display.Display(100, Console(file=out, width=200)) as display:
-        display(PoolStarted(pool_id="p", nodes=2, world_size=2, took_s=0.2))
-        for step in range(1, 101):
-            for rank in (0, 1):
-                metrics = {"step": step, "loss": 8 - step / 50, "tokens_per_s": 5_000.0, "memory_bytes": 300 << 20}
-                display(MetricsReported(job_id="j", rank=rank, node=rank, metrics=metrics))
-    lines = out.getvalue().splitlines()
-    assert lines[0] == "2 nodes with 2 ranks are up after 0.20 s"
-    assert len(lines) == 1 + 11
-    assert "\x1b" not in out.getvalue()
-    assert lines[1].startswith("step    1/100   loss 7.980   10,000 tokens/s   300 MiB a rank")
-    assert lines[-1].startswith("step  100/100")
-
-
-def test_display_on_a_terminal_draws_a_bar_and_a_sparkline(austen: SimpleNamespace) -> None:
-    from rich.console import Console
-
-    from atoll.core.events import MetricsReported
-
-    out = io.StringIO()
-    with austen.display.Display(40, Console(file=out, width=100, force_terminal=True)) as display:
-        for step in range(1, 41):
-            metrics = {"step": step, "loss": 8 - step / 10, "tokens_per_s": 5_000.0, "memory_bytes": 300 << 20}
-            display(MetricsReported(job_id="j", rank=0, node=0, metrics=metrics))
-    assert "40/40" in out.getvalue()
-    assert "█▇" in out.getvalue()
-
-
-def test_sparkline(austen: SimpleNamespace) -> None:
-    assert austen.display.sparkline([]) == ""
-    assert austen.display.sparkline([3.0, 3.0]) == "▁▁"
-    assert austen.display.sparkline([8.0, 4.5, 1.0]) == "█▅▁"
-
-
-def quickstart(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(AUSTEN / "quickstart.py"), *arguments]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
-
-
-def test_quickstart_trains_on_two_nodes(tmp_path: Path) -> None:
-    import torch
-
-    out = tmp_path / "out"
-    run = quickstart("--nodes", "2", "--steps", "24", "--out", str(out), "--prompt", "Mr. Darcy")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "6 novels: 4,025,022 characters" in run.stdout
-    assert "2 ranks hold equal parameters" in run.stdout
-    assert "Mr. Darcy" in run.stdout
-    losses = [float(line.split("loss ")[1].split()[0]) for line in run.stdout.splitlines() if line.startswith("step ")]
-    assert losses[0] > losses[-1] + 1
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    state = torch.load(out / "model.pt", weights_only=True)
-    assert all(torch.isfinite(tensor).all() for tensor in state.values())
-
-
-def test_quickstart_refuses_what_cannot_work(tmp_path: Path) -> None:
-    run = quickstart("--nodes", "3", "--out", str(tmp_path / "out"))
-    assert run.returncode == 2
-    assert "--nodes 3" in run.stderr
-    assert "Traceback" not in run.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_quickstart_without_torch_says_what_to_install(tmp_path: Path) -> None:
-    # Torch is installed where the tests run, so the interpreter is told not to find it.
-    code = (
-        "import importlib.util, runpy, sys\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
-        f"sys.argv = ['quickstart.py', '--out', {str(tmp_path / 'out')!r}]\n"
-        f"runpy.run_path({str(AUSTEN / 'quickstart.py')!r}, run_name='__main__')\n"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(AUSTEN), *sys.path])}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 1
-    assert run.stderr.strip() == 'This example needs torch. Install with: pip install "atoll[train]"'
-    assert not (tmp_path / "out").exists()
+    killed_at = steps_done(tmp_path)[-1]["step"]
+    assert 5 <= killed_at < 40
+    resumed = train(tmp_path, *length)
+    kept = range(5, killed_at + 1, 5)
+    assert any(f"resumed at step {step}" in resumed for step in kept), resumed
+    lines = steps_done(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert [line["first_sample"] for line in lines] == list(range(0, 160, 4))

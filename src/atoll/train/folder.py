@@ -47,7 +47,6 @@ class RunFolder:
             ) from None
         try:
             self._check(recipe, allow_changes=allow_changes)
-            write_atomic(self.path / _RECIPE, json.dumps(recipe.model_dump(mode="json"), indent=1).encode(), mode=0o644)
         except BaseException:
             self.close()
             raise
@@ -84,6 +83,10 @@ class RunFolder:
                 f"--allow-changes goes on with the new one, --no-resume starts over in a new folder"
             )
         self.notes += [f"changed since the run began: {line}" for line in changed]
+
+    def keep(self, recipe: Recipe) -> None:
+        """The run begins: this recipe is the folder's from now on. One that could not begin leaves the old one."""
+        write_atomic(self.path / _RECIPE, json.dumps(recipe.model_dump(mode="json"), indent=1).encode(), mode=0o644)
 
     def close(self) -> None:
         """Let others write here."""

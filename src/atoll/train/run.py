@@ -149,7 +149,10 @@ class _Session:
                 self.tell(Note(line))
             run: Run | None = None
             try:
+                wanted = self.recipe
                 run = self._set_up(folder)
+                if self.world.is_head:
+                    self._folder.keep(wanted)
                 if reporters is not None:
                     reporters.begin(run.cursor.step)
                 self._tell_start(run, folder)

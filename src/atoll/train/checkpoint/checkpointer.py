@@ -238,6 +238,7 @@ class Checkpointer:
             frozen: dict[str, Any] = json.loads(json.dumps(dict(meta)))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the meta of step {step} is no JSON: {error}") from None
+        self._verified.discard(step)
         copies: dict[str, Tensor] = {}
         with Attempt() as copying:
             copies = self._copy.take(tensors)

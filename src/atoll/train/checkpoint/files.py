@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _PIECE_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 23  # of an object that is read; up to 32 are held
 
 
 class Relay:
@@ -111,7 +112,12 @@ class Files(FileSystemBase):
 
     def open(self, path: str, mode: str = "rb") -> Any:
         """The file itself."""
-        return open(path, mode) if self._remote is None else self._remote.open(path, mode)
+        if self._remote is None:
+            return open(path, mode)
+        if "w" in mode:
+            return self._remote.open(path, mode)
+        # Each tensor is a zip file read from its end backwards: a cache that only looks ahead fetches it thrice.
+        return self._remote.open(path, mode, block_size=_BLOCK_BYTES, cache_type="blockcache")
 
     def entry_of(self, path: str) -> FileEntry:
         """Read a file through and say what it is.

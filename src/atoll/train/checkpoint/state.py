@@ -26,8 +26,8 @@ def optimizer_tensors(
     With ``saved`` (``Checkpointer.tensors``) it is made as the checkpoint has it: a tensor of the parameter's shape is
     sharded like the parameter, any other (a step counter) is held whole by every rank. Nothing is guessed about the
     optimizer, no zero-gradient step changes a counter or a product, and a parameter that had no state when it was
-    saved has none afterwards. State that is there already stays what it is. What this does not know: states of another shape than the parameter that are
-    sharded themselves (Adafactor's rows and columns under FSDP).
+    saved has none afterwards. State that is there already stays what it is. What this does not know: states of another
+    shape than the parameter that are sharded themselves (Adafactor's rows and columns under FSDP).
 
     Args:
         optimizer: any whose state values are tensors or None.

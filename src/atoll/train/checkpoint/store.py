@@ -198,20 +198,18 @@ class ObjectStore(Store):
 
     def begin(self, step: int) -> str:
         folder = self._folder(step)
-        with Relay():
-            self._remote.makedirs(folder, exist_ok=True)  # nothing on a true object store
-            self._remote.pipe_file(f"{folder}/{_MARKER}", b"")
+        self._mark(folder)
         self._tidy(step)
-        whole = manifests.NAME in self._all().get(step, {})
+        whole = manifests.NAME in self._of(step)
         place = f"{folder}/again-{secrets.token_hex(4)}" if whole else folder
-        with Relay():
-            self._remote.makedirs(place, exist_ok=True)
+        if whole:
+            self._mark(place)
         return place
 
     def sizes(self, place: str) -> dict[str, int]:
         folder = place.rpartition("/again-")[0] or place
         step = step_of(folder.rpartition("/")[2])
-        found = self._all().get(step, {}) if step is not None else {}
+        found = self._of(step) if step is not None else {}
         inside = self.folder_of(place)
         return {name.removeprefix(f"{inside}/"): size for name, size in found.items() if name.startswith(inside)}
 
@@ -228,8 +226,8 @@ class ObjectStore(Store):
         self._tidy(step, marker=True)
 
     def remove(self, step: int) -> None:
+        self._mark(self._folder(step))
         with Relay():
-            self._remote.pipe_file(f"{self._folder(step)}/{_MARKER}", b"")
             self._remote.rm_file(f"{self._folder(step)}/{manifests.NAME}")
         self._tidy(step, marker=True)
 
@@ -238,9 +236,18 @@ class ObjectStore(Store):
             if _MARKER in files:
                 self._tidy(step, marker=True)
 
+    def _mark(self, folder: str) -> None:
+        with Relay():
+            try:
+                self._remote.pipe_file(f"{folder}/{_MARKER}", b"")
+            except FileNotFoundError:
+                # It has true folders. None is made elsewhere: s3fs would look at the bucket, which may be forbidden.
+                self._remote.makedirs(folder, exist_ok=True)
+                self._remote.pipe_file(f"{folder}/{_MARKER}", b"")
+
     def _tidy(self, step: int, *, marker: bool = False) -> None:
         """Delete what the step's manifest doesn't name (everything where it has none), the marker last if asked."""
-        files = self._all().get(step, {})
+        files = self._of(step)
         named: Mapping[str, Any] = {}
         if manifests.NAME in files:
             named = manifests.Manifest.decode(self.read(step, manifests.NAME)).files
@@ -252,11 +259,14 @@ class ObjectStore(Store):
             if marker and _MARKER in files:
                 self._remote.rm_file(f"{folder}/{_MARKER}")
 
-    def _all(self) -> dict[int, dict[str, int]]:
-        """As ``listing``, with markers."""
+    def _of(self, step: int) -> dict[str, int]:
+        return self._all(self._folder(step)).get(step, {})
+
+    def _all(self, under: str | None = None) -> dict[int, dict[str, int]]:
+        """As ``listing``, with markers and what is being written; of all steps, or of what lies under a folder."""
         with Relay():
             self._remote.invalidate_cache()
-            found = self._remote.find(self._prefix, detail=True)
+            found = self._remote.find(under or self._prefix, detail=True)
         steps: dict[int, dict[str, int]] = {}
         for path, info in found.items():
             name, _, inside = path.removeprefix(f"{self._prefix}/").partition("/")

@@ -50,34 +50,44 @@ class ChunkedCrossEntropy:
         """The loss [1], in float32 or wider, of ``hidden`` [N, D] under ``weight`` [V, D] and ``labels`` [N]."""
         if isinstance(weight, DTensor):  # this rank's slice; the gradient finds its way back
             weight = weight.to_local()
-        # Inside a Function gradients are always off, and a parameter always seems to need them.
-        if torch.is_grad_enabled():
-            loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, self)  # type: ignore[no-untyped-call]
-            return loss
-        return _loss_and_gradients(hidden, weight, labels, self, wants_hidden=False, wants_weight=False)[0]
+        wanted = torch.is_grad_enabled()
+        with torch.no_grad():
+            total, grad_hidden, grad_weight = _loss_and_gradients(
+                hidden,
+                weight,
+                labels,
+                self,
+                wants_hidden=wanted and hidden.requires_grad,
+                wants_weight=wanted and weight.requires_grad,
+            )
+        # One node for each, joined by an addition: pipeline schedules that run the backward pass of inputs and of
+        # weights at different times find the place where the two part.
+        if grad_hidden is not None:
+            total = _known(hidden, total, grad_hidden)
+        if grad_weight is not None:
+            total = total + _known(weight, torch.zeros_like(total), grad_weight)
+        return total
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+def _known(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    """``value`` [1], as a function of ``x`` with a gradient that is known already."""
+    out: Tensor = _Known.apply(x, value, gradient)  # type: ignore[no-untyped-call]  # torch has no types here
+    return out
+
+
+class _Known(torch.autograd.Function):
     """Since the loss is a sum, the gradient of each chunk is known as soon as its logits are."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: ChunkedCrossEntropy) -> Tensor:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        total, grad_hidden, grad_weight = _loss_and_gradients(
-            hidden, weight, labels, options, wants_hidden=wants_hidden, wants_weight=wants_weight
-        )
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return total
+    def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = x.dtype
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_total.to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * grad_total).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_value.to(gradient.dtype)).to(ctx.dtype), None, None
 
 
 def _loss_and_gradients(

@@ -1,0 +1,162 @@
+"""The same run, whoever starts its ranks: equal bit for bit where the layout is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import small
+
+BIN = Path(sys.executable).parent
+_JOBS = itertools.count(os.getpid())  # each with a port of its own
+
+
+def _port() -> int:
+    with contextlib.closing(socket.socket()) as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def _torchrun(num_ranks: int) -> list[str]:
+    return [
+        str(BIN / "torchrun"), "--nproc-per-node", str(num_ranks), "--master-port", str(_port()), "-m", "atoll.train"
+    ]  # fmt: skip
+
+
+def _finish(command: list[str], code: int = 0, **more: str) -> str:
+    """Run it to its end; what it said."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=small.environment(**more), timeout=110
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``tree.toml`` and the run of it by torchrun on two ranks."""
+    folder = tmp_path_factory.mktemp("reference")
+    tree = small.tree(folder, train__steps=4, parallel__shard=2)
+    path = small.write_toml(tree, folder / "tree.toml")
+    _finish([*_torchrun(2), str(path)])
+    return folder
+
+
+def _to(folder: Path) -> list[str]:
+    return ["--train.output_dir", str(folder / "run")]
+
+
+def test_atoll_train(reference: Path, tmp_path: Path) -> None:
+    said = _finish([str(BIN / "atoll"), "train", str(reference / "tree.toml"), "--nodes", "2", *_to(tmp_path)])
+    small.assert_same_run(reference / "run", tmp_path / "run")
+    assert "FSDP" in said
+    assert "next:" in said
+
+
+def test_atoll_train_with_one_node_of_two_ranks(reference: Path, tmp_path: Path) -> None:
+    _finish([str(BIN / "atoll"), "train", str(reference / "tree.toml"), "--nproc", "2", *_to(tmp_path)])
+    small.assert_same_run(reference / "run", tmp_path / "run")
+
+
+def test_accelerate(reference: Path, tmp_path: Path) -> None:
+    """``--multi_gpu`` is its way to say several processes; with ``--cpu`` it starts one, or MPI's."""
+    launch = [
+        str(BIN / "accelerate"), "launch", "--num_processes", "2", "--num_machines", "1", "--multi_gpu",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(_port()), "-m", "atoll.train",
+    ]  # fmt: skip
+    _finish([*launch, str(reference / "tree.toml"), *_to(tmp_path)])
+    small.assert_same_run(reference / "run", tmp_path / "run")
+
+
+def _srun(*arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """Ranks, each with its arguments, in the environment that srun gives its tasks on one node."""
+    host = socket.gethostname()
+    job = str(next(_JOBS))
+    num_ranks = len(arguments)
+    return [
+        small.spawn(
+            *own,
+            SLURM_JOB_ID=job,
+            SLURM_STEP_ID="0",
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_NODEID="0",
+            SLURM_NTASKS=str(num_ranks),
+            SLURM_NNODES="1",
+            SLURM_STEP_NODELIST=host,
+            SLURM_STEP_TASKS_PER_NODE=str(num_ranks),
+            SLURM_TASKS_PER_NODE=str(num_ranks),
+        )
+        for rank, own in enumerate(arguments)
+    ]
+
+
+def test_srun(reference: Path, tmp_path: Path) -> None:
+    for process in _srun(*[[str(reference / "tree.toml"), *_to(tmp_path)]] * 2):
+        said, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+    small.assert_same_run(reference / "run", tmp_path / "run")
+
+
+def test_slurms_notice_to_all_tasks_saves(reference: Path, tmp_path: Path) -> None:
+    endless = [str(reference / "tree.toml"), *_to(tmp_path), "--train.steps", "100000", "--schedule.kind", "constant"]
+    processes = _srun(endless, endless)
+    journal = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for process in processes:
+        process.send_signal(signal.SIGUSR1)
+    for process in processes:
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 101, said
+    assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
+
+
+@pytest.mark.long
+def test_two_nodes_of_two_ranks_are_torchruns_four(reference: Path, tmp_path: Path) -> None:
+    path = str(reference / "tree.toml")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    four = ["--parallel.shard", "4", "--train.micro_batch", "1"]
+    _finish([str(BIN / "atoll"), "train", path, "--nodes", "2", "--nproc", "2", *four, *_to(ours)])
+    _finish([*_torchrun(4), path, *four, *_to(theirs)])
+    small.assert_same_run(ours / "run", theirs / "run")
+
+
+@pytest.mark.long
+def test_a_run_goes_on_under_another_launcher(reference: Path, tmp_path: Path) -> None:
+    path = str(reference / "tree.toml")
+    _finish([*_torchrun(2), path, *_to(tmp_path), "--train.steps", "2"])
+    _finish(
+        [str(BIN / "atoll"), "train", path, "--nodes", "2", *_to(tmp_path), "--allow-changes"],
+    )
+    rows = small.steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------- what goes wrong
+def test_a_mistake_is_told_once_under_torchrun(reference: Path, tmp_path: Path) -> None:
+    said = _finish([*_torchrun(2), str(reference / "tree.toml"), *_to(tmp_path), "--data.path", "/nowhere.txt"], code=1)
+    assert said.count("atoll: ") == 1, said
+    assert "/nowhere.txt" in said
+    assert 'File "' not in said.split("torch.distributed.elastic")[0], "no traceback of ours"
+
+
+def test_what_one_rank_alone_finds_wrong_is_told(reference: Path, tmp_path: Path) -> None:
+    good = [str(reference / "tree.toml"), *_to(tmp_path)]
+    fine, mistaken = _srun(good, [*good, "--model.python", "nowhere_at_all:build"])
+    said, _ = mistaken.communicate(timeout=60)
+    assert mistaken.returncode == 100
+    assert "atoll: on rank 1: [model] python = 'nowhere_at_all:build'" in said
+    fine.communicate(timeout=60)
+    assert fine.returncode not in (0, None)

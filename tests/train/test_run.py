@@ -1,0 +1,356 @@
+"""One run from recipe to result: what it trains on, what it validates on, what it says where it can't."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import small
+import torch
+from torch.nn import functional as F
+
+from atoll.core.errors import AtollError, CheckpointError, ConfigError
+from atoll.train.corpus import Corpus, open_corpus
+from atoll.train.data.loader import batched
+from atoll.train.data.packing import PackedDataset
+from atoll.train.data.prepare import prepare
+from atoll.train.events import CheckpointSaved, Note, RunEnded, Validated
+from atoll.train.models import registry
+from atoll.train.models.init import initialize
+from atoll.train.recipe.load import load_recipe
+
+pytestmark = pytest.mark.usefixtures("torch_in_process")
+
+
+def _corpus(recipe: dict[str, Any]) -> Corpus:
+    loaded = load_recipe(recipe).recipe
+    prepared = prepare(loaded.data, seq_len=small.SEQ_LEN, progress=lambda _: None, note=lambda _: None)
+    return open_corpus(loaded, prepared)
+
+
+def _loss_by_hand(recipe: dict[str, Any], dataset: PackedDataset, weights: dict[str, torch.Tensor] | None) -> float:
+    """Nats per token over every sequence once, one sequence at a time, without anything of the trainer's loop."""
+    section = load_recipe(recipe).recipe.model.model_copy(update={"vocab_size": 260})
+    model = registry.build(section, device="cpu", dtype=torch.float64)
+    if weights is None:
+        initialize(model, 0)
+    else:
+        model.load_state_dict(weights)
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for index in range(len(dataset)):
+            batch = batched([dataset.window(index)])
+            logits = model(batch.tokens, batch.positions, batch.documents)
+            total += float(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"))
+            tokens += int((batch.labels != -100).sum())
+    return total / tokens
+
+
+# -------------------------------------------------------------------------------------------------- validation
+VALIDATION = {
+    "one": (1, {}),
+    "fsdp": (2, {"parallel__shard": 2}),
+    "ddp": (2, {"parallel__replicate": 2, "train__micro_batch": 1}),
+    "pipeline": (2, {"parallel__pipeline": 2, "train__micro_batch": 1}),
+    "context": (2, {"parallel__context": 2}),
+    "tensor": (2, {"parallel__tensor": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", VALIDATION)
+def test_validation_counts_every_token_once(tmp_path: Path, layout: str) -> None:
+    world, changes = VALIDATION[layout]
+    held = tmp_path / "held.txt"
+    held.write_text(small.text(3, seed=9)[: 3 * small.SEQ_LEN - 5])
+    tree = small.tree(tmp_path, data__validation=str(held), train__steps=2, precision__compute="fp64", **changes)
+    result = ranks.run(world, small.train, tree)[0]
+    dataset = _corpus(tree).validation
+    assert dataset is not None
+    assert len(dataset) == 3, "uneven over two ranks"
+    expected = _loss_by_hand(tree, dataset, small.weights(tmp_path / "run"))
+    assert result.validation_loss == pytest.approx(expected, rel=1e-11)
+
+
+def test_validation_of_a_few_batches_reads_no_more(tmp_path: Path) -> None:
+    tree = small.tree(
+        tmp_path, data__validation=0.5, train__validate_every=1, train__validate_batches=1, train__steps=2
+    )
+    dataset = _corpus(tree).validation
+    assert dataset is not None
+    assert len(dataset) > 8
+    events: list[Any] = []
+    small.train(tree, events=events)
+    told = [event for event in events if isinstance(event, Validated)]
+    assert [event.step for event in told] == [1, 2]
+    places = [index * len(dataset) // 4 for index in range(4)]
+    assert told[0].tokens == sum(int(dataset.window(place).num_trained) for place in places)
+
+
+# ------------------------------------------------------------------------------------- the last batch of an epoch
+@pytest.fixture
+def seven(tmp_path: Path) -> dict[str, Any]:
+    """A recipe whose data are seven sequences; weights hardly move, so that losses add up."""
+    path = tmp_path / "seven.txt"
+    path.write_text(small.text(40)[: 7 * small.SEQ_LEN - 20])
+    return small.tree(
+        tmp_path,
+        data__path=str(path),
+        train__steps="1ep",
+        train__micro_batch=1,
+        precision__compute="fp64",
+        optimizer__lr=1e-30,
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_last_partial_batch_is_trained(tmp_path: Path, seven: dict[str, Any], world: int, epochs: int) -> None:
+    tree = small.changed(seven, train__steps=f"{epochs}ep")
+    result = ranks.run(world, small.train, tree)[0]
+    dataset = _corpus(tree).dataset
+    assert len(dataset) == 7
+    rows = small.steps(tmp_path / "run")
+    wanted = {1: [(0, 4), (4, 3)], 2: [(0, 4), (4, 4), (8, 4), (12, 2)]}[epochs]
+    assert [(row["first_sample"], row["num_samples"]) for row in rows] == wanted
+    assert result.tokens == epochs * sum(dataset.num_trained(number) for number in range(7))
+    counted = [0, *(row["tokens"] for row in rows)]
+    total = sum(row["loss"] * (counted[i + 1] - counted[i]) for i, row in enumerate(rows))
+    assert total / result.tokens == pytest.approx(_loss_by_hand(tree, dataset, None), rel=1e-11)
+
+
+def test_a_length_in_tokens_is_reached(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps="500tok")
+    result = small.train(tree)
+    per_step = result.tokens / result.steps
+    assert result.tokens >= 0.8 * 500
+    assert result.steps == -(-500 // per_step)
+
+
+def test_gradients_do_not_depend_on_how_a_batch_is_dealt(tmp_path: Path, seven: dict[str, Any]) -> None:
+    tree = small.changed(seven, optimizer__lr=3e-3, train__steps="3ep")
+    ways = {"whole": (1, 4), "accumulated": (1, 1), "two": (2, 2), "two accumulated": (2, 1)}
+    for name, (world, micro) in ways.items():
+        ranks.run(
+            world,
+            small.train,
+            small.changed(tree, train__micro_batch=micro, train__output_dir=str(tmp_path / name)),
+        )
+    for name in ways:
+        assert small.losses(tmp_path / name) == pytest.approx(small.losses(tmp_path / "whole"), rel=1e-11)
+
+
+# ----------------------------------------------------------------------------------------------- disks and folders
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)], capture_output=True)
+    if done.returncode != 0:
+        pytest.skip(f"mounting a small disk is not allowed here: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_in_a_save(tmp_path: Path, small_disk: Path) -> None:
+    tree = small.tree(
+        tmp_path, train__output_dir=str(small_disk / "run"), train__steps=12, checkpoint__every=2, parallel__shard=2
+    )
+    filler = small_disk / "filler"
+    outcomes = ranks.start(2, _fill_after, tree, str(filler), patient=True).outcomes()
+    for kind, text in outcomes:
+        assert kind == "raised"
+        assert "CheckpointError" in text
+        assert "No space left on device" in text
+    assert small.saved_step(small_disk / "run") == 2
+    filler.unlink()
+    assert ranks.run(2, small.train, tree)[0].status == "finished"
+    rows = small.steps(small_disk / "run")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+
+
+def _fill_after(recipe: dict[str, Any], filler: str) -> Any:
+    """Run it; the disk is full once the first checkpoint is complete."""
+
+    def report(event: Any) -> None:
+        if isinstance(event, CheckpointSaved) and event.step == 2:
+            free = os.statvfs(Path(filler).parent).f_bavail * os.statvfs(Path(filler).parent).f_frsize
+            Path(filler).write_bytes(bytes(max(0, free - 65536)))  # the journal still finds room
+
+    from atoll.train.run import run
+
+    return run(dict(recipe), report=report)
+
+
+def test_a_full_disk_is_exit_code_100(tmp_path: Path, small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(3 * 2**20 - 100_000))
+    tree = small.tree(tmp_path, train__output_dir=str(small_disk / "run"), train__steps=2)
+    process = small.spawn(small.write_toml(tree, tmp_path / "tree.toml"))
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 100
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+
+
+def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=r"output_dir .*run.*: File exists; choose another"):
+        small.train(small.tree(tmp_path))
+
+
+def test_an_output_folder_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        small.train(small.tree(tmp_path, train__output_dir=str(tmp_path / "file" / "run")))
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """Root may write everywhere but below /proc."""
+    with pytest.raises(ConfigError, match=r"output_dir '/proc/run'.*choose another"):
+        small.train(small.tree(tmp_path, train__output_dir="/proc/run"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"version": 7}', "\xff"])
+def test_a_damaged_recipe_in_the_folder(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"recipe\.json' is damaged .*--no-resume"):
+        small.train(small.tree(tmp_path))
+
+
+def test_a_recipe_that_never_began_does_not_bind_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mistyped\.txt"):
+        small.train(small.tree(tmp_path, data__path=str(tmp_path / "mistyped.txt")))
+    assert small.train(small.tree(tmp_path)).status == "finished"
+
+
+def test_runs_in_a_relative_folder_are_told_as_people_type_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = small.train(small.tree(tmp_path, train__output_dir="outputs/here", train__steps=2))
+    assert result.output_dir == str(tmp_path / "outputs" / "here")
+    assert result.checkpoint == "outputs/here/checkpoints/step-00000002"
+
+
+# ------------------------------------------------------------------------------------------------- clear refusals
+REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "no data file": (1, {"data__path": "/nowhere/at/all.txt"}, r"/nowhere/at/all\.txt"),
+    "an empty file": (1, {"data__path": "{folder}/empty.txt"}, r"empty\.txt.* is empty"),
+    "an empty folder": (1, {"data__path": "{folder}/empty"}, r"empty"),
+    "less than a sequence": (1, {"data__path": "{folder}/short.txt"}, r"less than one sequence.*seq_len = 32"),
+    "an unknown tokenizer": (1, {"data__tokenizer": "byte"}, r"\[data\] tokenizer = 'byte'.*'bytes'"),
+    "a vocabulary too small": (1, {"model__vocab_size": 100}, r"260 tokens.*vocab_size = 100"),
+    "a mesh that does not divide": (2, {"parallel__tensor": 3}, r"3[\s\S]*2|2[\s\S]*3"),
+    "heads that do not divide": (2, {"parallel__tensor": 2, "model__kv_heads": 1}, r"kv_heads = 1.*2|2.*kv_heads"),
+    "a batch that does not divide": (2, {"parallel__shard": 2, "train__global_batch": 3}, r"global_batch = 3"),
+    "no weights to start from": (1, {"model__init": "{folder}/no-model"}, r"no-model"),
+    "more positions than the model has": (
+        1,
+        {"model__family": "gpt2", "model__kv_heads": None, "model__max_seq_len": 16},
+        r"seq_len = 32 .*max_seq_len = 16",
+    ),
+    "no length": (1, {"train__steps": None}, r"\[train\] steps|--train\.steps"),
+    "a user's model that is not there": (1, {"model__python": "nowhere_at_all:build"}, r"nowhere_at_all"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path, name: str) -> None:
+    world, changes, pattern = REFUSED[name]
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "empty").mkdir()
+    given = {
+        key: value.replace("{folder}", str(tmp_path)) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
+    tree = small.tree(tmp_path, **given)
+    for kind, message in ranks.run(world, _refusal, tree):
+        assert kind == "ConfigError", message
+        assert re.search(pattern, message), message
+
+
+def _refusal(recipe: dict[str, Any]) -> tuple[str, str]:
+    try:
+        small.train(recipe)
+    except AtollError as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was refused"
+
+
+def test_a_typo_is_told_once_and_without_a_traceback(tmp_path: Path) -> None:
+    path = small.write_toml(small.tree(tmp_path), tmp_path / "tree.toml")
+    done = subprocess.run(
+        small.command(path, "--train.step", "3"), capture_output=True, text=True, env=small.environment(), timeout=60
+    )
+    assert done.returncode == 100
+    assert done.stdout == ""
+    assert "steps" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_tracker_that_cannot_start_is_an_error_of_every_rank(tmp_path: Path) -> None:
+    """Rank 0 alone has trackers, and the others don't wait for it."""
+    tree = small.tree(tmp_path, metrics__trackers=["tensorboard"], parallel__shard=2)
+    told = ranks.run(2, _refusal_without_tensorboard, tree, timeout=40)
+    assert told[0] == told[1]
+    assert told[0][0] == "ConfigError"
+    assert "tensorboard" in told[0][1]
+
+
+def _refusal_without_tensorboard(recipe: dict[str, Any]) -> tuple[str, str]:
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        sys.modules[name] = None  # type: ignore[assignment]  # the way to say that it is not installed
+    return _refusal(recipe)
+
+
+# -------------------------------------------------------------------------------------------------- what is told
+def test_the_end_is_told_also_where_a_users_model_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raising_model.py").write_text(
+        "from torch import nn\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self, section):\n"
+        "        super().__init__()\n"
+        "        self.head = nn.Linear(1, section.vocabulary)\n"
+        "    def forward(self, tokens, positions, documents=None):\n"
+        "        raise LookupError('my own mistake')\n"
+        "def build(section):\n"
+        "    return Model(section)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    events: list[Any] = []
+    with pytest.raises(LookupError, match="my own mistake"):
+        small.train(small.tree(tmp_path, model__python="raising_model:build"), events=events)
+    ended = [event for event in events if isinstance(event, RunEnded)]
+    assert [(event.status, event.error) for event in ended] == [("failed", "LookupError: my own mistake")]
+
+
+def test_json_output_is_one_object(tmp_path: Path) -> None:
+    path = small.write_toml(small.tree(tmp_path, train__steps=2, model__vocab_size=260), tmp_path / "tree.toml")
+    atoll = str(Path(sys.executable).with_name("atoll"))
+    done = subprocess.run(
+        [atoll, "train", str(path), "-o", "json"], capture_output=True, text=True, env=small.environment(), timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["status"], result["step"], result["steps"]) == ("finished", 2, 2)
+    assert Path(result["checkpoint"]).name == "step-00000002"
+    assert result["loss"] == small.losses(tmp_path / "run")[-1]
+
+
+def test_a_checkpoint_that_fails_at_the_end_fails_the_run(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=2, checkpoint__path=str(tmp_path / "text.txt" / "checkpoints"))
+    events: list[Any] = []
+    with pytest.raises((CheckpointError, ConfigError)):
+        small.train(tree, events=events)
+    assert [event.status for event in events if isinstance(event, RunEnded)] == ["failed"]
+    assert not [event for event in events if isinstance(event, Note) and "Traceback" in event.text]

@@ -1,0 +1,371 @@
+"""Asked to stop in any phase, every rank saves what there is and ends; nothing hangs and nothing is left half done."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import small
+
+import leaks
+from atoll.core.errors import NonFiniteError
+from atoll.train.events import Note, Progress, StepDone
+
+pytestmark = pytest.mark.usefixtures("torch_in_process")
+
+LAYOUT = {"parallel__shard": 2}
+
+
+class _Slow(http.server.BaseHTTPRequestHandler):
+    """A text of 100 GB that comes slowly."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self._send_facts(10**11)
+
+    def do_GET(self) -> None:
+        first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+        size = int(last) - int(first) + 1
+        time.sleep(0.1)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{10**11}")
+        self._send_facts(size)
+        with contextlib.suppress(OSError):
+            self.wfile.write((b"the sea, and then a little more of it\nEND\n" * (size // 40 + 1))[:size])
+
+    def _send_facts(self, size: int) -> None:
+        self.send_header("ETag", '"1"')
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def slow_url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Slow)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/text.txt"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _stop_when(recipe: dict[str, Any], when: Callable[[Any], bool], victim: int, how: str = "SIGTERM") -> Any:
+    """Run it; rank 0 sends ``how`` to rank ``victim`` at the first event that ``when`` holds for. Result and events."""
+    pids = small._pids()
+    events: list[Any] = []
+    sent: list[Any] = []
+
+    def report(event: Any) -> None:
+        events.append(event)
+        if not sent and when(event):
+            sent.append(event)
+            os.kill(pids[victim], getattr(signal, how))
+
+    from atoll.train.run import run
+
+    result = run(dict(recipe), report=report)
+    return result, [type(event).__name__ for event in events], [e.text for e in events if isinstance(e, Note)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stopped_while_data_are_prepared(tmp_path: Path, slow_url: str, victim: int) -> None:
+    tree = small.tree(tmp_path, data__path=slow_url, data__document_end="END", **LAYOUT)
+    started = time.monotonic()
+    outcomes = ranks.run(2, _stop_when, tree, lambda event: isinstance(event, Progress), victim, timeout=40)
+    assert time.monotonic() - started < 30
+    assert [result.status for result, _, _ in outcomes] == ["stopped", "stopped"]
+    assert outcomes[0][0].checkpoint is None
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    finished = small.train(small.changed(tree, data__path=str(tmp_path / "text.txt"), parallel__shard=None))
+    assert finished.status == "finished", "the folder is free, and holds no recipe that never began"
+
+
+def test_stopped_before_the_first_step(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, **LAYOUT)
+    outcomes = ranks.run(2, _stop_when, tree, lambda event: type(event).__name__ == "RunStarted", 1)
+    assert [(result.status, result.step) for result, _, _ in outcomes] == [("stopped", 1)] * 2
+    assert small.saved_step(tmp_path / "run") == 1
+
+
+def test_stopped_in_a_validation(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, data__validation=0.3, train__validate_every=3, train__steps=9, **LAYOUT)
+    outcomes = ranks.run(
+        2, _stop_when, tree, lambda event: isinstance(event, Progress) and event.phase == "validating", 1
+    )
+    assert [(result.status, result.step) for result, _, _ in outcomes] == [("stopped", 3)] * 2
+    _, names, notes = outcomes[0]
+    assert "Validated" not in names
+    assert any("SIGTERM on rank 1" in note and "step 3" in note for note in notes)
+    assert small.saved_step(tmp_path / "run") == 3
+    assert ranks.run(2, small.train, tree)[0].status == "finished"
+
+
+def test_stopped_while_a_save_is_in_flight(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, checkpoint__every=2, train__steps=50, **LAYOUT)
+    outcomes = ranks.run(2, _stop_when, tree, lambda event: isinstance(event, StepDone) and event.step == 2, 0)
+    assert [(result.status, result.step) for result, _, _ in outcomes] == [("stopped", 3)] * 2
+    assert small.saved_step(tmp_path / "run") == 3
+    assert ranks.run(2, small.train_and_stop, tree, 5, "SIGUSR1", 1)[0].step == 6
+
+
+def test_the_stop_file_is_taken_away_and_an_old_one_does_not_count(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    assert small.train(tree).status == "finished"
+    assert not (tmp_path / "run" / "stop").exists()
+
+
+def test_the_exit_code_says_that_it_is_not_finished(tmp_path: Path) -> None:
+    path = small.write_toml(small.tree(tmp_path, train__steps=100_000), tmp_path / "tree.toml")
+    process = small.spawn(path)
+    journal = tmp_path / "run" / "metrics.jsonl"
+    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 101, said
+    assert "SIGTERM" in said
+    assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
+
+
+def test_the_second_of_two_runs_in_one_folder_is_refused(tmp_path: Path) -> None:
+    path = small.write_toml(small.tree(tmp_path, train__steps=100_000), tmp_path / "tree.toml")
+    first = small.spawn(path)
+    journal = tmp_path / "run" / "metrics.jsonl"
+    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1, first)
+    second = small.spawn(path)
+    said, _ = second.communicate(timeout=60)
+    assert second.returncode == 100
+    assert f"in use by pid {first.pid} " in said
+    assert "Traceback" not in said
+    assert first.poll() is None
+    first.send_signal(signal.SIGUSR1)
+    first.communicate(timeout=60)
+    assert first.returncode == 101
+    done = small.saved_step(tmp_path / "run")
+    result = small.train(small.changed(small.tree(tmp_path), train__steps=done + 2), allow_changes=True)
+    assert (result.status, result.step) == ("finished", done + 2)
+
+
+def test_two_runs_side_by_side_share_the_data(tmp_path: Path) -> None:
+    trees = [small.tree(tmp_path, train__output_dir=str(tmp_path / name)) for name in ("a", "b")]
+    paths = [small.write_toml(tree, tmp_path / f"{number}.toml") for number, tree in enumerate(trees)]
+    processes = [small.spawn(path) for path in paths]
+    for process in processes:
+        said, _ = process.communicate(timeout=90)
+        assert process.returncode == 0, said
+    small.assert_same_run(tmp_path / "a", tmp_path / "b")
+    shards = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+    assert len(shards) == 1
+
+
+def _until(holds: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not begin"
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------- loss and gradients that break
+_MODEL = '''
+import torch
+from torch import nn
+
+STEP = 0
+
+class Broken(torch.autograd.Function):
+    """The identity, with infinite gradients."""
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf")
+
+class Model(nn.Module):
+    def __init__(self, section):
+        super().__init__()
+        self.embed = nn.Embedding(section.vocabulary, section.dim)
+        self.blocks = nn.ModuleList([nn.Linear(section.dim, section.dim) for _ in range(2)])
+        self.head = nn.Linear(section.dim, section.vocabulary, bias=False)
+        self.calls = 0
+
+    def forward(self, tokens, positions, documents=None):
+        import torch.distributed as dist
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        if self.training and torch.is_grad_enabled():
+            self.calls += 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            x = BREAK
+        return self.head(x)
+
+def build(section):
+    return Model(section)
+'''
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+@pytest.mark.parametrize("layout", [{"parallel__replicate": 2}, {"parallel__shard": 2}], ids=["ddp", "fsdp"])
+def test_what_is_not_finite_stops_every_rank_before_the_weights_change(
+    tmp_path: Path, what: str, layout: dict[str, Any]
+) -> None:
+    breaking = 'x * float("nan")' if what == "loss" else "Broken.apply(x)"
+    (tmp_path / f"broken_{what}.py").write_text(_MODEL.replace("BREAK", breaking))
+    tree = small.tree(tmp_path, model__python=f"broken_{what}:build", checkpoint__every=1, **layout)
+    outcomes = ranks.run(2, _nonfinite, tree, str(tmp_path))
+    for text, status in outcomes:
+        assert text == outcomes[0][0]
+        assert "step 3" in text
+        assert "parameters: inner.blocks.0.bias" in text
+        assert "The weights are those of step 2" in text
+        if what == "loss":
+            assert "the loss is not finite on rank 1;" in text
+        else:
+            assert "gradients are not finite" in text
+            assert "the loss is;" in text
+        assert status == "failed" or text is outcomes[1][0]
+    assert len(small.steps(tmp_path / "run")) == 2
+    assert small.saved_step(tmp_path / "run") == 2
+
+
+def _nonfinite(recipe: dict[str, Any], folder: str) -> tuple[str, str]:
+    """The error and the status that was told; the weights must be those of the checkpoint."""
+    import torch
+
+    import atoll.train.run as module
+    from atoll.train.events import RunEnded
+
+    sys.path.insert(0, folder)
+    events: list[Any] = []
+    runs: list[Any] = []
+    original = module.train
+
+    def train(run: Any) -> None:
+        runs.append(run)
+        original(run)
+
+    module.train = train
+    with pytest.raises(NonFiniteError) as caught:
+        small.train(recipe, events=events)
+    saved = small.weights(recipe["train"]["output_dir"])
+    for name, parameter in runs[0].engine.weights.masters.items():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        assert torch.equal(whole.detach(), saved[name]), name
+    ended = [event for event in events if isinstance(event, RunEnded)]
+    return str(caught.value), ended[0].status if ended else ""
+
+
+# ------------------------------------------------------------------------------------------------ ranks that fail alone
+def test_what_fails_on_one_rank_alone_is_told_on_all(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, **LAYOUT)
+    outcomes = ranks.start(2, _without_data_on_rank_1, tree, patient=True).outcomes(timeout=40)
+    for kind, text in outcomes:
+        assert kind == "raised"
+        assert "ConfigError" in text
+        assert "nowhere.txt" in text
+
+
+def _without_data_on_rank_1(recipe: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    own = small.changed(recipe, data__path="nowhere.txt") if dist.get_rank() == 1 else recipe
+    return small.train(own)
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=10_000, **LAYOUT)
+    outcomes = ranks.start(2, small.train_and_stop, tree, 3, "SIGKILL", 1, patient=True).outcomes(timeout=40)
+    assert outcomes[1] == ("died", -signal.SIGKILL)
+    assert outcomes[0][0] == "raised"
+
+
+# ------------------------------------------------------------------------------------------------ atoll train itself
+def _driver(*arguments: str | Path, **more: str) -> subprocess.Popen[str]:
+    """``atoll train`` on two nodes, in a process group of its own."""
+    return subprocess.Popen(
+        [str(Path(sys.executable).with_name("atoll")), "train", *map(str, arguments), "--nodes", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=small.environment(**more),
+        start_new_session=True,
+    )
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    tree = small.tree(tmp_path, train__steps=100_000, checkpoint__every=100)
+    return small.write_toml(tree, tmp_path / "tree.toml")
+
+
+def _running(tmp_path: Path, path: Path) -> subprocess.Popen[str]:
+    process = _driver(path)
+    journal = tmp_path / "run" / "metrics.jsonl"
+    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
+    return process
+
+
+@pytest.mark.parametrize("whom", ["group", "driver"])
+def test_ctrl_c_saves_and_says_so(tmp_path: Path, endless: Path, whom: str) -> None:
+    process = _running(tmp_path, endless)
+    if whom == "group":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 101, said
+    assert "SIGINT: saving a checkpoint, then stopping" in said
+    assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
+    assert not (tmp_path / "run" / "stop").exists()
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, endless: Path) -> None:
+    process = _running(tmp_path, endless)
+    for rank in leaks.descendants(process.pid):
+        command = Path(f"/proc/{rank}/cmdline").read_bytes()
+        if b"worker" in command:
+            os.kill(rank, signal.SIGSTOP)  # it can't save any more
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "once more stops at once" in said
+
+
+def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path, endless: Path) -> None:
+    process = _running(tmp_path, endless)
+    _until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), process)
+    family = leaks.descendants(process.pid)
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(leaks.is_running(pid) for pid in family):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    done = small.saved_step(tmp_path / "run")
+    tree = small.changed(small.tree(tmp_path, checkpoint__every=100), train__steps=done + 2)
+    result = small.train(tree, allow_changes=True)
+    assert (result.status, result.step) == ("finished", done + 2)
+    assert [row["step"] for row in small.steps(tmp_path / "run")] == list(range(1, done + 3))
