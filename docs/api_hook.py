@@ -1,4 +1,4 @@
-"""mkdocs hook: fills the API page from `atoll.__all__`, so that a new public name is documented by being public."""
+"""mkdocs hook: fills the API page from `atoll.__all__` and `atoll.train.__all__`: what is public is documented."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 atoll = importlib.import_module("atoll")
+train = importlib.import_module("atoll.train")
 
 MARKER = "<!-- every public name -->"
+TRAIN_MARKER = "<!-- every public name of atoll.train -->"
 # Members that modules of the package call on each other.
 INTERNAL = ("settle", "settle_streams", "submit_call", "place")
 # What calls give back: nobody makes one, so there is no constructor to show.
@@ -21,12 +23,21 @@ GIVEN = {"CallFuture", "Group", "Pending", "RankResults", "Stream"}
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Replace the marker on the API page by one section for each public name, grouped by what it is."""
+    """Replace the markers on the API page by one section for each public name, grouped by what it is."""
     if page.file.src_uri != "api-reference.md":
         return markdown
-    if MARKER not in markdown:
-        raise ValueError(f"docs/api-reference.md has lost its line {MARKER!r}")
-    return markdown.replace(MARKER, "\n".join(_sections()))
+    for marker, lines in ((MARKER, _sections()), (TRAIN_MARKER, _training())):
+        if marker not in markdown:
+            raise ValueError(f"docs/api-reference.md has lost its line {marker!r}")
+        markdown = markdown.replace(marker, "\n".join(lines))
+    return markdown
+
+
+def _training() -> list[str]:
+    lines: list[str] = []
+    for name in sorted(train.__all__, key=str.lower):
+        lines += [*_block(f"{train._WHERE[name]}.{name}", f"atoll.train.{name}", level=3), ""]
+    return lines
 
 
 def _sections() -> list[str]:

@@ -103,11 +103,6 @@ def train_and_stop(recipe: Mapping[str, Any], after: int, how: str = "file", ran
     return run(dict(recipe), report=report)
 
 
-def train_all(*recipes: Mapping[str, Any]) -> list[Any]:
-    """Run them one after the other on the same ranks; the results."""
-    return [train(recipe) for recipe in recipes]
-
-
 def _pids() -> list[int]:
     """Of the ranks."""
     import torch.distributed as dist

@@ -53,10 +53,11 @@ def test_a_run_whose_rank_was_killed_goes_on_from_the_last_checkpoint(tmp_path: 
     ranks.run(2, small.train, whole)
     outcomes = ranks.start(2, small.train_and_stop, killed, 10, "SIGKILL", 1, patient=True).outcomes()
     assert outcomes[1] == ("died", -signal.SIGKILL)
-    assert small.saved_step(tmp_path / "killed") == 8
+    done = small.saved_step(tmp_path / "killed")
+    assert done in (4, 8), "that of step 8 may have been in flight"
     assert len(small.steps(tmp_path / "killed")) >= 10
     result = ranks.run(2, _resumed_at, killed)[0]
-    assert result == (9, "step 8")
+    assert result == (done + 1, f"step {done}")
     small.assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 

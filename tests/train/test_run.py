@@ -26,6 +26,7 @@ from atoll.train.events import CheckpointSaved, Note, RunEnded, Validated
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
 from atoll.train.recipe.load import load_recipe
+from atoll.train.runs import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
 
@@ -92,6 +93,20 @@ def test_validation_of_a_few_batches_reads_no_more(tmp_path: Path) -> None:
     assert [event.step for event in told] == [1, 2]
     places = [index * len(dataset) // 4 for index in range(4)]
     assert told[0].tokens == sum(int(dataset.window(place).num_trained) for place in places)
+
+
+def test_a_checkpoint_is_rated_by_the_validation_of_its_own_weights(tmp_path: Path) -> None:
+    tree = small.tree(
+        tmp_path, data__validation=0.5, train__validate_every=2, train__steps=4, checkpoint__every=1, checkpoint__keep=9
+    )
+    events: list[Any] = []
+    small.train(tree, events=events)
+    told = {event.step: event.loss for event in events if isinstance(event, Validated)}
+    assert told.keys() == {2, 4}
+    for step in range(1, 5):
+        found = find_checkpoint(str(tmp_path / "run" / "checkpoints" / f"step-{step:08}"))
+        assert found is not None
+        assert found.manifest.metric == told.get(step)
 
 
 # ------------------------------------------------------------------------------------- the last batch of an epoch

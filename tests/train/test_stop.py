@@ -98,6 +98,17 @@ def test_stopped_while_data_are_prepared(tmp_path: Path, slow_url: str, victim: 
     assert finished.status == "finished", "the folder is free, and holds no recipe that never began"
 
 
+def test_the_next_run_of_the_same_ranks_is_not_stopped_with_it(tmp_path: Path, slow_url: str) -> None:
+    first = small.tree(tmp_path, data__path=slow_url, data__document_end="END", **LAYOUT)
+    second = small.changed(first, data__path=str(tmp_path / "text.txt"))
+    assert ranks.run(2, _stop_the_first, first, second, timeout=40) == [("stopped", "finished")] * 2
+
+
+def _stop_the_first(first: dict[str, Any], second: dict[str, Any]) -> tuple[str, str]:
+    stopped, _, _ = _stop_when(first, lambda event: isinstance(event, Progress), 1)
+    return stopped.status, small.train(second).status
+
+
 def test_stopped_before_the_first_step(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, **LAYOUT)
     outcomes = ranks.run(2, _stop_when, tree, lambda event: type(event).__name__ == "RunStarted", 1)
@@ -337,6 +348,28 @@ def test_ctrl_c_saves_and_says_so(tmp_path: Path, endless: Path, whom: str) -> N
     assert process.returncode == 101, said
     assert "SIGINT: saving a checkpoint, then stopping" in said
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
+    assert not (tmp_path / "run" / "stop").exists()
+
+
+def test_ctrl_c_finds_the_new_folder_of_a_run_that_started_over(tmp_path: Path, endless: Path) -> None:
+    small.train(small.tree(tmp_path, train__steps=2))
+    process = _driver(endless, "--no-resume")
+    journal = tmp_path / "run-2" / "metrics.jsonl"
+    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 101, said
+    assert small.saved_step(tmp_path / "run-2") == len(small.steps(tmp_path / "run-2"))
+
+
+def test_ctrl_c_before_anything_began_ends_at_once(tmp_path: Path, endless: Path) -> None:
+    (tmp_path / "run").mkdir()
+    process = _driver(endless)
+    assert process.stdout is not None
+    time.sleep(1.0)  # it starts its ranks
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode in (130, 101, -signal.SIGINT)
     assert not (tmp_path / "run" / "stop").exists()
 
 

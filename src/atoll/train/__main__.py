@@ -30,9 +30,9 @@ def main(arguments: list[str]) -> int:
 
         result = run(recipe, rest, resume="--no-resume" not in given, allow_changes="--allow-changes" in given)
     except AtollError as error:
-        # Most are the same on every rank, and rank 0 tells them; one that a rank has alone is marked.
+        # Most are the same on every rank, and rank 0 tells them. One that it does not know of is told by its own rank.
         where = getattr(error, "__notes__", [])
-        if is_head or where:
+        if is_head or where == [f"on rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}"]:
             print(" ".join(["atoll:", *(f"{each}:" for each in where), str(error)]), file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:

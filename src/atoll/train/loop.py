@@ -38,8 +38,7 @@ class Cursor:
     step: int = 0
     tokens: int = 0  # trained, over all ranks
     loss: float | None = None
-    validation_loss: float | None = None
-    best: float | None = None  # lowest validation loss
+    validation_loss: float | None = None  # of the last validation
 
 
 @dataclass
@@ -68,6 +67,7 @@ class Run:
     stopped_by: str | None = None
     checkpoint: str | None = None  # where the newest whole one is
     saved_step: int | None = None
+    validated_step: int | None = None
     save_error: CheckpointError | None = None
     seen: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "seconds": 0.0, "memory_bytes": 0.0})
 
@@ -308,7 +308,7 @@ def validate(run: Run) -> bool:
     total, tokens = own.tolist()
     cursor = run.cursor
     cursor.validation_loss = total / max(1.0, tokens)
-    cursor.best = cursor.validation_loss if cursor.best is None else min(cursor.best, cursor.validation_loss)
+    run.validated_step = cursor.step
     run.tell(Validated(cursor.step, cursor.validation_loss, int(tokens), time.perf_counter() - started))
     return False
 
@@ -330,10 +330,10 @@ def save(run: Run) -> None:
         "tokens": cursor.tokens,
         "loss": cursor.loss,
         "validation_loss": cursor.validation_loss,
-        "best": cursor.best,
         "source": run.source.state(),
     }
-    run.checkpointer.save(cursor.step, state_tensors(run), meta, metric=cursor.validation_loss)
+    metric = cursor.validation_loss if run.validated_step == cursor.step else None  # an older one is of other weights
+    run.checkpointer.save(cursor.step, state_tensors(run), meta, metric=metric)
     run.saved_step = cursor.step
 
 

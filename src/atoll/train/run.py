@@ -21,7 +21,7 @@ from atoll.train.checkpoint.checkpointer import Checkpointer
 from atoll.train.checkpoint.shared import check_shared
 from atoll.train.checkpoint.state import optimizer_tensors
 from atoll.train.checkpoint.store import open_store
-from atoll.train.corpus import Length, described, open_corpus, with_vocabulary
+from atoll.train.corpus import Corpus, Length, described, open_corpus, with_vocabulary
 from atoll.train.data.loader import Loader
 from atoll.train.data.prepare import Prepared, prepare
 from atoll.train.data.samples import Counter
@@ -80,14 +80,6 @@ class _Stopped(Exception):
     """A rank was asked to stop before the first step: there is nothing to save."""
 
 
-@dataclass(frozen=True)
-class _Preparing:
-    """How the data came out on a rank."""
-
-    stopped: bool = False
-    error: AtollError | None = None
-
-
 def run(
     recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None = None,
     overrides: Sequence[str] = (),
@@ -121,8 +113,8 @@ def run(
                 loaded.notes, resume=resume, allow_changes=allow_changes
             )
         except AtollError as error:
-            if world.says_first(str(error)) and not world.is_head:
-                error.add_note(f"on rank {world.rank}")  # no other has it, so this one has to be told of
+            if not world.is_known(str(error)):
+                error.add_note(f"on rank {world.rank}")  # rank 0 does not have it, so this one has to be told of
             raise
         finally:
             world.close()
@@ -207,14 +199,10 @@ class _Session:
             torch.use_deterministic_algorithms(True)
             self.cleanup.callback(torch.use_deterministic_algorithms, False)
         prepared = self._prepare_data()
-        recipe = self.recipe = with_vocabulary(recipe, prepared)
-        if world.is_head and prepared.tokenizer is not None:
-            prepared.tokenizer.save(folder / "tokenizer")
-        corpus = open_corpus(recipe, prepared)
-        self._plan = plan(recipe, world, tell=self._note)
+        corpus, length = self._prepare_run(prepared, folder)
+        recipe = self.recipe
         mesh = make_mesh(self._plan.layout, world.device)
 
-        length = Length(recipe, corpus.dataset)
         root = recipe.checkpoint.path or str(folder / "checkpoints")
         checkpointer = self._checkpointer(root, length)
         found = checkpointer.latest()
@@ -269,25 +257,37 @@ class _Session:
 
         However it comes out, the ranks meet afterwards: nobody is left waiting for one that failed or was stopped.
         """
-        prepared: list[Prepared] = []
-        outcome = _Preparing()
-        try:
-            prepared.append(
-                prepare(self.recipe.data, seq_len=self.recipe.train.seq_len, progress=self._progress, note=self._note)
-            )
-            self.cleanup.callback(prepared[0].close)
-        except _Stopped:
-            outcome = _Preparing(stopped=True)
-        except AtollError as error:
-            outcome = _Preparing(error=error)
+        prepared: Prepared | None = None
+        error: AtollError | None = None
+        with contextlib.suppress(_Stopped):
+            try:
+                prepared = prepare(
+                    self.recipe.data, seq_len=self.recipe.train.seq_len, progress=self._progress, note=self._note
+                )
+                self.cleanup.callback(prepared.close)
+            except AtollError as failure:
+                error = failure
         self.world.meet("data", self._waiting)
-        outcomes = self.world.gather(_Preparing(outcome.stopped or self.stop.asked, outcome.error))
-        failures = {rank: each.error for rank, each in enumerate(outcomes) if each.error is not None}
-        if failures:
-            raise outcome.error or next(iter(failures.values()))
-        if any(each.stopped for each in outcomes):
+        self.world.agree(error)
+        if self.world.any(prepared is None or self.stop.asked):
             raise _Stopped
-        return prepared[0]
+        assert prepared is not None
+        return prepared
+
+    def _prepare_run(self, prepared: Prepared, folder: Path) -> tuple[Corpus, Length]:
+        """What each rank finds out by itself, before they make groups together."""
+        error: AtollError | None = None
+        try:
+            self.recipe = with_vocabulary(self.recipe, prepared)
+            if self.world.is_head and prepared.tokenizer is not None:
+                prepared.tokenizer.save(folder / "tokenizer")
+            corpus = open_corpus(self.recipe, prepared)
+            length = Length(self.recipe, corpus.dataset)
+            self._plan = plan(self.recipe, self.world, tell=self._note)
+        except AtollError as failure:
+            error = failure
+        self.world.agree(error)
+        return corpus, length
 
     def _progress(self, event: Progress) -> None:
         """Tell how far the data are, and end there once any rank was asked to stop."""
@@ -370,7 +370,7 @@ class _Session:
                 f"--no-resume"
             )
         source.load(meta["source"])
-        return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"], meta["best"])
+        return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"])
 
     def _note(self, line: str) -> None:
         self.tell(Note(line))

@@ -12,6 +12,7 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOOK_EVERY_S = 0.5
+_SAME_REQUEST_S = 1.0
 
 STOP_FILE = "stop"
 
@@ -71,6 +72,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason is not None:
+        # A terminal sends Ctrl-C to launcher and ranks alike, and the launcher passes it on: that is one request.
+        if number == signal.SIGINT and self.since_s > _SAME_REQUEST_S:
             raise KeyboardInterrupt
         self.ask(signal.Signals(number).name)

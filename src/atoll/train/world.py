@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -21,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from atoll.core.errors import AtollError, ConfigError
 
 _POLL_S = 0.05
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class World:
         device: what this rank computes on.
         control: a Gloo group of all ranks, for decisions that are made on the host.
         owned: whether the process group was made here, so that it is ended here too.
+        session: tells this run from others that the same process group has seen.
     """
 
     rank: int
@@ -40,6 +43,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     owned: bool
+    session: str
 
     @property
     def is_head(self) -> bool:
@@ -71,6 +75,18 @@ class World:
             raise value
         return value
 
+    def agree(self, error: AtollError | None) -> None:
+        """Go on where no rank has an error; else the first one is everybody's.
+
+        Raises:
+            AtollError: that one, with a note that says on which rank where it is not on rank 0.
+        """
+        for rank, each in enumerate(self.gather(error)):
+            if each is not None:
+                if rank > 0:
+                    each.add_note(f"found on rank {rank}")
+                raise each
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         vote = torch.tensor([int(flag)])
@@ -84,33 +100,47 @@ class World:
             name: of this meeting, different from all others of the run.
             waiting: called about every tenth of a second with the number of ranks that are still missing.
         """
-        store = c10d._get_default_store()
-        key = f"atoll-meet-{name}"
-        store.add(key, 1)
-        while (missing := self.size - store.add(key, 0)) > 0:
+        key = f"meet-{name}"
+        self._count(key, 1)
+        while (missing := self.size - self._count(key)) > 0:
             waiting(missing)
             time.sleep(2 * _POLL_S)
 
     def announce(self, name: str) -> None:
         """Let every rank know of something, at once and without waiting for them."""
-        c10d._get_default_store().add(f"atoll-{name}", 1)
+        self._count(name, 1)
 
     def announced(self, name: str) -> bool:
         """Whether any rank has announced it; a round trip to the store."""
-        return c10d._get_default_store().add(f"atoll-{name}", 0) > 0
+        return self._count(name) > 0
 
-    def says_first(self, text: str) -> bool:
-        """Whether no rank has said this before, as far as can be known: the store may be gone with rank 0."""
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    def is_known(self, text: str) -> bool:
+        """Whether rank 0 says this too. Other ranks give it a second to do so."""
+        key = f"said-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
         try:
-            return c10d._get_default_store().add(f"atoll-said-{digest}", 1) == 1
-        except RuntimeError:
-            return True
+            said = self._count(key, int(self.is_head))
+            deadline = time.monotonic() + _PATIENCE_S
+            while not said and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                said = self._count(key)
+        except RuntimeError:  # the store went with its server
+            return self.is_head
+        return said > 0
+
+    def _count(self, name: str, more: int = 0) -> int:
+        """Add to a counter that all ranks share; what it is then."""
+        total: int = c10d._get_default_store().add(f"atoll-{self.session}-{name}", more)
+        return total
 
     def close(self) -> None:
         """Leave the groups that were made here."""
         if self.owned and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def rank_of(environ: Mapping[str, str] = os.environ) -> int:
+    """The rank that the environment says this process is, before it joins; 0 where it says nothing."""
+    return _number(environ, "RANK" if "RANK" in environ else "SLURM_PROCID", 0)
 
 
 def join(*, timeout_s: float, environ: Mapping[str, str] = os.environ) -> World:
@@ -123,6 +153,16 @@ def join(*, timeout_s: float, environ: Mapping[str, str] = os.environ) -> World:
     Raises:
         ConfigError: the environment is incomplete, or there are fewer GPUs than ranks.
     """
+    rank = rank_of(environ)
+    try:
+        return _join(timeout_s, environ)
+    except ConfigError as error:
+        if rank > 0:
+            error.add_note(f"on rank {rank}")  # rank 0 may find nothing wrong
+        raise
+
+
+def _join(timeout_s: float, environ: Mapping[str, str]) -> World:
     facts = _from_slurm(environ) if "RANK" not in environ and "SLURM_PROCID" in environ else environ
     rank, size = _number(facts, "RANK", 0), _number(facts, "WORLD_SIZE", 1)
     local_rank = _number(facts, "LOCAL_RANK", 0)
@@ -133,24 +173,41 @@ def join(*, timeout_s: float, environ: Mapping[str, str] = os.environ) -> World:
     owned = not dist.is_initialized()
     timeout = timedelta(seconds=timeout_s)
     if owned:
-        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-        options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-        if size == 1 and "MASTER_ADDR" not in facts:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **options)
-        else:
-            for name in ("MASTER_ADDR", "MASTER_PORT"):
-                if not facts.get(name):
-                    raise ConfigError(
-                        f"WORLD_SIZE={size} but {name} is not set: start the ranks with torchrun, srun, or "
-                        f"atoll train --nodes N"
-                    )
-            # torchrun's agent may serve the store, which torch's own "env://" knows about.
-            method = "env://" if facts is environ else f"tcp://{facts['MASTER_ADDR']}:{facts['MASTER_PORT']}"
-            dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout, **options)
+        _make_group(facts, rank, size, device, timeout, own_names=facts is environ)
     rank, size = dist.get_rank(), dist.get_world_size()
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return World(rank, local_rank, size, local_size, device, control, owned)
+    session = [secrets.token_hex(8)]
+    dist.broadcast_object_list(session, src=0, group=control)
+    return World(rank, local_rank, size, local_size, device, control, owned, session[0])
+
+
+def _make_group(
+    facts: Mapping[str, str], rank: int, size: int, device: torch.device, timeout: timedelta, *, own_names: bool
+) -> None:
+    """The default process group. ``own_names``: the variables are in the environment under torch's own names."""
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if size == 1 and "MASTER_ADDR" not in facts:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **options)
+        return
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not facts.get(name):
+            raise ConfigError(
+                f"WORLD_SIZE={size} but {name} is not set: start the ranks with torchrun, srun, or "
+                f"atoll train --nodes N"
+            )
+    place = f"{facts['MASTER_ADDR']}:{facts['MASTER_PORT']}"
+    # torchrun's agent may serve the store, which torch's own "env://" knows about.
+    method = "env://" if own_names else f"tcp://{place}"
+    try:
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout, **options)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"the {size} ranks could not meet at {place} within {timeout.total_seconds():g} s: {why} (MASTER_ADDR and "
+            f"MASTER_PORT say where rank 0 is; [train] hang_timeout_s is how long they wait)"
+        ) from None
 
 
 def _device(local_rank: int) -> torch.device:
