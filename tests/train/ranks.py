@@ -37,6 +37,7 @@ _IMPORTS = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "numpy",
+    "s3fs",
     "atoll.train.run",
 )
 

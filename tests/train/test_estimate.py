@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import ranks
 import torch
-from live import LiveBytes
 
+import ranks
 from atoll.core.errors import ConfigError
 from atoll.train.dryrun import dryrun, requirements
 from atoll.train.models.registry import build, parameter_count
@@ -16,6 +15,7 @@ from atoll.train.parallel.estimate import GIB, estimate, sizes, state_bytes
 from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits, fits_replicated, parse_gpus
 from atoll.train.parallel.layout import Layout, resolve
 from atoll.train.recipe.schema import Recipe
+from live import LiveBytes
 
 LLAMA_8B = {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden_dim": 14336, "vocab_size": 128256}
 SMALL = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "vocab_size": 1000, "max_seq_len": 512}

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hub_server
 import huggingface_hub.constants
 import pytest
 import torch
 from torch import nn
 
+import hub_server
 from atoll.core.errors import ConfigError
 from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer, train_bpe

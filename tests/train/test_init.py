@@ -7,7 +7,6 @@ import statistics
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import ranks
 from atoll.train.models.init import initialize, materialize, plain_name
 from atoll.train.models.registry import UserModel, build
 from atoll.train.recipe.schema import ModelSection

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-import small
 
 import leaks
+import small
 
 BIN = Path(sys.executable).parent
 _JOBS = itertools.count(os.getpid())  # each with a port of its own

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from atoll.train.events import Event, Note, RunEnded, RunStarted, StepDone
-from atoll.train.metrics.flops import flops_per_token, formula_line, mfu, peak_flops
+from atoll.train.metrics.flops import formula_line, mfu, peak_flops
 from atoll.train.metrics.memory import peak_memory_bytes, peak_memory_name
 from atoll.train.metrics.plot import save_curve, smooth
 from atoll.train.metrics.profile import StepProfiler
 from atoll.train.metrics.reporter import ReporterFailed, Reporters
 from atoll.train.metrics.summary import SummaryFile, next_steps
+from atoll.train.models.registry import flops_per_token
+from atoll.train.recipe.load import load_recipe
 from atoll.train.recipe.schema import ProfileSection
 
 
@@ -81,11 +83,11 @@ def test_unknown_peaks_give_no_mfu(name: str, dtype: str) -> None:
 
 def test_mfu_is_what_its_line_says() -> None:
     # Llama 3 8B at 8,192 tokens: 7.5 B weights multiply (without the embedding's table).
-    needed = flops_per_token(7_504_924_672, layers=32, heads=32, head_dim=128, seq_len=8192)
-    assert needed == pytest.approx(6 * 7_504_924_672 + 12 * 32 * 4096 * 8192)
-    assert mfu(5_000.0, needed, 989.4e12) == pytest.approx(5_000 * 5.791e10 / 989.4e12, rel=1e-3)
+    needed = flops_per_token(load_recipe("llama3_8b").recipe.model, 8192)
+    assert needed == pytest.approx(6 * 7_504_924_672 + 6 * 32 * 4096 * 8192)
+    assert mfu(5_000.0, needed, 989.4e12) == pytest.approx(5_000 * 5.147e10 / 989.4e12, rel=1e-3)
     line = formula_line(needed, 989.4e12, "NVIDIA H100 80GB HBM3", torch.bfloat16)
-    assert "5.791e+10 FLOPs a token (6 N + 12 L H Q S) ÷ 989 TFLOP/s (dense bfloat16 peak of NVIDIA H100" in line
+    assert "5.147e+10 FLOPs a token (6 N + 6 L H Q S, causal) ÷ 989 TFLOP/s (dense bfloat16 peak of NVIDIA H100" in line
 
 
 # ------------------------------------------------------------------------------------------------------- memory
@@ -234,16 +236,24 @@ def test_next_steps_are_commands_that_a_shell_takes() -> None:
         ["atoll", "train", "my recipe.toml", "--nodes", "2", "--train.steps", "N", "--allow-changes"],
         ["atoll", "generate", "out/my run", "Once upon a time"],
         ["atoll", "export", "out/my run", "out/my run-hf"],
-        ["atoll", "train", "my recipe.toml", "--nodes", "4"],
+        ["atoll", "train", "my recipe.toml", "--nodes", "4", "--no-resume"],
     ]
     assert len({line.index("  atoll") for line in lines}) == 1, "one column"
+
+
+def test_next_steps_repeat_what_was_given() -> None:
+    lines = next_steps("my.toml", "out", options=["--nproc", "2", "--data.path", "a b.txt", "--allow-changes"])
+    assert commands(lines)[0][2:] == (
+        ["my.toml", "--nproc", "2", "--data.path", "a b.txt", "--train.steps", "N", "--allow-changes"]
+    )
+    assert not any("export" in line for line in next_steps("my.toml", "out", exports=False))
 
 
 def test_next_steps_of_a_run_that_stopped() -> None:
     [resume, *_] = next_steps("llama3_debug", "out", status="stopped")
     assert resume.split("  ") == ["go on where it stopped", "atoll train llama3_debug"]
     words = [line.split()[-1] for line in next_steps("llama3_debug", "out", status="failed", has_checkpoint=False)]
-    assert words == ["llama3_debug", "4"], "nothing to export"
+    assert words == ["llama3_debug", "--no-resume"], "nothing to export"
 
 
 # ---------------------------------------------------------------------------------------------------- reporters

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ranks
 from atoll.train.models.head import ChunkedCrossEntropy
 from atoll.train.models.init import initialize
 from atoll.train.models.parts import AttentionCore, CausalMask, Decoder, Positions

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
-import ranks
 import torch
 
+import ranks
 from atoll.train.models import llama
 from atoll.train.optim.adamw import AdamWLowMemory, _hashed, _rounded
 from atoll.train.optim.build import build_optimizer

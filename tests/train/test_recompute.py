@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 
 import pytest
-import ranks
 import torch
-from live import LiveBytes
 from torch import nn
 
+import ranks
 from atoll.core.errors import ConfigError
 from atoll.train.models import llama
 from atoll.train.parallel import recompute
 from atoll.train.recipe.schema import ModelSection
+from live import LiveBytes
 
 CONFIG = ModelSection(layers=4, dim=64, heads=4, kv_heads=2, vocab_size=96, hidden_dim=128)
 MODES = ("none", "selective", "full")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import small
 import torch
 from torch.nn import functional as F
 
+import ranks
+import small
 from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.train.corpus import Corpus, open_corpus
 from atoll.train.data.loader import batched
@@ -205,8 +205,9 @@ def _fill_after(recipe: dict[str, Any], filler: str) -> Any:
     return run(dict(recipe), report=report)
 
 
-def test_a_full_disk_is_exit_code_100(tmp_path: Path, small_disk: Path) -> None:
-    (small_disk / "filler").write_bytes(bytes(3 * 2**20 - 100_000))
+@pytest.mark.parametrize("free_pages", [0, 2, 3, 4, 20])
+def test_a_full_disk_is_exit_code_100(tmp_path: Path, small_disk: Path, free_pages: int) -> None:
+    (small_disk / "filler").write_bytes(bytes(3 * 2**20 - 4096 * free_pages))
     tree = small.tree(tmp_path, train__output_dir=str(small_disk / "run"), train__steps=2)
     process = small.spawn(small.write_toml(tree, tmp_path / "tree.toml"))
     said, _ = process.communicate(timeout=60)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import small
 
 import leaks
+import ranks
+import small
 from atoll.core.errors import NonFiniteError
 from atoll.train.events import Note, Progress, StepDone
 

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hub_server
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hub_server
 from atoll.core.errors import ConfigError
 from atoll.train.data import tokenizer as module
 from atoll.train.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe

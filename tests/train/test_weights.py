@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import safetensors.torch
 import torch
 import transformers
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint import save
 from typer.testing import CliRunner
 
 import inputs
+import ranks
 from atoll.cli.weights import register
 from atoll.core.errors import ConfigError
 from atoll.train.checkpoint.manifest import FileEntry, Manifest, step_name

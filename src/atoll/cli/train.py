@@ -87,7 +87,7 @@ def train(
     if output == "json":
         print(json.dumps(result, indent=2))
     elif result["status"] == "finished":
-        _say_next(loaded, result, nodes)
+        _say_next(loaded, result, nodes, [*([] if nproc is None else ["--nproc", str(nproc)]), *arguments])
     if result["status"] != "finished":
         raise typer.Exit(_NOT_FINISHED)
 
@@ -166,13 +166,21 @@ def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], No
             (folder / STOP_FILE).unlink(missing_ok=True)
 
 
-def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int) -> None:
+def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int, options: list[str]) -> None:
     from atoll.train.metrics.summary import next_steps
 
-    folder = os.path.relpath(result["output_dir"])
-    has_checkpoint = result["checkpoint"] is not None
+    folder = Path(result["output_dir"])
+    lines = next_steps(
+        loaded.source,
+        os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder),
+        options=options,
+        status=result["status"],
+        has_checkpoint=result["checkpoint"] is not None,
+        nodes=nodes,
+        exports=loaded.recipe.model.python is None,
+    )
     print("\nnext:")
-    for line in next_steps(loaded.source, folder, status=result["status"], has_checkpoint=has_checkpoint, nodes=nodes):
+    for line in lines:
         print(f"  {line}")
 
 

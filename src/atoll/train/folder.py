@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +40,24 @@ class RunFolder:
             ConfigError: another run writes here, or the recipe differs in a way that changes what is trained, or the
                 folder can't be made.
         """
-        try:
+        with self.told():
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-        except OSError as error:
-            raise ConfigError(
-                f"[train] output_dir {str(self.path)!r}: {error.strerror}; choose another with --train.output_dir DIR"
-            ) from None
         try:
             self._check(recipe, allow_changes=allow_changes)
         except BaseException:
             self.close()
             raise
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """What the file system refuses inside is the folder's fault, and told so."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"[train] output_dir {str(self.path)!r}: {error.strerror}; choose another with --train.output_dir DIR"
+            ) from None
 
     def _take_lock(self) -> None:
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

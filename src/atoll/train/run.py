@@ -143,10 +143,7 @@ class _Session:
             try:
                 wanted = self.recipe
                 run = self._set_up(folder)
-                if self.world.is_head:
-                    self._folder.keep(wanted)
-                if reporters is not None:
-                    reporters.begin(run.cursor.step)
+                self._begin(reporters, wanted, run.cursor.step)
                 self._tell_start(run, folder)
                 train(run)
             except _Stopped:
@@ -163,6 +160,17 @@ class _Session:
                 self._end(run, folder, "failed", f"{type(error).__name__}: {error}".rstrip(": "))
                 raise
             return self._end(run, folder, "stopped" if run.stopped_by else "finished")
+
+    def _begin(self, reporters: Telling | None, wanted: Recipe, step: int) -> None:
+        """From now on the folder holds a run of this recipe, with a journal."""
+
+        def begin() -> None:
+            assert reporters is not None
+            with self._folder.told():
+                self._folder.keep(wanted)
+                reporters.begin(step)
+
+        self.world.decide(begin)
 
     # -- before the loop ------------------------------------------------------------------------------------------
 
@@ -280,7 +288,8 @@ class _Session:
         try:
             self.recipe = with_vocabulary(self.recipe, prepared)
             if self.world.is_head and prepared.tokenizer is not None:
-                prepared.tokenizer.save(folder / "tokenizer")
+                with self._folder.told():
+                    prepared.tokenizer.save(folder / "tokenizer")
             corpus = open_corpus(self.recipe, prepared)
             length = Length(self.recipe, corpus.dataset)
             self._plan = plan(self.recipe, self.world, tell=self._note)

@@ -60,24 +60,6 @@ def peak_flops(device_name: str, dtype: object) -> float | None:
     return None
 
 
-def flops_per_token(matrix_parameters: int, *, layers: int, heads: int, head_dim: int, seq_len: int) -> float:
-    """FLOPs that the forward and backward pass need for a token: ``6 N + 12 L H Q S``.
-
-    The first term is two FLOPs for each weight that multiplies, forward, and twice that backward. The second is
-    attention as if every token saw the whole sequence (PaLM, Chowdhery et al. 2022, appendix B), the convention of
-    published figures. Recomputed activations don't count.
-
-    Args:
-        matrix_parameters: N, weights that take part in a matrix product: all but the embedding's table, with the
-            head (which may share that table).
-        layers: L.
-        heads: H, of the queries.
-        head_dim: Q, width of one head.
-        seq_len: S.
-    """
-    return 6.0 * matrix_parameters + 12.0 * layers * heads * head_dim * seq_len
-
-
 def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak: float | None) -> float | None:
     """Model FLOPs done in a second over those the card could do, as a fraction; None where the peak is unknown."""
     return None if peak is None else tokens_per_s_per_gpu * flops_per_token / peak
@@ -89,6 +71,6 @@ def formula_line(flops_per_token: float, peak: float | None, device_name: str, d
     if peak is None:
         return f"no MFU: the {name} peak of {device_name} is not in Atoll's table"
     return (
-        f"MFU = tokens/s a GPU × {flops_per_token:.4g} FLOPs a token (6 N + 12 L H Q S) ÷ {peak / 1e12:,.0f} TFLOP/s "
-        f"(dense {name} peak of {device_name})"
+        f"MFU = tokens/s a GPU × {flops_per_token:.4g} FLOPs a token (6 N + 6 L H Q S, causal) ÷ "
+        f"{peak / 1e12:,.0f} TFLOP/s (dense {name} peak of {device_name})"
     )

@@ -145,10 +145,10 @@ def end_rows(ended: RunEnded, session: Session) -> list[tuple[str, str]]:
     first, started = session.first_loss, session.started
     steps = f"{ended.step:,} of {started.steps:,} steps" if started else f"{ended.step:,} steps"
     rows = [(ended.status, f"{steps} in {span(ended.took_s)}")]
-    if ended.error:
-        rows.append(("error", ended.error))
     if ended.loss is not None:
-        rows.append(("loss", f"{ended.loss:.3f}" if first is None else f"{first:.3f} → {ended.loss:.3f}"))
+        # As the last line about a step: the mean of the last ones, where this session had any.
+        last = ended.loss if math.isnan(session.loss) else session.loss
+        rows.append(("loss", f"{last:.3f}" if first is None else f"{first:.3f} → {last:.3f}"))
     if ended.validation_loss is not None:
         rows.append(("validation loss", f"{ended.validation_loss:.3f}"))
     if session.last is not None:
@@ -169,7 +169,7 @@ def end_page(ended: RunEnded, session: Session) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, value in end_rows(ended, session)[1:]:
-        grid.add_row(Text(label), Text(value, style="red" if label == "error" else ""))
+        grid.add_row(Text(label), Text(value))
     rows: list[RenderableType] = [Text(end_rows(ended, session)[0][1]), grid]
     if ended.sample:
         rows.append(Padding(Text("the model writes", style="dim"), (1, 0, 0, 0)))

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,28 +51,41 @@ class SummaryFile:
 
 
 def next_steps(
-    recipe: str, output_dir: str, *, status: str = "finished", has_checkpoint: bool = True, nodes: int = 1
+    recipe: str,
+    output_dir: str,
+    *,
+    options: Sequence[str] = (),
+    status: str = "finished",
+    has_checkpoint: bool = True,
+    nodes: int = 1,
+    exports: bool = True,
 ) -> list[str]:
     """What to type after a run, one command a line: go on, generate, export, scale.
 
     Args:
         recipe: as the user gave it, a name or a file.
         output_dir: the folder of the run.
+        options: what the user gave beside the nodes, to be repeated.
         status: as in ``RunEnded``.
         has_checkpoint: whether there is one to go on from.
         nodes: how many the run had.
+        exports: whether the model is one that Hugging Face knows.
     """
-    recipe, folder = shlex.quote(recipe), shlex.quote(output_dir)
-    same = f"atoll train {recipe}" + (f" --nodes {nodes}" if nodes > 1 else "")
+    folder = shlex.quote(output_dir)
+    command = f"atoll train {shlex.quote(recipe)}"
+    others = [option for option in options if option not in ("--no-resume", "--allow-changes")]
+    repeated = "".join(f" {shlex.quote(option)}" for option in others)
+    same = command + (f" --nodes {nodes}" if nodes > 1 else "") + repeated
     lines = []
     if status != "finished":
         lines.append(("go on where it stopped" if has_checkpoint else "start again", same))
+    elif has_checkpoint:
+        lines.append(("train longer", f"{same} --train.steps N --allow-changes"))
     if has_checkpoint:
-        if status == "finished":
-            lines.append(("train longer", f"{same} --train.steps N --allow-changes"))
         lines.append(("let it write", f'atoll generate {folder} "Once upon a time"'))
+    if has_checkpoint and exports:
         lines.append(("export to Hugging Face", f"atoll export {folder} {shlex.quote(output_dir.rstrip('/') + '-hf')}"))
-    lines.append(("scale", f"atoll train {recipe} --nodes {max(4, 2 * nodes)}"))
+    lines.append(("scale", f"{command} --nodes {2 * nodes}{repeated} --no-resume"))
     width = max(len(what) for what, _ in lines)
     return [f"{what:<{width}}  {command}" for what, command in lines]
 

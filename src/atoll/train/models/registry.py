@@ -63,6 +63,8 @@ class UserModel(nn.Module):
                 f"[model] python = {self.config.python!r}: its forward takes no documents, so that it cannot keep them "
                 "apart; add the parameter, or set [data] isolate_documents = false"
             )
+        if documents is None and "documents" in self._names:
+            documents = torch.zeros_like(positions)  # one document: its forward need not know of two cases
         offered = {"positions": positions, "position_ids": positions, "documents": documents, "labels": labels}
         out = self.inner(x, **{name: offered[name] for name in self._names})
         out = getattr(out, "logits", out)
