@@ -151,7 +151,7 @@ def test_docs_build_without_warnings_and_name_everything_public(tmp_path):
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "WARNING" not in output
-    for page in ("guide", "accelerators", "examples", "troubleshooting", "api-reference"):
+    for page in ("guide", "training", "recipes", "accelerators", "examples", "troubleshooting", "api-reference"):
         assert (tmp_path / page / "index.html").is_file()
     text = (tmp_path / "api-reference" / "index.html").read_text()
     missing = [name for name in atoll.__all__ if not name.startswith("__") and f"sky.{name}" not in text]
@@ -166,9 +166,9 @@ def test_docs_build_without_warnings_and_name_everything_public(tmp_path):
 def complete_snippets() -> list[tuple[str, str]]:
     """Those that a reader can paste into a file and run: they import what they use."""
     found = []
-    for page in ("README.md", "docs/index.md", "docs/guide.md", "docs/examples.md"):
+    for page in ("README.md", "docs/index.md", "docs/guide.md", "docs/training.md", "docs/examples.md"):
         blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
-        complete = [block for block in blocks if re.search(r"^import atoll as sky$", block, re.M)]
+        complete = [block for block in blocks if re.search(r"^import atoll(\.train| as sky)$", block, re.M)]
         found += [(f"{page}-{number}", block) for number, block in enumerate(complete)]
     return found
 

@@ -244,7 +244,9 @@ def _rank_main(rank: int, request: bytes, writing: int) -> None:
 
 
 def _stack(pid: int) -> str:
-    done = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(pid)], capture_output=True, text=True
+    )
     return done.stdout
 
 

@@ -145,7 +145,7 @@ def test_the_end_says_where_everything_is_and_shows_the_sample_verbatim() -> Non
     assert "austen finished" in shown
     for part in (
         "60 of 60 steps in 1 min 01 s",
-        f"6.000 → {2 + sum(4 / step for step in range(41, 61)) / 20:.3f}",  # of the last 20 steps, as the lines above it
+        f"6.000 → {2 + sum(4 / step for step in range(41, 61)) / 20:.3f}",  # the mean of the last 20 steps
         "2.750",
         "246 k, 7,000 tokens/s",
         "out/checkpoints/60",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.core.errors import ConfigError
+from atoll.core.paths import shown_path
 
 if TYPE_CHECKING:
     from atoll.core.events import Event as PoolEvent
@@ -169,10 +169,9 @@ def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], No
 def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int, options: list[str]) -> None:
     from atoll.train.metrics.summary import next_steps
 
-    folder = Path(result["output_dir"])
     lines = next_steps(
         loaded.source,
-        os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder),
+        shown_path(result["output_dir"]),
         options=options,
         status=result["status"],
         has_checkpoint=result["checkpoint"] is not None,

@@ -41,3 +41,10 @@ def fsync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def shown_path(path: str) -> str:
+    """A path as people type it: relative to where they are, if it lies below. URLs stay as they are."""
+    if "://" in path or not Path(path).is_relative_to(Path.cwd()):
+        return path
+    return os.path.relpath(path)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError, NonFiniteError
+from atoll.core.paths import shown_path
 from atoll.train.batch import Batch
 from atoll.train.checkpoint.checkpointer import Checkpointer, Saved
 from atoll.train.checkpoint.state import optimizer_tensors
@@ -303,7 +304,8 @@ def validate(run: Run) -> bool:
             own[0] += loss.double()[0]
         if counts_tokens:
             own[1] += sum(int((batch.labels >= 0).sum()) for batch in group)
-        run.tell(Progress("validating", number + 1, count))
+        if number + 1 < count:
+            run.tell(Progress("validating", number + 1, count))
     dist.all_reduce(own)
     total, tokens = own.tolist()
     cursor = run.cursor
@@ -348,4 +350,4 @@ def tell_saved(run: Run, saved: Saved | None) -> None:
     """Report a complete checkpoint."""
     if saved is not None:
         run.checkpoint = saved.path
-        run.tell(CheckpointSaved(saved.step, saved.path, saved.stall_s, saved.took_s))
+        run.tell(CheckpointSaved(saved.step, shown_path(saved.path), saved.stall_s, saved.took_s))

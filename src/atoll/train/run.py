@@ -17,6 +17,7 @@ from torch import nn
 
 from atoll import __version__
 from atoll.core.errors import AtollError, ConfigError
+from atoll.core.paths import shown_path
 from atoll.train.checkpoint.checkpointer import Checkpointer
 from atoll.train.checkpoint.shared import check_shared
 from atoll.train.checkpoint.state import optimizer_tensors
@@ -37,6 +38,7 @@ from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.optim.build import build_optimizer
 from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.parallel.apply import compute_dtype
+from atoll.train.parallel.fit import device_bytes
 from atoll.train.parallel.mesh import Mesh, make_mesh
 from atoll.train.parallel.plan import plan
 from atoll.train.recipe.load import load_recipe, require_complete
@@ -47,6 +49,8 @@ from atoll.train.stopping import StopRequest
 from atoll.train.world import World, join
 
 Report = Callable[[Event], None]
+
+_HEAD_PREPARES, _HEAD_START_S = "head-prepares", 3.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class _Session:
         self.started = time.monotonic()
         self.tell: Report = lambda event: None
         self.cleanup = contextlib.ExitStack()
+        self._head_prepares = False
 
     def run(self, notes: Sequence[str], *, resume: bool, allow_changes: bool) -> TrainResult:
         with self.cleanup:
@@ -267,6 +272,9 @@ class _Session:
         """
         prepared: Prepared | None = None
         error: AtollError | None = None
+        if not self.world.is_head:
+            # Rank 0 is the one that shows how far it is, so it had better be the one that works.
+            self.world.await_announcement(_HEAD_PREPARES, _HEAD_START_S)
         with contextlib.suppress(_Stopped):
             try:
                 prepared = prepare(
@@ -275,6 +283,7 @@ class _Session:
                 self.cleanup.callback(prepared.close)
             except AtollError as failure:
                 error = failure
+        self.world.announce(_HEAD_PREPARES)
         self.world.meet("data", self._waiting)
         self.world.agree(error)
         if self.world.any(prepared is None or self.stop.asked):
@@ -284,6 +293,7 @@ class _Session:
 
     def _prepare_run(self, prepared: Prepared, folder: Path) -> tuple[Corpus, Length]:
         """What each rank finds out by itself, before they make groups together."""
+        memory = min(self.world.gather(device_bytes(self.world.device, self.world.local_size)))
         error: AtollError | None = None
         try:
             self.recipe = with_vocabulary(self.recipe, prepared)
@@ -292,7 +302,7 @@ class _Session:
                     prepared.tokenizer.save(folder / "tokenizer")
             corpus = open_corpus(self.recipe, prepared)
             length = Length(self.recipe, corpus.dataset)
-            self._plan = plan(self.recipe, self.world, tell=self._note)
+            self._plan = plan(self.recipe, self.world, memory, tell=self._note)
         except AtollError as failure:
             error = failure
         self.world.agree(error)
@@ -300,6 +310,9 @@ class _Session:
 
     def _progress(self, event: Progress) -> None:
         """Tell how far the data are, and end there once any rank was asked to stop."""
+        if self.world.is_head and not self._head_prepares:
+            self._head_prepares = True
+            self.world.announce(_HEAD_PREPARES)
         if self.stop.asked:
             self.world.announce("stop")
         if self.world.announced("stop"):
@@ -391,7 +404,7 @@ class _Session:
         self.tell(
             RunStarted(
                 name=self.recipe.name,
-                output_dir=_shown(str(folder)),
+                output_dir=shown_path(str(folder)),
                 parameters=parameter_count(self.recipe.model),
                 layout=str(self._plan.layout),
                 device=name,
@@ -411,7 +424,7 @@ class _Session:
     def _end(self, run: Run | None, folder: Path, status: str, error: str | None = None) -> TrainResult:
         took_s = time.monotonic() - self.started
         cursor = Cursor() if run is None else run.cursor
-        saved = None if run is None or run.checkpoint is None else _shown(run.checkpoint)
+        saved = None if run is None or run.checkpoint is None else shown_path(run.checkpoint)
         figures = {} if run is None else run.figures()
         if self.world.is_head:
             sample = None
@@ -428,7 +441,7 @@ class _Session:
                     validation_loss=cursor.validation_loss,
                     checkpoint=saved,
                     sample=sample,
-                    curve=_shown(str(folder / "loss.png")) if plotted else None,
+                    curve=shown_path(str(folder / "loss.png")) if plotted else None,
                     error=error,
                     figures=figures,
                 )
@@ -449,10 +462,3 @@ class _Session:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _shown(path: str) -> str:
-    """A path as people type it: relative to where they are, if it lies below. URLs stay as they are."""
-    if "://" in path or not Path(path).is_relative_to(Path.cwd()):
-        return path
-    return os.path.relpath(path)

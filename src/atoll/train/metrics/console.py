@@ -51,6 +51,8 @@ class Console:
             self._phase(event)
         elif isinstance(event, RunStarted | StepDone):
             self._end_phases()
+        elif isinstance(event, Validated):
+            self._phases.pop("validating", None)  # its own line says how long it took
         if not self._redraws:
             self._plain(event)
 

@@ -10,7 +10,7 @@ from torch import nn
 from atoll.core.errors import ConfigError
 from atoll.train.parallel import recompute
 from atoll.train.parallel.estimate import Device, Estimate, estimate
-from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated
+from atoll.train.parallel.fit import choose, first_fix, fits_replicated
 from atoll.train.parallel.layout import Layout, resolve
 from atoll.train.parallel.precision import check_float8, convert_float8, scale_float8
 from atoll.train.recipe.schema import Recipe
@@ -56,13 +56,16 @@ class Plan:
         return first_fix(self.recipe, self.layout, self.device_bytes, self.device)
 
 
-def plan(recipe: Recipe, world: World, *, tell: Tell) -> Plan:
+def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
     """Decide how ``recipe`` runs on ``world``.
+
+    Args:
+        memory: bytes that the smallest rank has, so that all decide alike.
+        tell: takes lines for the reader.
 
     Raises:
         ConfigError: it can't run there, or asks for what the card can't do.
     """
-    memory = device_bytes(world.device, world.local_size)
     check_float8(recipe, world.device)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     replicated = fits_replicated(recipe, world.size, memory, device)
