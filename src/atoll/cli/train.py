@@ -87,7 +87,7 @@ def train(
     if output == "json":
         print(json.dumps(result, indent=2))
     elif result["status"] == "finished":
-        _say_next(loaded, result, nodes, [*([] if nproc is None else ["--nproc", str(nproc)]), *arguments])
+        _say_next(loaded, result, nodes, nproc, arguments)
     if result["status"] != "finished":
         raise typer.Exit(_NOT_FINISHED)
 
@@ -166,16 +166,20 @@ def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], No
             (folder / STOP_FILE).unlink(missing_ok=True)
 
 
-def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int, options: list[str]) -> None:
+def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int, nproc: int | None, arguments: list[str]) -> None:
     from atoll.train.metrics.summary import next_steps
 
+    wanted = loaded.recipe.train
+    share, left = divmod(wanted.global_batch, 2 * nodes * (nproc or 1))  # of a rank, on twice as many nodes
+    smaller = ["--train.micro_batch", str(share)] if share and not left and share % wanted.micro_batch else []
     lines = next_steps(
         loaded.source,
         shown_path(result["output_dir"]),
-        options=options,
+        options=[*([] if nproc is None else ["--nproc", str(nproc)]), *arguments],
         status=result["status"],
         has_checkpoint=result["checkpoint"] is not None,
         nodes=nodes,
+        to_scale=smaller,
         exports=loaded.recipe.model.python is None,
     )
     print("\nnext:")

@@ -58,6 +58,7 @@ def next_steps(
     status: str = "finished",
     has_checkpoint: bool = True,
     nodes: int = 1,
+    to_scale: Sequence[str] = (),
     exports: bool = True,
 ) -> list[str]:
     """What to type after a run, one command a line: go on, generate, export, scale.
@@ -69,12 +70,14 @@ def next_steps(
         status: as in ``RunEnded``.
         has_checkpoint: whether there is one to go on from.
         nodes: how many the run had.
+        to_scale: what twice as many nodes need beside that.
         exports: whether the model is one that Hugging Face knows.
     """
     folder = shlex.quote(output_dir)
     command = f"atoll train {shlex.quote(recipe)}"
     others = [option for option in options if option not in ("--no-resume", "--allow-changes")]
     repeated = "".join(f" {shlex.quote(option)}" for option in others)
+    more = "".join(f" {option}" for option in to_scale)
     same = command + (f" --nodes {nodes}" if nodes > 1 else "") + repeated
     lines = []
     if status != "finished":
@@ -85,7 +88,7 @@ def next_steps(
         lines.append(("let it write", f'atoll generate {folder} "Once upon a time"'))
     if has_checkpoint and exports:
         lines.append(("export to Hugging Face", f"atoll export {folder} {shlex.quote(output_dir.rstrip('/') + '-hf')}"))
-    lines.append(("scale", f"{command} --nodes {2 * nodes}{repeated} --no-resume"))
+    lines.append(("scale", f"{command} --nodes {2 * nodes}{repeated}{more} --no-resume"))
     width = max(len(what) for what, _ in lines)
     return [f"{what:<{width}}  {command}" for what, command in lines]
 
