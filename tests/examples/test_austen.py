@@ -72,7 +72,10 @@ def test_two_nodes_train_it_and_the_same_command_again_has_nothing_to_do(tmp_pat
     assert "step 3   validation loss " in shown
     assert "finished: 3 of 3 steps" in shown
     assert "the model writes:\nElizabeth was" in shown
-    assert f"atoll train {RECIPE} --nodes 2 --train.steps N --allow-changes" in shown
+    (longer,) = (line for line in shown.splitlines() if "train longer" in line)
+    assert f"atoll train {RECIPE} --nodes 2 " in longer
+    assert longer.endswith(" --train.steps N --allow-changes")
+    assert "--train.steps 3" not in longer
     assert "atoll generate" in shown
     assert "atoll export" in shown
 

@@ -242,7 +242,8 @@ def test_next_steps_are_commands_that_a_shell_takes() -> None:
 
 
 def test_next_steps_repeat_what_was_given() -> None:
-    lines = next_steps("my.toml", "out", options=["--nproc", "2", "--data.path", "a b.txt", "--allow-changes"])
+    given = ["--nproc", "2", "--train.steps", "3", "--data.path", "a b.txt", "--train.tokens=5", "--allow-changes"]
+    lines = next_steps("my.toml", "out", options=given)
     assert commands(lines)[0][2:] == (
         ["my.toml", "--nproc", "2", "--data.path", "a b.txt", "--train.steps", "N", "--allow-changes"]
     )

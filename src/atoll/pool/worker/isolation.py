@@ -57,9 +57,12 @@ class Isolation:
         """Forget modules of the user whose files were edited since they were imported."""
         self._modules.forget_edited()
 
+    def before_result(self) -> None:
+        """Note what was imported, before the driver hears of it: a file that it edits then has to look edited."""
+        self._modules.note_new()
+
     def restore(self) -> None:
         """Put everything back, and give the next call random numbers of its own."""
-        self._modules.note_new()  # now, not at the next call: a file edited in between has to look edited
         if _environ != self._env:
             for key in _environ.keys() - self._env.keys():
                 del os.environ[os.fsdecode(key)]

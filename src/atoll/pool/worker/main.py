@@ -159,6 +159,7 @@ class Worker:
             self.call, call = 0, frame.call
             data, fds = bytearray(pack(frames.ERROR, self.setup["rank"], call, {"cancelled": 1})), []
         data[frames.FLAGS_AT] |= frames.SPENT * self.spent
+        self.isolation.before_result()
         self._send(data, fds)
         if self.spent:
             leave(0)

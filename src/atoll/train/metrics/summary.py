@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,8 @@ def next_steps(
     if status != "finished":
         lines.append(("go on where it stopped" if has_checkpoint else "start again", same))
     elif has_checkpoint:
-        lines.append(("train longer", f"{same} --train.steps N --allow-changes"))
+        longer = re.sub(r" --train\.(steps|tokens)(=| )\S+", "", same)
+        lines.append(("train longer", f"{longer} --train.steps N --allow-changes"))
     if has_checkpoint:
         lines.append(("let it write", f'atoll generate {folder} "Once upon a time"'))
     if has_checkpoint and exports:
