@@ -22,7 +22,7 @@ def seconds_to_next_step(folder: Path, steps: int) -> float:
     journal = folder / "metrics.jsonl"
     before = len(journal.read_text().splitlines()) if journal.exists() else 0
     command = [sys.executable, "-m", "atoll.train", "llama3_debug", "--train.output_dir", str(folder)]
-    command += ["--train.steps", str(steps), "--allow-changes", "--metrics.plot", "false"]
+    command += ["--train.steps", str(steps), "--schedule.warmup", "0", "--allow-changes", "--metrics.plot", "false"]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not journal.exists() or len(journal.read_text().splitlines()) <= before:
