@@ -183,3 +183,42 @@ def test_twenty_steps_in_single_precision(name: str) -> None:
         assert own_norm == pytest.approx(norm, rel=1e-5)
         assert own == pytest.approx(losses, rel=1e-4)
         assert own[-1] != own[0]
+
+
+def losses_of_second_document(recipe: Recipe, first_token: int) -> float:
+    """The summed loss of a document in the middle of sequences that begin with another one."""
+    mesh = make_mesh(resolve(recipe, dist.get_world_size()), torch.device("cpu"))
+    engine = Engine(recipe, mesh, lambda model: initialize(model, 1))
+    batch = sequences(2)
+    # The border is inside the first quarter, so that context ranks hold parts of both documents.
+    documents = (torch.arange(S) >= 3).long().expand(2, S).contiguous()
+    index = torch.arange(S).expand(2, S)
+    positions = torch.where(documents == 1, index - 3, index)
+    tokens = batch.tokens.clone()
+    tokens[:, :3] = first_token
+    labels = torch.where(documents == 1, batch.labels, -100)
+    total = engine.evaluate([Batch(tokens, labels, positions, documents)]).double()
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.parametrize("name", ["cp2", "cp4", "tp2", "fsdp2"])
+def test_a_document_in_a_pack_does_not_see_the_one_before(name: str) -> None:
+    world, options = LAYOUTS[name]
+    recipe = recipe_of(precision="fp32", **options)
+    with_one = ranks.run(world, losses_of_second_document, recipe, 1)
+    with_other = ranks.run(world, losses_of_second_document, recipe, 2)
+    assert with_one == with_other, "bit for bit"
+    assert with_one[0] > 0
+
+
+@pytest.mark.parametrize("name", ["ddp2", "fsdp2", "hsdp"])
+def test_gradients_summed_in_bf16_are_near_and_not_equal(name: str) -> None:
+    world, options = LAYOUTS[name]
+    recipe = recipe_of(precision="fp32", **options)
+    narrow = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"reduce": "bf16"})})
+    exact = {k: v for _, grads, _ in ranks.run(world, step_of, recipe) for k, v in grads.items()}
+    rounded = {k: v for _, grads, _ in ranks.run(world, step_of, narrow) for k, v in grads.items()}
+    assert any(not torch.equal(exact[key], rounded[key]) for key in exact)
+    for key, gradient in exact.items():
+        assert (rounded[key] - gradient).norm() <= 0.02 * gradient.norm(), key
