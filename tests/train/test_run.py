@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 import ranks
@@ -27,6 +28,7 @@ from atoll.train.models import registry
 from atoll.train.models.init import initialize
 from atoll.train.recipe.load import load_recipe
 from atoll.train.runs import find_checkpoint
+from atoll.train.weights import import_weights
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
 
@@ -371,3 +373,20 @@ def test_a_checkpoint_that_fails_at_the_end_fails_the_run(tmp_path: Path) -> Non
         small.train(tree, events=events)
     assert [event.status for event in events if isinstance(event, RunEnded)] == ["failed"]
     assert not [event for event in events if isinstance(event, Note) and "Traceback" in event.text]
+
+
+def with_weights_that_rank_1_lacks(recipe: dict[str, Any], folder: str) -> str:
+    weights = folder if dist.get_rank() == 0 else f"{folder}-not-here"
+    with pytest.raises(ConfigError) as caught:
+        small.train(small.changed(recipe, model__init=weights))
+    return f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+
+
+def test_weights_that_one_rank_lacks_stop_all_of_them(tmp_path: Path) -> None:
+    first = small.tree(tmp_path, train__output_dir=str(tmp_path / "first"), train__steps=1, schedule__warmup=0)
+    ranks.run(1, small.train, first)
+    import_weights(str(tmp_path / "first"), tmp_path / "weights", max_shard_bytes=1e9, force=False)
+    recipe = small.tree(tmp_path, parallel={"shard": 2})
+    messages = ranks.run(2, with_weights_that_rank_1_lacks, recipe, str(tmp_path / "weights"), timeout=60)
+    assert all("weights-not-here" in message for message in messages)
+    assert "found on rank 1" in messages[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from atoll.train.stopping import StopRequest
 from atoll.train.world import World, join
 
 Report = Callable[[Event], None]
+T = TypeVar("T")
 
 _HEAD_PREPARES, _HEAD_START_S = "head-prepares", 3.0
 
@@ -219,7 +220,7 @@ class _Session:
         root = recipe.checkpoint.path or str(folder / "checkpoints")
         checkpointer = self._checkpointer(root, length)
         found = checkpointer.latest()
-        engine = self._engine(mesh, fresh=found is None)
+        engine = self._agreed(lambda: self._engine(mesh, fresh=found is None))
         optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=recipe.train.seed)
         source = Counter(limit=length.samples)
         about = {"recipe": recipe.model_dump(mode="json"), "data": corpus.identity, "atoll": __version__}
@@ -294,8 +295,8 @@ class _Session:
     def _prepare_run(self, prepared: Prepared, folder: Path) -> tuple[Corpus, Length]:
         """What each rank finds out by itself, before they make groups together."""
         memory = min(self.world.gather(device_bytes(self.world.device, self.world.local_size)))
-        error: AtollError | None = None
-        try:
+
+        def find_out() -> tuple[Corpus, Length]:
             self.recipe = with_vocabulary(self.recipe, prepared)
             if self.world.is_head and prepared.tokenizer is not None:
                 with self._folder.told():
@@ -303,10 +304,19 @@ class _Session:
             corpus = open_corpus(self.recipe, prepared)
             length = Length(self.recipe, corpus.dataset)
             self._plan = plan(self.recipe, self.world, memory, tell=self._note)
-        except AtollError as failure:
-            error = failure
-        self.world.agree(error)
-        return corpus, length
+            return corpus, length
+
+        return self._agreed(find_out)
+
+    def _agreed(self, action: Callable[[], T]) -> T:
+        """Do something that needs no other rank; where it fails on one, it fails on all."""
+        try:
+            done = action()
+        except AtollError as error:
+            self.world.agree(error)
+            raise
+        self.world.agree(None)
+        return done
 
     def _progress(self, event: Progress) -> None:
         """Tell how far the data are, and end there once any rank was asked to stop."""
