@@ -30,7 +30,7 @@ from atoll.train.models.init import initialize
 from atoll.train.models.registry import build
 from atoll.train.recipe.load import load_recipe
 from atoll.train.recipe.schema import Recipe
-from atoll.train.run import run
+from atoll.train.session import run
 
 
 def of_atoll(recipe: Recipe, folder: str, steps: int, device: torch.device) -> list[float]:

@@ -38,7 +38,7 @@ _IMPORTS = (
     "torch.distributed.tensor.parallel",
     "numpy",
     "s3fs",
-    "atoll.train.run",
+    "atoll.train.session",
 )
 
 

@@ -73,7 +73,7 @@ def changed(recipe: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 def train(recipe: Mapping[str, Any], *, events: list[Any] | None = None, **options: Any) -> Any:
     """Run it on the ranks that call this; the result."""
-    from atoll.train.run import run
+    from atoll.train.session import run
 
     torch.set_num_threads(1)
     return run(dict(recipe), report=(events if events is not None else []).append, **options)
@@ -85,7 +85,7 @@ def train_and_stop(recipe: Mapping[str, Any], after: int, how: str = "file", ran
     It ends with the step that comes next.
     """
     from atoll.train.events import StepDone
-    from atoll.train.run import run
+    from atoll.train.session import run
     from atoll.train.stopping import STOP_FILE
 
     folder = Path(recipe["train"]["output_dir"])

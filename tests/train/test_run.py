@@ -201,7 +201,7 @@ def _fill_after(recipe: dict[str, Any], filler: str) -> str:
             free = os.statvfs(Path(filler).parent).f_bavail * os.statvfs(Path(filler).parent).f_frsize
             Path(filler).write_bytes(bytes(max(0, free - 65536)))  # the journal still finds room
 
-    from atoll.train.run import run
+    from atoll.train.session import run
 
     with pytest.raises(CheckpointError) as caught:
         run(dict(recipe), report=report)

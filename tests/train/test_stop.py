@@ -79,7 +79,7 @@ def _stop_when(recipe: dict[str, Any], when: Callable[[Any], bool], victim: int,
             sent.append(event)
             os.kill(pids[victim], getattr(signal, how))
 
-    from atoll.train.run import run
+    from atoll.train.session import run
 
     result = run(dict(recipe), report=report)
     return result, [type(event).__name__ for event in events], [e.text for e in events if isinstance(e, Note)]
@@ -264,7 +264,7 @@ def _nonfinite(recipe: dict[str, Any], folder: str) -> tuple[str, str]:
     """The error and the status that was told; the weights must be those of the checkpoint."""
     import torch
 
-    import atoll.train.run as module
+    import atoll.train.session as module
     from atoll.train.events import RunEnded
 
     sys.path.insert(0, folder)

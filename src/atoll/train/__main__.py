@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     recipe = rest.pop(0) if rest and not rest[0].startswith("--") else None
     is_head = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
-        from atoll.train.run import run
+        from atoll.train.session import run
 
         result = run(recipe, rest, resume="--no-resume" not in given, allow_changes="--allow-changes" in given)
     except AtollError as error:
