@@ -369,7 +369,7 @@ def test_a_dry_run_tells_what_a_run_would_take():
     assert "recompute: none (chosen: the least that fits)" in text
     assert "steps: 1,907,349; 64 sequences × 8,192 = 524,288 tokens a step" in text
     assert "tokens: 1.00 T, 0.50 epochs" in text
-    assert "checkpoint: 89.75 GiB = weights 29.92 + optimizer 59.83; 2 kept" in text
+    assert "checkpoint: 89.7 GiB = weights 29.9 GiB + optimizer 59.8 GiB; 2 kept" in text
     assert "fits: " in text
 
 

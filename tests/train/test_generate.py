@@ -109,10 +109,27 @@ def test_it_ends_at_a_stop_token_and_at_the_models_length() -> None:
         generate(model, [], num_tokens=1)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
 def test_values_that_cannot_work(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected temperature ≥ 0, top_k ≥ 1 and 0 < top_p ≤ 1"):
         generate(model_of(SECTIONS["llama"]), PROMPT, num_tokens=1, **wrong)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(number: float, temperature: float) -> None:
+    model = model_of(SECTIONS["llama"])
+    with torch.no_grad():
+        next(model.parameters()).fill_(number)
+    with pytest.raises(ConfigError, match="logits that are not finite: its weights hold NaN"):
+        list(generate(model, PROMPT, num_tokens=1, temperature=temperature))
+
+
+def test_seeds_have_64_bits() -> None:
+    with pytest.raises(ConfigError, match="seed = 18446744073709551616: expected a number of 64 bits"):
+        generate(model_of(SECTIONS["llama"]), PROMPT, num_tokens=1, seed=2**64)
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -71,6 +71,8 @@ def test_an_existing_folder_is_no_name_of_a_hub(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not hub.is_hub_name("owner/name")
+    assert not hub.is_hub_name("owner/other")  # a typo of a path: nothing to ask a hub for
+    assert hub.reads_as_name("owner/other")
 
 
 def test_what_is_here_is_not_transferred_again(server: hub_server.Hub) -> None:

@@ -36,6 +36,9 @@ def started(first_step: int = 0, device: str = "NVIDIA H100 80GB HBM3") -> RunSt
     return RunStarted("austen", "out/austen", 1_930_240, "FSDP 2", device, 2, first_step, STEPS, 4096, resumed)
 
 
+LAST_20 = f"{2 + sum(4 / step for step in range(41, 61)) / 20:.3f}  (mean of the last 20 steps)"
+
+
 def done(step: int, loss: float = 2.5, speed: float = 7000.0, **others: float) -> StepDone:
     figures = {"step_s": 4096 / speed, "data_wait_s": 0.0, **others}
     return StepDone(step, 4096 * step, 8 * step, loss, 2.5e-4, 0.75, speed, speed / 2, memory_bytes=3 << 29, **figures)
@@ -145,7 +148,7 @@ def test_the_end_says_where_everything_is_and_shows_the_sample_verbatim() -> Non
     assert "austen finished" in shown
     for part in (
         "60 of 60 steps in 1 min 01 s",
-        f"6.000 → {2 + sum(4 / step for step in range(41, 61)) / 20:.3f}",  # the mean of the last 20 steps
+        f"6.000 → {LAST_20}",
         "2.750",
         "246 k, 7,000 tokens/s",
         "out/checkpoints/60",
@@ -205,10 +208,7 @@ def test_a_resume_counts_this_session_only() -> None:
     lines = as_log([*a_run(first_step=40), ended()])
     assert "resumed at step 40" in lines[0]
     assert "tokens: 246 k, 7,000 tokens/s in this session" in lines
-    assert (
-        next(line for line in lines if line.startswith("loss:"))
-        == f"loss: {2 + 4 / 41:.3f} → {2 + sum(4 / step for step in range(41, 61)) / 20:.3f}"
-    )
+    assert next(line for line in lines if line.startswith("loss:")) == f"loss: {2 + 4 / 41:.3f} → {LAST_20}"
 
 
 def test_a_restart_in_the_same_terminal_begins_anew() -> None:

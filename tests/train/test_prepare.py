@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from atoll.core.errors import ConfigError
 from atoll.train.data import prepare as module
@@ -23,6 +25,7 @@ from atoll.train.data.prepare import Prepared, is_held_out, prepare
 from atoll.train.data.shards import TokenShards
 from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.events import Progress
+from atoll.train.recipe.load import load_recipe, require_complete
 from atoll.train.recipe.schema import DataSection
 
 AUSTEN = Path(__file__).parents[2] / "examples/austen/data"
@@ -153,6 +156,24 @@ def test_token_files_need_no_tokenizer_and_are_checked_against_one(ready: Any, t
         ready(path)
 
 
+@pytest.mark.parametrize(
+    ("data", "is_complete"),
+    [
+        ({"path": "a.bin"}, True),
+        ({"path": ["a.BIN.gz", "b.bin.zst"]}, True),
+        ({"path": [{"path": "a.bin"}, {"path": ["b.bin", "c.bin"]}]}, True),
+        ({"path": "folder", "format": "bin"}, True),
+        ({"path": "folder"}, False),
+        ({"path": ["a.bin", "b.txt"]}, False),
+        ({"path": []}, False),
+    ],
+)
+def test_training_on_token_files_needs_no_tokenizer(data: dict[str, Any], is_complete: bool) -> None:
+    recipe = load_recipe({"data": data, "train": {"steps": 1}}, env={}).recipe
+    with contextlib.nullcontext() if is_complete else pytest.raises(ConfigError, match=r"tokenizer is not set.*bin"):
+        require_complete(recipe)
+
+
 # --------------------------------------------------------------------------------------------------- held-out text
 def test_whole_documents_are_held_out_by_their_number_alone(ready: Any, tmp_path: Path) -> None:
     prepared = ready(lines(tmp_path / "d", 1000), validation=0.1)
@@ -209,6 +230,27 @@ def test_data_that_cannot_work_is_told(ready: Any, tmp_path: Path) -> None:
     (tmp_path / "zero.txt").write_text("")
     with pytest.raises(ConfigError, match="no document in it has a character"):
         ready(tmp_path / "zero.txt")
+
+
+def test_the_option_that_leaves_nothing_to_train_on_is_named(ready: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"validation = 0\.9999 holds out all 33 tokens of .*: lower it"):
+        ready(lines(tmp_path / "d", 3), validation=0.9999, document_end="x")
+    with pytest.raises(ConfigError, match=r"3 tokens to train on, as \[data\] validation = 0\.9 holds out the rest"):
+        ready(lines(tmp_path / "d", 3), validation=0.9)
+    (tmp_path / "same.txt").write_text("x\n" * 3)
+    with pytest.raises(ConfigError, match=r"no text between the lines that equal \[data\] document_end = 'x'"):
+        ready(tmp_path / "same.txt", document_end="x")
+    tokenizers.Tokenizer(tokenizers.models.BPE({"z": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"makes no token of the text in .*same\.txt"):
+        ready(tmp_path / "same.txt", tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+def test_validating_on_what_is_trained_on_is_said(ready: Any, told: Told, tmp_path: Path) -> None:
+    path = lines(tmp_path / "d", 3)
+    ready(path, validation=str(lines(tmp_path / "v", 3)))
+    assert "trained on too" not in "".join(told.notes)
+    ready(path, validation=str(tmp_path / "d"))
+    assert any(f"{path} of [data] validation is trained on too" in each for each in told.notes)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])

@@ -183,3 +183,22 @@ def test_a_typo_in_the_command_is_told(recipe: str) -> None:
     assert isinstance(result.exception, ConfigError)
     assert "seq_len" in str(result.exception)
     assert CliRunner().invoke(data_app, ["preview", recipe, "-o", "yaml"]).exit_code == 2
+
+
+def test_lines_in_a_pipe_are_whole(recipe: str) -> None:
+    found = CliRunner().invoke(data_app, ["preview", recipe, "-n", "1", "--train.seq_len", "50"])
+    assert found.exit_code == 0, found.output
+    assert max(map(len, found.stdout.splitlines())) > 100  # COLUMNS
+    narrow = CliRunner().invoke(data_app, ["preview", recipe, "-n", "1", "--width", "40", "--train.seq_len", "50"])
+    assert max(map(len, narrow.stdout.splitlines())) <= 40
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--num", "99999999999"), ("--start", f"{10**23}"), ("--start", "1e23"), ("--start", "-1")]
+)
+def test_numbers_out_of_reach_are_told(recipe: str, arguments: tuple[str, str]) -> None:
+    result = CliRunner().invoke(data_app, ["preview", recipe, *arguments])
+    assert result.exit_code == 2, result.output
+    assert arguments[0] in result.output
+    reached = CliRunner().invoke(data_app, ["preview", recipe, "-n", "1", "--start", str(10**12)])
+    assert reached.exit_code == 0, reached.output

@@ -330,6 +330,95 @@ def test_wrong_values(tree, words):
     assert words in refusal(tree)
 
 
+YARN = {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 64}
+LLAMA3 = {**YARN, "kind": "llama3"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"train": {"seed": 2**63}}, "[train] seed: 9223372036854775808 is too large: expected at most"),
+        ({"train": {"steps": "1e400tok"}}, "[train] steps: '1e400tok' is too long: expected at most 1e+18"),
+        ({"train": {"steps": "1e400"}}, "[train] steps: '1e400' is too long"),
+        ({"checkpoint": {"every": "1e19step"}}, "[checkpoint] every: '1e19step' is too long"),
+        ({"train": {"tokens": 1e19}}, "[train] tokens = 1e+19: expected a number, more than 0, at most 1e+18"),
+        ({"train": {"hang_timeout_s": 1e12}}, "[train] hang_timeout_s = 1000000000000.0: expected a number, more than"),
+        ({"train": {"grace_s": 1e12}}, "[train] grace_s = 1000000000000.0: expected a number, more than 0, at most"),
+        ({"train": {"global_batch": 2**40}}, "[train] global_batch: 1099511627776 is too large"),
+        ({"model": {"layers": 10**30}}, "is too large: expected at most 2147483648"),
+        ({"model": {"rope_theta": 1.0}}, "[model] rope_theta = 1.0: expected a number, more than 1"),
+        (
+            {"model": {"rope_scaling": {**YARN, "beta_slow": 0.0}}},
+            "beta_slow = 0 and beta_fast = 32: expected 0 < beta",
+        ),
+        ({"model": {"rope_scaling": {**YARN, "beta_fast": 0.5}}}, "beta_slow = 1 and beta_fast = 0.5: expected 0 <"),
+        (
+            {"model": {"rope_scaling": {**YARN, "attention_factor": 0.0}}},
+            "attention_factor = 0.0: expected a number, mo",
+        ),
+        (
+            {"model": {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}},
+            "[model] rope_scaling: low_freq_factor = 4 an",
+        ),
+        ({"model": {"family": "gpt2", "rope_scaling": YARN}}, "[model] rope_scaling is given, and gpt2 has no rotary"),
+        (
+            {"schedule": {"kind": "cosine", "decay": 5}},
+            "[schedule] decay = 5step is given, and kind = 'cosine' has none",
+        ),
+        ({"name": "a/b"}, "recipe: name: 'a/b' can't be the name of a folder"),
+        ({"name": ".."}, "recipe: name: '..' can't be the name of a folder"),
+        ({"name": ""}, "recipe: name: '' can't be the name of a folder"),
+        ({"name": 3}, "name = 3: expected text"),
+        ({"train": {"output_dir": ""}}, "[train] output_dir: '' is empty"),
+        ({"train": {"output_dir": "s3://bucket/run"}}, "put checkpoints at the URL with [checkpoint] path"),
+        ({"data": {"path": " "}}, "[data] path: ' ' is empty"),
+        ({"data": {"path": ["a", ""]}}, "[data] path: ['a', ''] is empty"),
+        ({"data": {"validation": ""}}, "[data] validation: '' is empty"),
+        ({"data": {"tokenizer": ""}}, "[data] tokenizer: '' is empty"),
+        ({"model": {"init": ""}}, "[model] init: '' is empty"),
+        ({"base": ""}, "base is empty"),
+    ],
+)
+def test_values_that_no_run_could_take(tree, words):
+    assert words in refusal(tree)
+
+
+def test_another_kind_of_schedule_replaces_the_decay_of_a_base(workdir):
+    (workdir / "low.toml").write_text('[schedule]\nkind = "wsd"\ndecay = 50\n')
+    (workdir / "my.toml").write_text('base = "low.toml"\n[schedule]\nkind = "cosine"\n')
+    assert recipe("low.toml").schedule.decay == Duration(50)
+    assert recipe("low.toml", "--schedule.kind", "linear").schedule.decay is None
+    assert recipe("my.toml").schedule.decay is None
+
+
+def test_a_byte_order_mark_is_passed_over(workdir):
+    (workdir / "my.toml").write_text("\ufeff[train]\nsteps = 3\n", encoding="utf-8")
+    assert recipe("my.toml").train.steps == Duration(3)
+
+
+def test_too_deep_to_read(workdir):
+    (workdir / "deep.toml").write_text(f"a = {'[' * 5000}{']' * 5000}\n")
+    assert "deep.toml: its tables or lists are nested too deeply" in refusal("deep.toml")
+    for number in range(1000):
+        (workdir / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
+    assert "its chain of bases is too long" in refusal("0.toml")
+    (workdir / "big.toml").write_text(f"[train]\nseed = {'9' * 5000}\n")
+    assert "big.toml: Exceeds the limit" in refusal("big.toml")
+
+
+def test_the_folder_of_a_run_is_a_recipe(workdir):
+    (workdir / "outputs/pq").mkdir(parents=True)
+    made = recipe("llama3_8b", "--name", "pq", "--train.steps", "7")
+    file = workdir / "outputs/pq/recipe.json"
+    file.write_text(json.dumps(made.model_dump(mode="json")))
+    assert recipe("outputs/pq") == recipe("outputs/pq/recipe.json") == made
+    assert recipe("outputs/pq", "--train.steps", "9").train.steps == Duration(9)
+    file.write_text("{\n!")
+    assert "outputs/pq/recipe.json, line 2: this is no JSON" in refusal("outputs/pq")
+    file.write_text("[]")
+    assert "outputs/pq/recipe.json: expected the recipe of a run" in refusal("outputs/pq")
+
+
 def test_what_only_the_user_can_give_is_asked_for():
     with pytest.raises(ConfigError, match=r"^\[data\] path is not set: add --data.path FILE"):
         require_complete(recipe("llama3_8b"))
@@ -348,7 +437,7 @@ def test_resolved_toml_reads_back(name, workdir):
     assert recipe(original) == original
 
 
-@given(st.text(), st.lists(st.text(), max_size=3), st.floats(1e-30, 1e30), st.integers(0, 2**62))
+@given(st.text(), st.lists(st.text().filter(str.strip), max_size=3), st.floats(1e-30, 1e30), st.integers(0, 2**62))
 def test_any_value_survives_toml(text, texts, number, whole):
     tree = {"data": {"path": texts, "document_end": text}, "optimizer": {"lr": number}, "train": {"seed": whole}}
     mixture = {"metrics": {"sample_prompt": text}, "data": {"path": [{"path": texts, "weight": number}]}}

@@ -23,11 +23,13 @@ from atoll.train.corpus import Corpus, open_corpus
 from atoll.train.data.loader import batched
 from atoll.train.data.packing import PackedDataset
 from atoll.train.data.prepare import prepare
-from atoll.train.events import CheckpointSaved, Note, RunEnded, Validated
+from atoll.train.events import CheckpointSaved, Note, RunEnded, StepDone, Validated
+from atoll.train.folder import take_lock
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
 from atoll.train.recipe.load import load_recipe
 from atoll.train.runs import find_checkpoint
+from atoll.train.session import run
 from atoll.train.weights import import_weights
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
@@ -201,8 +203,6 @@ def _fill_after(recipe: dict[str, Any], filler: str) -> str:
             free = os.statvfs(Path(filler).parent).f_bavail * os.statvfs(Path(filler).parent).f_frsize
             Path(filler).write_bytes(bytes(max(0, free - 65536)))  # the journal still finds room
 
-    from atoll.train.session import run
-
     with pytest.raises(CheckpointError) as caught:
         run(dict(recipe), report=report)
     return str(caught.value)
@@ -367,12 +367,73 @@ def test_json_output_is_one_object(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_fails_at_the_end_fails_the_run(tmp_path: Path) -> None:
-    tree = small.tree(tmp_path, train__steps=2, checkpoint__path=str(tmp_path / "text.txt" / "checkpoints"))
+    place = tmp_path / "elsewhere"
+    tree = small.tree(tmp_path, train__steps=2, checkpoint__path=str(place))
     events: list[Any] = []
-    with pytest.raises((CheckpointError, ConfigError)):
-        small.train(tree, events=events)
+
+    def report(event: Any) -> None:
+        events.append(event)
+        if isinstance(event, StepDone) and event.step == 1:
+            place.rename(tmp_path / "gone")
+            place.write_text("a file where the folder was")
+
+    with pytest.raises(CheckpointError):
+        run(tree, report=report)
     assert [event.status for event in events if isinstance(event, RunEnded)] == ["failed"]
     assert not [event for event in events if isinstance(event, Note) and "Traceback" in event.text]
+
+
+def test_a_place_for_checkpoints_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=2, checkpoint__path=str(tmp_path / "text.txt" / "checkpoints"))
+    events: list[Any] = []
+    with pytest.raises(ConfigError, match=r"text\.txt"):
+        small.train(tree, events=events)
+    assert not [event for event in events if isinstance(event, StepDone | RunEnded)]
+    assert not Path(tree["train"]["output_dir"]).exists(), "a run that never began leaves no folder"
+
+
+def test_checkpoints_of_another_run_are_not_gone_on_from(tmp_path: Path) -> None:
+    place = str(tmp_path / "shared")
+    first = small.tree(tmp_path, train__output_dir=str(tmp_path / "first"), train__steps=3, checkpoint__path=place)
+    small.train(first)
+    begun_over = small.changed(first, train__output_dir=str(tmp_path / "first"))
+    with pytest.raises(ConfigError, match=r"--no-resume starts over, so choose another with --checkpoint\.path"):
+        small.train(begun_over, resume=False)
+    other = small.changed(first, train__output_dir=str(tmp_path / "second"), optimizer={"lr": 1e-2})
+    with pytest.raises(ConfigError, match=r"another recipe:\s+\[optimizer\] lr"):
+        small.train(other)
+    own = small.tree(tmp_path, train__output_dir=str(tmp_path / "third"), train__steps=3)
+    small.train(own)
+    with pytest.raises(ConfigError, match="holds step 3 of another run"):
+        small.train(small.changed(own, checkpoint__path=place), allow_changes=True)
+    assert small.saved_step(place) == 3
+
+    # The folder is lost, the checkpoints are not: the same recipe goes on from them, and says so.
+    events: list[Any] = []
+    moved = small.changed(first, train__output_dir=str(tmp_path / "moved"))
+    assert small.train(moved, events=events).step == 3
+    assert any("goes on from step 3" in event.text for event in events if isinstance(event, Note))
+
+
+def test_one_place_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
+    place = tmp_path / "shared"
+    place.mkdir()
+    tree = small.tree(tmp_path, train__steps=1, schedule__warmup=0, checkpoint__path=str(place))
+    held = take_lock(place, "--checkpoint.path DIR")
+    try:
+        with pytest.raises(ConfigError, match=f"in use by pid {os.getpid()} .*--checkpoint.path DIR"):
+            small.train(tree)
+    finally:
+        os.close(held)
+    assert small.train(tree).status == "finished"
+
+
+def test_a_process_may_train_more_than_once(tmp_path: Path) -> None:
+    import atoll.train
+
+    for number in range(2):
+        tree = small.tree(tmp_path, train__output_dir=str(tmp_path / str(number)), train__steps=1, schedule__warmup=0)
+        assert atoll.train.run(tree, report=lambda event: None).step == 1
 
 
 def with_weights_that_rank_1_lacks(recipe: dict[str, Any], folder: str) -> str:

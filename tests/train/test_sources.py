@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import json
+import os
+import socket
+import tempfile
 import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow
@@ -248,6 +252,87 @@ def test_a_folder_of_two_formats_asks(tmp_path: Path) -> None:
     assert read(tmp_path, format="parquet") == ["column"]
 
 
+def test_pipes_sockets_and_devices_are_no_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "b.txt")
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(tmp_path / "c.txt"))
+        for path in (tmp_path, tmp_path / "*.txt"):
+            assert read(path) == ["a"]
+            assert "left out: b.txt (a pipe), c.txt (a socket)" in note(path)
+        assert "c.txt' is a socket, expected a file" in refused(tmp_path / "c.txt")
+    assert "b.txt' is a pipe, expected a file: write the data to one first" in refused(tmp_path / "b.txt")
+    assert "'/dev/null' is a device" in refused("/dev/null")
+    (tmp_path / "a.txt").unlink()
+    assert "the folder holds no files but b.txt (a pipe), c.txt (a socket)" in refused(tmp_path)
+
+
+def test_links_to_nothing_are_left_out_and_circles_end(tmp_path: Path) -> None:
+    (tmp_path / "d/deep").mkdir(parents=True)
+    (tmp_path / "d/a.txt").write_text("a")
+    (tmp_path / "d/deep/b.txt").write_text("b")
+    (tmp_path / "d/dangling.txt").symlink_to("gone.txt")
+    (tmp_path / "d/loop.txt").symlink_to("loop.txt")
+    (tmp_path / "d/deep/up").symlink_to("..")
+    assert read(tmp_path / "d") == ["a", "b"]
+    found = note(tmp_path / "d")
+    assert "dangling.txt (a link to nothing, 'gone.txt'), loop.txt (a link to nothing, 'loop.txt')" in found
+    assert "up (a link to a folder that is read already)" in found
+    assert read(tmp_path / "d/**/*.txt") == ["a", "b"]
+    assert "(found twice, through a link)" in note(tmp_path / "d/**/*.txt")
+    for name in ("dangling", "loop"):
+        assert f"{name}.txt' is a link to nothing" in refused(tmp_path / f"d/{name}.txt")
+    (tmp_path / "link").symlink_to("d")  # links that lead somewhere are followed
+    (tmp_path / "link.txt").symlink_to("d/a.txt")
+    assert read(tmp_path / "link") == ["a", "b"]
+    assert read(tmp_path / "link.txt") == ["a"]
+
+
+def test_a_folder_that_may_not_be_read_is_said() -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # the folders of pytest are closed to others
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "a.txt").write_text("a")
+        (folder / "closed").mkdir()
+        (folder / "closed/b.txt").write_text("b")
+        (folder / "closed").chmod(0)
+        try:
+            if user == 0:  # who may read everything
+                os.seteuid(65534)
+            assert read(folder) == ["a"]
+            assert "left out: closed (Permission denied)" in note(folder)
+            assert "closed may not be read: check its permissions" in refused(folder / "closed")
+            assert "holds no files but closed (Permission denied)" in refused(folder / "closed", format="text")
+        finally:
+            os.seteuid(user)
+            (folder / "closed").chmod(0o755)
+
+
+def test_rows_that_cannot_be_told_apart_or_are_too_deep(tmp_path: Path) -> None:
+    deep = '{"text": ' + "[" * 100_000
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n{deep}\n')
+    assert "a.jsonl:2 is nested too deeply" in refused(tmp_path / "a.jsonl")
+    (tmp_path / "b").write_text(deep)
+    assert "b:1 is nested too deeply" in refused(tmp_path / "b")
+    (tmp_path / "c").write_text("[" * 100_000)
+    assert read(tmp_path / "c") == ["[" * 100_000]
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    assert "d.parquet: two columns are named 'text'" in refused(tmp_path / "d.parquet")
+
+
+@pytest.mark.parametrize("path", ["hf://", "hf:///", "hf://datasets/", "hf://@main"])
+def test_the_hub_without_a_name(path: str) -> None:
+    assert f"{path!r} names no data set: expected hf://owner/name" in refused(path)
+
+
+@pytest.mark.parametrize("key", ["document_end", "text_key"])
+def test_keys_that_are_no_text_are_told(key: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    assert f"[data] {key} = 'a\\udcffb' is not UTF-8" in refused(tmp_path / "a.txt", **{key: "a\udcffb"})
+
+
 def test_what_is_missing_or_no_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "emma.txt").write_text("Emma")
     (tmp_path / "picture").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
@@ -313,6 +398,56 @@ def test_http(web: str, tmp_path: Path) -> None:
     assert "does not exist" in refused(f"{web}/missing.txt")
     before = open_source(DataSection(), f"{web}/a.jsonl.gz").identity()
     assert open_source(DataSection(), f"{web}/a.jsonl.gz").identity() == before
+
+
+class _Plain(BaseHTTPRequestHandler):
+    """Sends whole files only, and tells neither time nor ETag."""
+
+    content: ClassVar[dict[str, bytes]] = {}
+
+    def do_HEAD(self) -> None:
+        self._head()
+
+    def do_GET(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the reader has hung up, as it wanted only a part
+            self.wfile.write(self._head())
+
+    def _head(self) -> bytes:
+        data = self.content[self.path]
+        self.send_response(200)
+        if self.path.startswith("/honest"):
+            self.send_header("Accept-Ranges", "none")
+        if not self.path.startswith("/sizeless"):
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        return data
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is logged."""
+
+
+def test_a_server_that_sends_no_parts(fsspec_in_process: None, tmp_path: Path) -> None:
+    large = [f"{number}" * 1000 for number in range(4000)]  # more than is asked for at a time
+    _Plain.content = {"/a.jsonl": jsonl(large), "/sizeless.jsonl": jsonl(TEXTS)}
+    _Plain.content |= {"/honest.jsonl": jsonl(TEXTS), "/honest.txt": b"1"}
+    _Plain.content["/b.parquet"] = parquet(tmp_path / "b.parquet", TEXTS).read_bytes()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Plain)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    web = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        assert read(f"{web}/a.jsonl") == large
+        assert read(f"{web}/b.parquet") == TEXTS
+        assert read(f"{web}/sizeless.jsonl") == TEXTS
+        assert read(f"{web}/honest.jsonl") == TEXTS
+        assert read(f"{web}/honest.txt") == ["1"]
+        (first,) = open_source(DataSection(), f"{web}/a.jsonl").identity()
+        assert first[2].startswith("sha256 ")
+    finally:
+        _close_sessions()
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_a_server_that_is_not_there(fsspec_in_process: None) -> None:

@@ -21,6 +21,7 @@ import ranks
 import small
 from atoll.core.errors import NonFiniteError
 from atoll.train.events import Note, Progress, StepDone
+from atoll.train.metrics.journal import VALIDATIONS, read
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
 
@@ -402,3 +403,13 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path, endl
     result = small.train(tree, allow_changes=True)
     assert (result.status, result.step) == ("finished", done + 2)
     assert [row["step"] for row in small.steps(tmp_path / "run")] == list(range(1, done + 3))
+
+
+def test_a_validation_that_a_stop_cut_short_is_made_up_for(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path, train__steps=6, train__validate_every=3, data__validation=0.2)
+    ranks.run(1, small.train_and_stop, tree, 2)  # the step that comes next is one that would be validated
+    folder = tree["train"]["output_dir"]
+    assert small.saved_step(folder) == 3
+    assert read(Path(folder) / VALIDATIONS) == []
+    ranks.run(1, small.train, tree)
+    assert [row["step"] for row in read(Path(folder) / VALIDATIONS)] == [3, 6]

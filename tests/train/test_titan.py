@@ -133,7 +133,7 @@ def test_every_section_is_read(workdir):
     assert (parallel.pipeline_schedule, parallel.reshard_after_forward) == ("interleaved", False)
     optimizer, schedule = recipe.optimizer, recipe.schedule
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.max_grad_norm) == (2e-4, (0.9, 0.99), 1e-9, 0.5)
-    assert (schedule.kind, schedule.warmup, schedule.decay, schedule.floor) == ("wsd", Duration(20), Duration(800), 0.1)
+    assert (schedule.kind, schedule.warmup, schedule.decay, schedule.floor) == ("wsd", Duration(20), Duration(400), 0.1)
     precision, checkpoint = recipe.precision, recipe.checkpoint
     assert (precision.compute, precision.float8, precision.float8_skip) == (
         "bf16",
@@ -309,3 +309,26 @@ def test_a_recipe_may_grow_from_one(workdir):
     assert grown.recipe.train.steps == Duration(5)
     assert grown.recipe.train.seq_len == 8192
     assert grown.notes[0].startswith("big.toml: [training] local_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "decay"),
+    [
+        ([], Duration(800)),
+        (["--train.steps", "100"], Duration(80)),
+        (["--train.steps", "100", "--schedule.warmup", "50"], Duration(50)),
+        (["--train.steps", "2ep"], Duration(1.6, "ep")),
+        (["--train.tokens", "1e9"], Duration(8e8, "tok")),
+        (["--train.steps", "100", "--schedule.decay", "3"], Duration(3)),
+        (["--train.steps", "100", "--schedule.kind", "cosine"], None),
+    ],
+)
+def test_the_decay_is_a_ratio_of_the_run_that_there_will_be(workdir, overrides, decay):
+    (workdir / "big.toml").write_text(FULL)
+    assert load_recipe("big.toml", overrides).recipe.schedule.decay == decay
+
+
+def test_the_decay_is_a_ratio_under_a_recipe_that_has_it_as_a_base(workdir):
+    (workdir / "big.toml").write_text(FULL)
+    (workdir / "short.toml").write_text('base = "big.toml"\n[train]\nsteps = 200\n')
+    assert load_recipe("short.toml").recipe.schedule.decay == Duration(160)

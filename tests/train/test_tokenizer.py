@@ -229,6 +229,28 @@ def test_broken_and_foreign_files_are_told(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_one_that_cannot_encode_is_told(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0}))
+    words.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.encode("known") == [0]
+    calls = [
+        lambda: loaded.encode("new"),
+        lambda: loaded.encode_batch(["new"]),
+        lambda: loaded.encode_arrays(["new"]),
+        lambda: loaded.encode_arrays(["new"], workers=1),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"cannot encode the text: .*unk_token"):
+            call()
+
+
+def test_one_without_tokens_is_told(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({})).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=f"tokenizer = '{tmp_path}' has no tokens"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_bpe_needs_data() -> None:
     with pytest.raises(ConfigError, match=r"set \[data\] path"):
         load_tokenizer("bpe:300")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import inputs
 import ranks
 from atoll.cli.weights import register
 from atoll.core.errors import ConfigError
-from atoll.train.checkpoint.manifest import FileEntry, Manifest, step_name
+from atoll.train.checkpoint.manifest import FileEntry, Manifest, hex_of, step_name
 from atoll.train.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from atoll.train.models import gguf, hf, registry
 from atoll.train.models.parts import Decoder
@@ -251,6 +252,24 @@ def test_a_stage_takes_its_own_part(tmp_path: Path) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in stage.named_parameters())
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_head_that_the_file_holds_again(equal: bool, tmp_path: Path) -> None:
+    model = model_of(section_for("llama", tied=True))
+    folder = export_model(model, tmp_path / "hf")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0 if equal else 1)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    if equal:
+        assert load_weights(model, model.config, str(folder)) == []
+        return
+    for use in (
+        lambda: load_weights(model, model.config, str(folder)),
+        lambda: import_weights(str(folder), tmp_path / "x"),
+    ):
+        with pytest.raises(ConfigError, match=r"tie_word_embeddings = true, .* set tie_word_embeddings to false"):
+            use()
+
+
 # ------------------------------------------------------------------------------------------------------ refusals
 def test_what_differs_without_a_shape_is_told(tmp_path: Path) -> None:
     model = model_of(section_for("llama"))
@@ -290,6 +309,85 @@ def test_a_network_that_is_another(changes: dict[str, Any], message: str, tmp_pa
 
 
 LLAMA_CONFIG = hf.hf_config(section_for("llama"), "fp32")
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size = 32 .* num_attention_heads = 5"),
+    ({"num_attention_heads": 0}, r"num_attention_heads is 0, expected a whole number above 0"),
+    ({"num_key_value_heads": 3}, r"num_attention_heads = 4 .* num_key_value_heads = 3"),
+    ({"head_dim": 7}, r"head_dim = 7 is odd"),
+    ({"head_dim": "q"}, r"head_dim is 'q', expected a whole number"),
+    ({"num_hidden_layers": True}, r"num_hidden_layers is True, expected a whole number"),
+    ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, expected .* at most"),
+    ({"rms_norm_eps": -1}, r"rms_norm_eps is -1, expected a number above 0"),
+    ({"rms_norm_eps": "x"}, r"rms_norm_eps is 'x', expected a number above 0"),
+    ({"max_position_embeddings": -1}, r"max_position_embeddings is -1, expected a whole number"),
+    ({"max_position_embeddings": "x"}, r"max_position_embeddings is 'x', expected a whole number"),
+    ({"rope_parameters": None, "rope_theta": -3}, r"rope_theta is -3, expected a number above 0"),
+    ({"rope_parameters": {"rope_theta": "x"}}, r"rope_theta is 'x', expected a number above 0"),
+    ({"rope_parameters": [1]}, r"rope_parameters is \[1\], expected an object"),
+    ({"rope_parameters": "x"}, r"rope_parameters is 'x', expected an object"),
+    ({"rope_parameters": {"rope_type": ["x"]}}, r"rope_type = \['x'\] is not supported"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 0.5}}, r"factor = 0\.5"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": -1}},
+        r"original_max_position_embeddings = -1",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8, "mscale": "a", "mscale_all_dim": 1}},
+        r"mscale is 'a', expected a number",
+    ),
+    ({"initializer_range": "x"}, r"initializer_range is 'x', expected a number above 0"),
+    ({"sliding_window": "x"}, r"sliding_window is 'x', expected a whole number"),
+    ({"layer_types": 5}, r"layer_types is 5, expected a list"),
+    ({"model_type": ["x"]}, r"model_type is \['x'\]; known are"),
+    ({"tie_word_embeddings": "x"}, r"tie_word_embeddings is 'x', expected true or false"),
+    ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config .*'gptq'.* quantised"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS, ids=lambda value: str(value)[:40])
+def test_values_of_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^x/config\.json: .*{message}"):
+        hf.section_from_hf({**LLAMA_CONFIG, **changes}, source="x/config.json")
+    gpt2 = hf.hf_config(section_for("gpt2"), "fp32")
+    for key in ("n_inner", "n_positions", "layer_norm_epsilon"):
+        with pytest.raises(ConfigError, match=rf"^x/config\.json: {key} is 'x', expected"):
+            hf.section_from_hf({**gpt2, key: "x"}, source="x/config.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", [1], r"config\.json holds \[1\], expected an object"),
+        ("config.json", {**LLAMA_CONFIG, "eos_token_id": "x"}, r"eos_token_id is 'x', expected a token's number"),
+        ("generation_config.json", [], r"generation_config\.json holds \[\], expected an object"),
+        ("model.safetensors.index.json", {}, r"index\.json: weight_map is None, expected an object"),
+        ("model.safetensors.index.json", {"weight_map": ["a"]}, r"weight_map is \['a'\], expected an object"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "../b"}}, r"weight_map has '\.\./b', expected .* file"),
+    ],
+)
+def test_files_of_another_form(file: str, content: Any, message: str, tmp_path: Path) -> None:
+    folder = export_model(model_of(section_for("llama")), tmp_path / "hf")
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message), open_source(str(folder)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.tensor(1.0), r"self_attn\.qkv_proj\.weight has no rows, its config says 32 \+ 16 \+ 16"),
+        (torch.zeros(64, 32, dtype=torch.int8), r"qkv_proj\.weight is of type I8, .* quantised"),
+        (torch.zeros(64, 32).to(torch.float8_e4m3fn), r"qkv_proj\.weight is of type F8_E4M3, .* quantised"),
+    ],
+)
+def test_tensors_of_another_form(tensor: Tensor, message: str, tmp_path: Path) -> None:
+    model = model_of(section_for("phi3"))
+    folder = export_model(model, tmp_path / "hf")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.qkv_proj.weight"] = tensor
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_weights(model, model.config, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -368,8 +466,15 @@ def test_a_target_that_is_taken(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and is not empty: choose another folder, or give --force"):
         export_model(model, folder)
     assert (folder / "mine.txt").exists()
-    export_model(model, folder, force=True)
-    assert not (folder / "mine.txt").exists()
+    with pytest.raises(ConfigError, match=r"holds mine\.txt, which is not of an export, and --force replaces earlier"):
+        export_model(model, folder, force=True)
+    (folder / "mine.txt").unlink()
+    (folder / "model.safetensors").write_text("old")
+    (tmp_path / "link").symlink_to(folder)
+    export_model(model, tmp_path / "link", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert len(safetensors.torch.load_file(folder / "model.safetensors")) == 21
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "link"]
     (tmp_path / "empty").mkdir()
     export_model(model, tmp_path / "empty")
     with pytest.raises(ConfigError, match="is a file"):
@@ -382,7 +487,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     broken = readers(model)
     broken["blocks.1.attention.q.weight"] = lambda: torch.zeros(3, 3)
-    with pytest.raises(ConfigError, match=r"tensor blocks\.1\.attention\.q\.weight is \[3, 3\], its network has"):
+    with pytest.raises(ConfigError, match=r"tensor blocks\.1\.attention\.q\.weight: it is \[3, 3\], its network has"):
         export(broken, model.config, folder, dtype="fp32", force=True, max_shard_bytes=20_000)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -504,6 +609,25 @@ def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(tmp_path / "hf", TOKENS), logits(model, TOKENS), rtol=1e-5, atol=1e-5)
 
 
+def test_a_gguf_with_values_that_cannot_be(tmp_path: Path) -> None:
+    for number, (count, message) in enumerate([(0, "is 0, expected a whole number"), (3, "not divisible by kv_heads")]):
+        path = tmp_path / f"{number}.gguf"
+        writer = GGUFWriter(path, "llama")
+        writer.add_block_count(1)
+        writer.add_embedding_length(32)
+        writer.add_head_count(4 if count else 0)
+        writer.add_head_count_kv(count)
+        writer.add_feed_forward_length(48)
+        writer.add_context_length(64)
+        writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ConfigError, match=message):
+            section_of(str(path))
+
+
 def test_quantised_gguf(tmp_path: Path) -> None:
     model = model_of(section_for("qwen3", hidden_dim=64))
     write_gguf(model, tmp_path / "a.gguf", quantised=True)
@@ -538,7 +662,9 @@ def save_step(run: Path, model: Decoder | registry.UserModel, step: int) -> Path
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         save({**tensors, "optimizer.step": torch.tensor(step)}, checkpoint_id=folder, no_dist=True)
     recipe = Recipe(model=model.config).model_dump(mode="json")
-    files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}
+    files = {
+        path.name: FileEntry(path.stat().st_size, hex_of(zlib.crc32(path.read_bytes()))) for path in folder.iterdir()
+    }
     manifest = Manifest(step, {"recipe": recipe}, files, world_size=1, created=time.time())
     (folder / "manifest.json").write_bytes(manifest.encode())
     return folder
@@ -650,6 +776,47 @@ def test_a_run_without_a_whole_checkpoint(tmp_path: Path) -> None:
         atoll("export", tmp_path / "none", tmp_path / "hf")
 
 
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_force_deletes_no_run(tmp_path: Path) -> None:
+    run = tmp_path / "out" / "run"
+    step = save_step(run, model_of(section_for("llama", tied=True)), 5)
+    ByteTokenizer().save(run)
+    before = _contents(tmp_path)
+    for dest in (run, run.parent, run / "checkpoints", step):
+        with pytest.raises(ConfigError, match="choose another folder"):
+            atoll("export", run, dest, "--force")
+    assert _contents(tmp_path) == before
+    atoll("export", run, run / "hf")  # a new folder takes nothing away
+    with pytest.raises(ConfigError, match=r"is .*hf, which would be read and replaced at once"):
+        atoll("import", run / "hf", run / "hf", "--force")
+    with pytest.raises(ConfigError, match="'' names no weights"):
+        atoll("export", "", tmp_path / "x")
+
+
+def test_a_checkpoint_that_rotted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    models = [model_of(section_for("llama"), seed=seed) for seed in range(2)]
+    old, new = (save_step(run, model, number) for number, model in zip((5, 10), models, strict=True))
+    data = next(new.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    back = model_of(models[0].config, seed=9)
+    (note,) = load_weights(back, back.config, str(run))
+    assert note.startswith(f"{new} is damaged: {data.name} has crc32 ")
+    assert note.endswith("; step-00000005 is used")
+    assert_same(back, models[0])
+    assert "step-00000005 is used" in atoll("export", run, tmp_path / "hf")
+    with pytest.raises(ConfigError, match=rf"step-00000010 is damaged: {data.name} has crc32"):
+        atoll("export", new, tmp_path / "other")
+    (old / ".metadata").write_bytes(bytes((old / ".metadata").stat().st_size))
+    with pytest.raises(ConfigError, match=r"step-00000005 is damaged: \.metadata has crc32"):
+        section_of(str(old))
+
+
 def test_a_run_on_bytes(tmp_path: Path) -> None:
     model = model_of(section_for("gpt2", vocab_size=260))
     save_step(tmp_path / "run", model, 3)
@@ -670,10 +837,36 @@ def test_import_and_generate(tmp_path: Path) -> None:
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
     arguments = ("the quick", "-n", "8", "--seed", "3", "--device", "cpu")
     assert atoll("generate", source, *arguments) == atoll("generate", source, *arguments)
-    with pytest.raises(ConfigError, match="--max-shard 5XB: expected a size such as 5GB"):
-        atoll("import", source, tmp_path / "other", "--max-shard", "5XB")
-    with pytest.raises(ConfigError, match="--device tpu0: expected cpu, cuda or cuda:N"):
-        atoll("generate", source, "x", "--device", "tpu0")
+    for size in ("5XB", "1..5GB", "_GB", "0GB", "", "9" * 400):
+        with pytest.raises(ConfigError, match=f"--max-shard {size}: expected a size such as 5GB"):
+            atoll("import", source, tmp_path / "other", "--max-shard", size)
+    for device in ("tpu0", "meta", "mps"):
+        with pytest.raises(ConfigError, match=f"--device {device}: expected cpu, cuda or cuda:N"):
+            atoll("generate", source, "x", "--device", device)
+    with pytest.raises(ConfigError, match="dtype = '': expected one of fp32, bf16, fp16"):
+        atoll("import", source, tmp_path / "other", "--dtype", "")
+    with pytest.raises(ConfigError, match="the prompt is no valid UTF-8 text at its character 2"):
+        atoll("generate", source, "a\udcff", "--device", "cpu")
+    with pytest.raises(ConfigError, match="seed = 99999999999999999999: expected"):
+        atoll("generate", source, "x", "--device", "cpu", "--seed", 99999999999999999999)
+    with pytest.raises(ConfigError, match="'' names no weights"):
+        atoll("generate", "", "x", "--device", "cpu")
+    with pytest.raises(ConfigError, match="'' names no weights"):
+        section_of("")
+
+
+def test_sizes_are_told_in_their_unit(tmp_path: Path) -> None:
+    source = export_model(model_of(section_for("llama")), tmp_path / "hf")
+    assert " KiB; try it: " in atoll("import", source, tmp_path / "in")
+
+
+def test_a_folder_that_is_missing_is_not_asked_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="outputs/nope: no such folder; outputs is a folder here"):
+        atoll("generate", "outputs/nope", "hi", "--device", "cpu")
+    with pytest.raises(ConfigError, match="outputs/nope: no such folder; outputs is a folder here"):
+        section_of("outputs/nope")
 
 
 # ------------------------------------------------------------------------------------------------------ real ones

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from atoll.train.data.packing import PackedDataset
     from atoll.train.data.tokenizer import Tokenizer
     from atoll.train.events import Progress
@@ -31,8 +29,10 @@ def preview(
     recipe: Annotated[
         str | None, typer.Argument(help="Name or path of a recipe, before its overrides; $CONFIG_FILE by default.")
     ] = None,
-    num: Annotated[int, typer.Option("--num", "-n", min=1, help="Samples to show.")] = 3,
-    start: Annotated[int, typer.Option(min=0, help="Number of the first, as metrics.jsonl counts them.")] = 0,
+    num: Annotated[int, typer.Option("--num", "-n", min=1, max=10**6, help="Samples to show.")] = 3,
+    start: Annotated[
+        int, typer.Option(min=0, max=10**12, help="Number of the first, as metrics.jsonl counts them.")
+    ] = 0,
     width: Annotated[int | None, typer.Option(min=20, help="Columns; the terminal's by default.")] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Show the id of each token.")] = False,
     output: Annotated[str, typer.Option("-o", "--output", help="'text' for people, 'json' for programs.")] = "text",
@@ -43,8 +43,6 @@ def preview(
     """
     if output not in ("text", "json"):
         raise typer.BadParameter(f"-o {output}: expected 'text' or 'json'")
-    from rich.console import Console
-
     from atoll.train.data.packing import PackedDataset
     from atoll.train.data.prepare import prepare
     from atoll.train.recipe.load import load_recipe
@@ -67,7 +65,7 @@ def preview(
         if output == "json":
             _print_json(dataset, prepared.tokenizer, numbers)
         else:
-            _print_text(Console(width=width, highlight=False), dataset, prepared.tokenizer, numbers, ids)
+            _print_text(width, dataset, prepared.tokenizer, numbers, ids)
     finally:
         prepared.close()
 
@@ -75,24 +73,30 @@ def preview(
 def _print_json(dataset: PackedDataset, tokenizer: Tokenizer | None, numbers: range) -> None:
     from atoll.train.data.preview import as_json
 
-    samples = dataset.samples(numbers)
-    rows = [{"number": number, **as_json(sample, tokenizer)} for number, sample in zip(numbers, samples, strict=True)]
-    print(json.dumps(rows))
+    for number in numbers:  # one array, written as it is read: many samples may not fit memory
+        row = {"number": number, **as_json(dataset.sample(number), tokenizer)}
+        print("[" if number == numbers.start else ", ", json.dumps(row), sep="", end="")
+    print("]")
 
 
 def _print_text(
-    console: Console, dataset: PackedDataset, tokenizer: Tokenizer | None, numbers: range, ids: bool
+    width: int | None, dataset: PackedDataset, tokenizer: Tokenizer | None, numbers: range, ids: bool
 ) -> None:
+    from rich.console import Console
+
     from atoll.train.data.preview import legend, render
 
+    console = Console(width=width, highlight=False)
     colour = console.color_system is not None and not console.no_color
-    console.print(legend(colour=colour))
-    for number, sample in zip(numbers, dataset.samples(numbers), strict=True):
+    unwrapped = width is None and not console.is_terminal  # what a pipe's reader wants is whole lines
+    console.print(legend(colour=colour), soft_wrap=unwrapped)
+    for number in numbers:
+        sample = dataset.sample(number)
         epoch, within = divmod(number, len(dataset))
         trained = f"{sample.num_trained} of {dataset.seq_len} places are trained"
         title = f"sample {number}, number {within} of {len(dataset)} in epoch {epoch}: {trained}"
-        console.print(f"\n{title}", style="bold" if colour else None)
-        console.print(render(sample, tokenizer, colour=colour, ids=ids), end="")
+        console.print(f"\n{title}", style="bold" if colour else None, soft_wrap=unwrapped)
+        console.print(render(sample, tokenizer, colour=colour, ids=ids), end="", soft_wrap=unwrapped)
 
 
 @contextmanager

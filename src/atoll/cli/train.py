@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -14,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.core.errors import ConfigError
-from atoll.core.paths import shown_path
+from atoll.core.errors import AtollError, ConfigError, RemoteTraceback
+from atoll.core.paths import DRIVER_PID, shown_path
 
 if TYPE_CHECKING:
     from atoll.core.events import Event as PoolEvent
     from atoll.pool.logs import LogLine
     from atoll.train.recipe.load import Loaded
 
-_NOT_FINISHED = 101
+_FAILED, _NOT_FINISHED = 100, 101
 _SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Nodes = Annotated[
@@ -79,14 +80,24 @@ def train(
     if recipe is not None and recipe.startswith("--"):  # an override came first
         arguments, recipe = [recipe, *arguments], None
     loaded = load_recipe(recipe, arguments, world_size=nodes * (nproc or 1))
-    require_complete(loaded.recipe)
     if dryrun:
         _dryrun(loaded, nodes, nproc, gpus)
         return
-    result = _run(loaded, nodes, nproc, gpus, quiet=output == "json", resume=not no_resume, allow_changes=allow_changes)
+    require_complete(loaded.recipe)
+    try:
+        result = _run(
+            loaded, nodes, nproc, gpus, quiet=output == "json", resume=not no_resume, allow_changes=allow_changes
+        )
+    except AtollError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a user's model raises on a rank
+        print(f"atoll: a rank failed: {type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error.__cause__, RemoteTraceback):
+            print(error.__cause__, file=sys.stderr)
+        raise typer.Exit(_FAILED) from None
     if output == "json":
         print(json.dumps(result, indent=2))
-    elif result["status"] == "finished":
+    elif result["steps"]:
         _say_next(loaded, result, nodes, nproc, arguments)
     if result["status"] != "finished":
         raise typer.Exit(_NOT_FINISHED)
@@ -99,7 +110,7 @@ def _run(
 
     from atoll.cli.rank import train_rank
     from atoll.pool.compute_pool import ComputePool
-    from atoll.train.events import Note, decode
+    from atoll.train.events import Note, Progress, decode
     from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console
 
@@ -112,11 +123,14 @@ def _run(
     began = threading.Event()
 
     def on_event(event: PoolEvent) -> None:
-        from atoll.core.events import MetricsReported
+        from atoll.core.events import HangSuspected, MetricsReported
 
         if isinstance(event, MetricsReported) and "event" in event.metrics:
             began.set()
             show(decode(event.metrics))
+        elif isinstance(event, HangSuspected):
+            who = ", ".join(map(str, event.ranks))
+            show(Note(f"no progress for {event.silent_s:.0f} s on rank {who}; [train] hang_timeout_s ends it"))
 
     def on_line(line: LogLine) -> None:
         show(Note(f"rank {line.rank}: {line.text}"))
@@ -129,7 +143,10 @@ def _run(
         workers_per_node=nproc if nproc is not None else "auto",
         logs=on_line,
         on_event=on_event,
+        env={DRIVER_PID: os.getpid()},
+        hang_timeout=loaded.recipe.train.hang_timeout_s,
     )
+    show(Progress("starting ranks", 0, None))
     options = {"resume": resume, "allow_changes": allow_changes}
     with contextlib.closing(show), pool:
         future = pool.submit(train_rank, tree, options, everywhere=True)
@@ -150,11 +167,14 @@ def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], No
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        if asked:
+            say("stopped at once: what was done since the last checkpoint is lost")
         if asked or not began.is_set():
             raise KeyboardInterrupt
         asked = True
-        (folder / STOP_FILE).touch()
-        say(f"{signal.Signals(number).name}: saving a checkpoint, then stopping; once more stops at once")
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        (folder / STOP_FILE).write_text(name)
+        say(f"{name}: saving a checkpoint, then stopping; once more stops at once")
 
     before = {number: signal.signal(number, ask) for number in _SOFT}
     try:
@@ -171,11 +191,14 @@ def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int, nproc: int | N
 
     wanted = loaded.recipe.train
     share, left = divmod(wanted.global_batch, 2 * nodes * (nproc or 1))  # of a rank, on twice as many nodes
+    folder = shown_path(result["output_dir"])  # --no-resume has made one of its own
+    elsewhere = ["--train.output_dir", folder] if folder != shown_path(str(Path(wanted.output_dir).absolute())) else []
     smaller = ["--train.micro_batch", str(share)] if share and not left and share % wanted.micro_batch else []
     lines = next_steps(
         loaded.source,
-        shown_path(result["output_dir"]),
-        options=[*([] if nproc is None else ["--nproc", str(nproc)]), *arguments],
+        folder,
+        options=[*([] if nproc is None else ["--nproc", str(nproc)]), *arguments, *elsewhere],
+        steps=2 * result["steps"],
         status=result["status"],
         has_checkpoint=result["checkpoint"] is not None,
         nodes=nodes,

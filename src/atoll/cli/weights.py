@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ Progress = Callable[[float, float | None], None]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 
-Force = Annotated[bool, typer.Option("--force", help="Replace what is at DEST.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an earlier export at DEST.")]
 MaxShard = Annotated[str, typer.Option("--max-shard", help="Size of one file of weights, such as 500MB.")]
 
 
@@ -45,11 +46,13 @@ def export(
     from atoll.train import hub
     from atoll.train.runs import find_checkpoint
 
-    if push is not None and not hub.is_hub_name(push):
+    if push is not None and not hub.reads_as_name(push):
         raise ConfigError(f"--push {push}: expected owner/name")
+    if not source.strip():
+        raise ConfigError(f"{source!r} names no weights: expected a run's output_dir, or one of its checkpoints")
     if "://" not in source and not Path(source).expanduser().exists():
         raise ConfigError(f"{source}: no such folder; expected a run's output_dir, or one of its checkpoints")
-    if find_checkpoint(source if "://" in source else str(Path(source).expanduser())) is None:
+    if find_checkpoint(source if "://" in source else str(Path(source).expanduser()), verify=False) is None:
         raise ConfigError(f"{source} is no run of Atoll and no checkpoint of one; other weights: atoll import")
     _convert(source, dest, dtype, max_shard, force)
     if push is not None:
@@ -71,6 +74,7 @@ def import_(
 
 
 def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: bool) -> None:
+    from atoll.train.metrics.figures import size
     from atoll.train.weights import import_weights
 
     with _progress(f"writing {dest}") as progress:
@@ -79,8 +83,8 @@ def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: 
         )
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    size = sum(path.stat().st_size for path in dest.iterdir())
-    print(f"{dest}: {size / 1e9:.2f} GB; try it: atoll generate {dest} 'Once upon a time'")
+    written = sum(path.stat().st_size for path in dest.iterdir())
+    print(f"{dest}: {size(written)}; try it: atoll generate {dest} 'Once upon a time'")
 
 
 def generate(
@@ -106,14 +110,17 @@ def generate(
     from atoll.train.weights import set_weights
 
     place = _device(device)
+    _refuse_broken_text(prompt)
     with _progress(f"loading {source}") as progress, open_source(source, None, progress) as opened:
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
         text = _tokenizer(opened, tokenizer)
         dtype = torch.float32 if place == "cpu" else torch.bfloat16
         model = registry.build(opened.section, device=place, dtype=dtype).eval()
-        set_weights(model, opened.section, opened, progress)
+        notes = set_weights(model, opened.section, opened, progress)
         special = opened.special_ids.get("eos_token_id")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     stop = {text.eos_id, *(special if isinstance(special, list) else [special])} - {None}
     ids = text.encode(prompt)
     if text.bos_id is not None and (text.adds_bos or not ids):
@@ -140,7 +147,7 @@ def _tokenizer(opened: Source, given: str | None) -> Tokenizer:
 
     from atoll.train.data.tokenizer import load_tokenizer
 
-    spec = given or opened.tokenizer
+    spec = opened.tokenizer if given is None else given
     if spec is not None:
         return load_tokenizer(spec)
     with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
@@ -149,24 +156,38 @@ def _tokenizer(opened: Source, given: str | None) -> Tokenizer:
         return load_tokenizer(folder)
 
 
+def _refuse_broken_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the prompt is no valid UTF-8 text at its character {error.start + 1}: what encoding has the terminal or "
+            "file that it came from?"
+        ) from None
+
+
 def _device(wanted: str | None) -> str:
     import torch
 
     if wanted is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.device(wanted).type
+        device = torch.device(wanted)
     except RuntimeError:
         raise ConfigError(f"--device {wanted}: expected cpu, cuda or cuda:N") from None
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {wanted}: expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {wanted}: there is no GPU that torch can use here")
+    if device.type == "cuda" and (device.index or 0) >= (num_gpus := torch.cuda.device_count()):
+        raise ConfigError(f"--device {wanted}: there are {num_gpus} GPUs here, and the first is cuda:0")
     return wanted
 
 
 def _bytes(text: str) -> float:
-    found = re.fullmatch(r"\s*([\d_.]+)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or (size := float(found[1]) * unit) <= 0:
+    if found is None or unit is None or not 0 < (size := float(found[1]) * unit) < math.inf:
         raise ConfigError(f"--max-shard {text}: expected a size such as 5GB or 500MB")
     return size
 

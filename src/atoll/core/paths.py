@@ -48,3 +48,12 @@ def shown_path(path: str) -> str:
     if "://" in path or not Path(path).is_relative_to(Path.cwd()):
         return path
     return os.path.relpath(path)
+
+
+# The pid that people see, for ranks that live in a PID namespace of their own: set for them by `atoll train`.
+DRIVER_PID = "ATOLL_DRIVER_PID"
+
+
+def visible_pid() -> int:
+    """The pid under which people find this process, or the one that started it, on this machine."""
+    return int(os.environ.get(DRIVER_PID) or os.getpid())

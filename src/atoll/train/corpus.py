@@ -65,8 +65,8 @@ def with_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
         return recipe.model_copy(update={"model": model})
     if known is not None and known > wanted:
         raise ConfigError(
-            f"the tokenizer {recipe.data.tokenizer!r} has {known} tokens, but [model] vocab_size = {wanted}: raise it, "
-            f"or leave it out to take the tokenizer's"
+            f"the tokenizer {recipe.data.tokenizer!r} has {known} tokens, but [model] vocab_size = {wanted}: add "
+            "--model.vocab_size none to take the tokenizer's, or leave it out of the recipe (its base may have set it)"
         )
     return recipe
 

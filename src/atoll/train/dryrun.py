@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from atoll.core.errors import ConfigError
 from atoll.train.data.tokenizer import load_tokenizer
+from atoll.train.metrics.figures import size
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.parallel.estimate import GIB, Device, estimate, state_bytes
 from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated, parse_gpus
@@ -17,7 +20,7 @@ def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: st
     """Lines that tell what a recipe would do; nothing is started, and no GPU is needed.
 
     Args:
-        recipe: complete; a vocabulary that it leaves open is its tokenizer's, which is read.
+        recipe: without data where it has the vocabulary's size, else that is its tokenizer's, which is read.
         nodes: how many.
         nproc: ranks on each; by default one for each of its GPUs.
         gpus: of each node, ``"H100:8"``; by default what this machine has, else its memory.
@@ -27,6 +30,8 @@ def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: st
     """
     device: Device = "cuda"
     if gpus is not None:
+        if gpus.strip().isdecimal():
+            raise ConfigError(f"--gpus {gpus}: a dry run has to know the card too: write H100:{gpus.strip()}")
         name, count, memory = parse_gpus(gpus)
         nproc = nproc or count
     elif torch.cuda.is_available():
@@ -50,10 +55,10 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
             "[model] vocab_size is not set, and there is no tokenizer to take it from: add --model.vocab_size N, or "
             "--data.tokenizer NAME"
         )
-    kind, _, size = spec.partition(":")
+    kind, _, wanted = spec.partition(":")
     # A tokenizer that would be learnt from the data has the size that was asked for, or a little less.
-    learnt = kind == "bpe" and size.isdecimal() and int(size) > 0
-    vocabulary = int(size) if learnt else load_tokenizer(spec).vocab_size
+    learnt = kind == "bpe" and wanted.isascii() and wanted.isdecimal() and len(wanted) <= 8 and int(wanted) > 0
+    vocabulary = int(wanted) if learnt else load_tokenizer(spec).vocab_size
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocabulary})})
 
 
@@ -100,12 +105,19 @@ def requirements(
     if needed.fits(memory_bytes):
         lines.append(f"fits: {100 * needed.total / memory_bytes:.0f} % of a device")
     else:
-        fix = first_fix(recipe, layout, memory_bytes, device)
+        fix = _with_nodes(first_fix(recipe, layout, memory_bytes, device), nodes, local_world_size)
         lines += [
-            f"does not fit: {(needed.total - memory_bytes) / GIB:.2f} GiB too much a rank",
+            f"does not fit: {size(needed.total - memory_bytes)} too much a rank",
             f"first change that would make it fit: {fix}" if fix else "no change that is known would make it fit",
         ]
     return [*lines, *_length(recipe, tokens_in_data), *_checkpoint(recipe, device)]
+
+
+def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
+    """An advice that asks for more ranks also says how many nodes have them."""
+    ranks = re.search(r" on (\d+) ranks instead of ", fix or "")
+    needed = -(-int(ranks[1]) // ranks_per_node) if ranks else nodes
+    return f"{fix} (--nodes {needed})" if needed > nodes else fix
 
 
 def _length(recipe: Recipe, tokens_in_data: int | None) -> list[str]:
@@ -136,8 +148,8 @@ def _length(recipe: Recipe, tokens_in_data: int | None) -> list[str]:
 def _checkpoint(recipe: Recipe, device: Device) -> list[str]:
     masters, states = state_bytes(recipe, device)
     return [
-        f"checkpoint: {(masters + states) / GIB:.2f} GiB = weights {masters / GIB:.2f} + optimizer "
-        f"{states / GIB:.2f}; {recipe.checkpoint.keep} kept"
+        f"checkpoint: {size(masters + states)} = weights {size(masters)} + optimizer {size(states)}; "
+        f"{recipe.checkpoint.keep} kept"
     ]
 
 
@@ -153,9 +165,9 @@ def _flop(number: float) -> str:
 
 
 def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
-    for size, unit in units:
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
+    for one, unit in units:
+        if number >= one:
+            return f"{number / one:.2f} {unit}"
     return f"{number:,.0f}"
 
 

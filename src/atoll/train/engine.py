@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.train.batch import Batch
@@ -64,10 +65,25 @@ class Engine:
             materialize(model, mesh.device)
             set_weights(model)
             self.stages[number] = model
+        self._kept = self._find_buffers()
         self.weights: Weights = weights_of(list(self.stages.values()), recipe, mesh)
         self._pipeline = (
             Pipeline(self.stages, recipe, mesh, compute_dtype(recipe, mesh.device)) if _piped(mesh) else None
         )
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """What a user's model keeps beside its parameters, and would save, as it is now. Atoll's own keep nothing."""
+        return {name: stage.get_buffer(name) for stage, name in self._kept}
+
+    def _find_buffers(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (stage, name)
+            for stage in self.stages.values()
+            if (own := dict(stage.named_buffers()))
+            for name in stage.state_dict()
+            if name in own
+        ]
 
     @property
     def has_loss(self) -> bool:
@@ -110,6 +126,8 @@ class Engine:
     def publish(self) -> None:
         """The optimizer has moved the weights, or they were loaded: the model computes with them from now on."""
         self.weights.publish()
+        for buffer in self.buffers.values():
+            dist.broadcast(buffer, src=0)  # each data rank kept its own
         if self._after_step is not None:
             for stage in self.stages.values():
                 self._after_step(stage)
@@ -118,10 +136,16 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """The summed loss of this rank's tokens, [1]; zero on ranks without the last stage."""
         own = [self._own_part(batch) for batch in batches]
-        if self._pipeline is not None:
-            return self._pipeline.evaluate(own)
-        (model,) = self.stages.values()
-        return torch.stack([_loss(model, batch) for batch in own]).sum().reshape(1)
+        for stage in self.stages.values():
+            stage.eval()  # a user's model may drop out, or keep statistics
+        try:
+            if self._pipeline is not None:
+                return self._pipeline.evaluate(own)
+            (model,) = self.stages.values()
+            return torch.stack([_loss(model, batch) for batch in own]).sum().reshape(1)
+        finally:
+            for stage in self.stages.values():
+                stage.train()
 
     def _own_part(self, batch: Batch) -> Batch:
         return split(batch, self.mesh.place["context"], self.mesh.layout.context)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import write_atomic
+from atoll.core.paths import visible_pid, write_atomic
 from atoll.train.recipe.load import diff, harmful
 from atoll.train.recipe.schema import Recipe
 
-_LOCK, _RECIPE = ".lock", "recipe.json"
+_LOCK, _RECIPE, _IDENTITY = ".lock", "recipe.json", ".identity"
 
 
 class RunFolder:
@@ -26,12 +27,16 @@ class RunFolder:
     Attributes:
         path: the folder.
         notes: lines for the reader: what changed in the recipe.
+        identity: of the run that began here, which its checkpoints carry; None where none did.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: list[str] = []
+        self.identity: str | None = None
         self._lock: int | None = None
+        self._was_there = True
+        self._began = False
 
     def open(self, recipe: Recipe, *, allow_changes: bool) -> None:
         """Make the folder, take its lock and check that the recipe is the one it was made with.
@@ -41,10 +46,13 @@ class RunFolder:
                 folder can't be made.
         """
         with self.told():
+            self._was_there = self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = take_lock(self.path, "--train.output_dir DIR")
         try:
             self._check(recipe, allow_changes=allow_changes)
+            with contextlib.suppress(FileNotFoundError):
+                self.identity = (self.path / _IDENTITY).read_text()
         except BaseException:
             self.close()
             raise
@@ -59,25 +67,6 @@ class RunFolder:
                 f"[train] output_dir {str(self.path)!r}: {error.strerror}; choose another with --train.output_dir DIR"
             ) from None
 
-    def _take_lock(self) -> None:
-        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _read_json(descriptor)
-            os.close(descriptor)
-            raise ConfigError(
-                f"{str(self.path)!r} is in use by pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since "
-                f"{holder.get('since', '?')}: two runs can't write one folder. Wait for it, stop it, or choose another "
-                f"with --train.output_dir DIR"
-            ) from None
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(
-            descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0
-        )
-        self._lock = descriptor
-
     def _check(self, recipe: Recipe, *, allow_changes: bool) -> None:
         before = stored_recipe(self.path)
         if before is None:
@@ -90,17 +79,55 @@ class RunFolder:
                 f"{str(self.path)!r} holds a run of another recipe:\n  {lines}\n"
                 f"--allow-changes goes on with the new one, --no-resume starts over in a new folder"
             )
+        # Where it is told apart from others, not what it is: one folder has many names.
+        changed = [line for line in changed if not line.startswith("[train] output_dir")]
         self.notes += [f"changed since the run began: {line}" for line in changed]
 
     def keep(self, recipe: Recipe) -> None:
         """The run begins: this recipe is the folder's from now on. One that could not begin leaves the old one."""
+        self._began = True
+        if self.identity is not None:
+            write_atomic(self.path / _IDENTITY, self.identity.encode(), mode=0o644)
         write_atomic(self.path / _RECIPE, json.dumps(recipe.model_dump(mode="json"), indent=1).encode(), mode=0o644)
 
     def close(self) -> None:
-        """Let others write here."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Let others write here. A folder that was made for a run that could not begin goes away again."""
+        if self._lock is None:
+            return
+        if not self._was_there and not self._began:
+            shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
+            (self.path / _LOCK).unlink(missing_ok=True)
+            for empty in (self.path / "checkpoints", self.path):
+                with contextlib.suppress(OSError):
+                    empty.rmdir()
+        os.close(self._lock)
+        self._lock = None
+
+
+def take_lock(folder: Path, another: str) -> int:
+    """Hold a folder for one writer: the descriptor that does, until it is closed.
+
+    Args:
+        another: the flag that chooses another folder.
+
+    Raises:
+        ConfigError: somebody else holds it; the message says who.
+    """
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _read_json(descriptor)
+        os.close(descriptor)
+        raise ConfigError(
+            f"{str(folder)!r} is in use by pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since "
+            f"{holder.get('since', '?')}: two runs can't write one folder. Wait for it, stop it, or choose another "
+            f"with {another}"
+        ) from None
+    about = {"pid": visible_pid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(about).encode(), 0)
+    return descriptor
 
 
 def stored_recipe(folder: Path) -> Recipe | None:

@@ -28,9 +28,14 @@ _DEFAULT_ENDPOINT = "https://huggingface.co"
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether ``spec`` reads as ``owner/name`` or ``owner/name@revision`` and is no path that exists."""
+    """Whether ``spec`` reads as ``owner/name`` or ``owner/name@revision``, and no ``owner`` is a folder here."""
+    return reads_as_name(spec) and not os.path.isdir(spec.partition("/")[0])
+
+
+def reads_as_name(spec: str) -> bool:
+    """Whether ``spec`` has the form ``owner/name`` or ``owner/name@revision``, whatever there is here."""
     parts = spec.partition("@")[0].split("/")
-    if len(parts) != 2 or not all(parts) or spec.startswith((".", "~")) or os.path.exists(spec):
+    if len(parts) != 2 or not all(parts) or spec.startswith((".", "~")):
         return False
     return not spec.endswith((".safetensors", ".gguf", ".json"))
 
@@ -90,7 +95,7 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
     Raises:
         ConfigError: there is no token, it may not write there, or the hub cannot be reached; says what to do.
     """
-    if not is_hub_name(name):
+    if not reads_as_name(name):
         raise ConfigError(f"--push {name}: expected owner/name")
     if is_offline():
         raise ConfigError(f"HF_HUB_OFFLINE is set, and pushing to {name} needs {endpoint()}: unset it")

@@ -65,6 +65,7 @@ class Run:
     peak_flops: float | None
     about: dict[str, Any]  # goes into each checkpoint: the recipe, what the data were
     cursor: Cursor = field(default_factory=Cursor)
+    again: str = "the same command"  # what goes on with this run
     stopped_by: str | None = None
     checkpoint: str | None = None  # where the newest whole one is
     saved_step: int | None = None
@@ -86,6 +87,9 @@ class Run:
 def train(run: Run) -> None:
     """Train until the run's length is reached, or until a rank was asked to stop, and save."""
     cursor = run.cursor
+    owed = due(cursor.step, run.validate_every) or cursor.step >= run.steps
+    if cursor.step and owed and run.validated_step != cursor.step:
+        validate(run)  # a stop had cut it short
     with run.profiler:
         for step in run.loader:
             started = time.perf_counter()
@@ -272,10 +276,9 @@ def tell_step(run: Run, step: Step, facts: Facts, took_s: float) -> None:
 def tell_stop(run: Run) -> None:
     """Say who asked the run to end, and that it does."""
     reasons = run.world.gather(run.stop.reason)
-    run.stopped_by = next(f"{reason} on rank {rank}" for rank, reason in enumerate(reasons) if reason is not None)
-    run.tell(
-        Note(f"{run.stopped_by}: saving step {run.cursor.step}, then stopping; the same command goes on from there")
-    )
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+    run.stopped_by = f"{reason} on rank {rank}" if reason.startswith("SIG") else reason
+    run.tell(Note(f"{run.stopped_by}: saving step {run.cursor.step}, then stopping; {run.again} goes on from there"))
 
 
 def validate(run: Run) -> bool:
@@ -332,6 +335,7 @@ def save(run: Run) -> None:
         "tokens": cursor.tokens,
         "loss": cursor.loss,
         "validation_loss": cursor.validation_loss,
+        "validated_step": run.validated_step,
         "source": run.source.state(),
     }
     metric = cursor.validation_loss if run.validated_step == cursor.step else None  # an older one is of other weights
@@ -343,6 +347,7 @@ def state_tensors(run: Run) -> dict[str, Tensor]:
     """Weights and optimizer state by name."""
     masters = run.engine.weights.masters
     tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
+    tensors |= {f"model.{name}": buffer for name, buffer in run.engine.buffers.items()}
     return tensors | optimizer_tensors(run.optimizer, {parameter: name for name, parameter in masters.items()})
 
 

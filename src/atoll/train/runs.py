@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from atoll.core.errors import ConfigError
 from atoll.train.checkpoint import manifest as manifests
 from atoll.train.checkpoint.files import Files, Reader
-from atoll.train.checkpoint.manifest import Manifest, step_of
+from atoll.train.checkpoint.manifest import Manifest, step_name, step_of
 from atoll.train.checkpoint.store import Store, open_store
 
 _WEIGHTS = "model."  # what a checkpoint puts in front of the names of a model's tensors
 _CHECKPOINTS = "checkpoints"
+_INDEX = ".metadata"
+
+
+class _UnreadableError(ConfigError):
+    """The storage failed, which says nothing about the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class SavedStep:
     store: Store
     step: int
     manifest: Manifest
+    notes: tuple[str, ...] = ()  # of newer steps that were passed over
 
     @property
     def label(self) -> str:
@@ -62,6 +68,13 @@ class SavedStep:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the model, by name."""
         return {name: tuple(entry.size) for name, entry in self._tensors.items()}
+
+    @property
+    def weight_files(self) -> list[str]:
+        """Files that hold tensors of the model, relative to the step's folder."""
+        places = (self._metadata.storage_data or {}).items()
+        found = {str(place.relative_path) for index, place in places if index.fqn.startswith(_WEIGHTS)}
+        return sorted(f"{self.manifest.folder}/{name}".lstrip("/") for name in found)
 
     def read(self, name: str) -> Tensor:
         """One tensor of the model, on CPU, in the type it was saved in."""
@@ -105,11 +118,12 @@ class _KnownReader(Reader):
         return self._known
 
 
-def find_checkpoint(spec: str) -> SavedStep | None:
+def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
     """The checkpoint that ``spec`` is, or the newest whole one of the run or of the folder of checkpoints it is.
 
     Args:
         spec: an ``output_dir``, its ``checkpoints``, one ``step-…`` in there, or a URL of one of them.
+        verify: read the files of its weights through and compare their checksums, too.
 
     Returns:
         None where it is none of these.
@@ -123,7 +137,7 @@ def find_checkpoint(spec: str) -> SavedStep | None:
         found = _listing(store)
         if step not in found:
             return None
-        return _whole(store, step, found[step])
+        return _whole(store, step, found[step], verify)
     is_url = "://" in spec
     for place in (f"{spec.rstrip('/')}/{_CHECKPOINTS}", spec):
         if not is_url and not Path(place).is_dir():
@@ -135,9 +149,13 @@ def find_checkpoint(spec: str) -> SavedStep | None:
         reasons = []
         for step in sorted(found, reverse=True):
             try:
-                return _whole(store, step, found[step])
+                saved = _whole(store, step, found[step], verify)
+            except _UnreadableError:
+                raise  # it may be whole: another rank could read it
             except ConfigError as error:
                 reasons.append(str(error))
+            else:
+                return replace(saved, notes=tuple(f"{reason}; {step_name(step)} is used" for reason in reasons))
         raise ConfigError(f"{place} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
     return None
 
@@ -149,7 +167,7 @@ def _listing(store: Store) -> dict[int, dict[str, int]]:
         raise ConfigError(f"{store.root} cannot be read: {error}") from None
 
 
-def _whole(store: Store, step: int, sizes: Mapping[str, int]) -> SavedStep:
+def _whole(store: Store, step: int, sizes: Mapping[str, int], verify: bool) -> SavedStep:
     where = store.path(step)
     if manifests.NAME not in sizes:
         raise ConfigError(f"{where} is not whole: it has no {manifests.NAME}, which is written last")
@@ -159,4 +177,24 @@ def _whole(store: Store, step: int, sizes: Mapping[str, int]) -> SavedStep:
         raise ConfigError(f"{where} is damaged: {error}") from None
     if (wrong := manifests.problem(sizes, manifest)) is not None:
         raise ConfigError(f"{where} is damaged: {wrong}")
-    return SavedStep(store, step, manifest)
+    saved = SavedStep(store, step, manifest)
+    _refuse_rot(saved, [f"{manifest.folder}/{_INDEX}".lstrip("/")])  # a pickle: compared before it is opened
+    if verify:
+        _refuse_rot(saved, saved.weight_files)
+    return saved
+
+
+def _refuse_rot(saved: SavedStep, names: Iterable[str]) -> None:
+    files = saved.store.files()
+    for name in names:
+        entry = saved.manifest.files.get(name)
+        if entry is None:
+            raise ConfigError(f"{saved.label} is damaged: its {manifests.NAME} does not list {name}")
+        try:
+            now = files.entry_of(f"{saved.label}/{name}")
+        except OSError as error:
+            raise _UnreadableError(f"{saved.label}/{name} cannot be read: {error}") from None
+        if now != entry:
+            raise ConfigError(
+                f"{saved.label} is damaged: {name} has {manifests.ALGORITHM} {now.checksum} instead of {entry.checksum}"
+            )

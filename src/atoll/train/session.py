@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from atoll.train.data.prepare import Prepared, prepare
 from atoll.train.data.samples import Counter
 from atoll.train.engine import Engine
 from atoll.train.events import Event, Note, Progress, RunEnded, RunStarted
-from atoll.train.folder import RunFolder, fresh_folder
+from atoll.train.folder import RunFolder, fresh_folder, take_lock
 from atoll.train.loop import Cursor, Run, train
 from atoll.train.metrics.flops import formula_line, peak_flops
 from atoll.train.metrics.profile import StepProfiler
@@ -41,7 +42,7 @@ from atoll.train.parallel.apply import compute_dtype
 from atoll.train.parallel.fit import device_bytes
 from atoll.train.parallel.mesh import Mesh, make_mesh
 from atoll.train.parallel.plan import plan
-from atoll.train.recipe.load import load_recipe, require_complete
+from atoll.train.recipe.load import harmful, load_recipe, require_complete
 from atoll.train.recipe.schema import Recipe
 from atoll.train.reporting import Telling
 from atoll.train.sampling import continue_prompt
@@ -114,9 +115,8 @@ def run(
     with stop.listening():
         world = join(timeout_s=loaded.recipe.train.hang_timeout_s)
         try:
-            return _Session(loaded.recipe, loaded.source, world, stop, report).run(
-                loaded.notes, resume=resume, allow_changes=allow_changes
-            )
+            session = _Session(loaded.recipe, world, stop, report, resume=resume, allow_changes=allow_changes)
+            return session.run(loaded.notes)
         except AtollError as error:
             if not world.is_known(str(error)):
                 error.add_note(f"on rank {world.rank}")  # rank 0 does not have it, so this one has to be told of
@@ -128,9 +128,19 @@ def run(
 class _Session:
     """The parts of a run on this rank, made one after the other."""
 
-    def __init__(self, recipe: Recipe, source: str, world: World, stop: StopRequest, report: Report | None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        stop: StopRequest,
+        report: Report | None,
+        *,
+        resume: bool,
+        allow_changes: bool,
+    ) -> None:
         self.recipe = recipe
-        self.source = source
+        self.resume = resume
+        self.allow_changes = allow_changes
         self.world = world
         self.stop = stop
         self.report = report
@@ -139,9 +149,9 @@ class _Session:
         self.cleanup = contextlib.ExitStack()
         self._head_prepares = False
 
-    def run(self, notes: Sequence[str], *, resume: bool, allow_changes: bool) -> TrainResult:
+    def run(self, notes: Sequence[str]) -> TrainResult:
         with self.cleanup:
-            folder = self._open_folder(resume=resume, allow_changes=allow_changes)
+            folder = self._open_folder()
             reporters = self._open_reporters(folder)
             for line in [*notes, *(self._folder.notes if self.world.is_head else ())]:
                 self.tell(Note(line))
@@ -160,7 +170,8 @@ class _Session:
                 self._end(run, folder, "failed", text)
                 raise ConfigError(text) from error
             except AtollError as error:
-                self._end(run, folder, "failed", str(error))
+                if run is not None:  # else it did not begin, and whoever typed the command is told now
+                    self._end(run, folder, "failed", str(error))
                 raise
             except BaseException as error:  # a lost rank, a user's model, Ctrl-C: those who are told when it ends wait
                 self._end(run, folder, "failed", f"{type(error).__name__}: {error}".rstrip(": "))
@@ -180,15 +191,16 @@ class _Session:
 
     # -- before the loop ------------------------------------------------------------------------------------------
 
-    def _open_folder(self, *, resume: bool, allow_changes: bool) -> Path:
+    def _open_folder(self) -> Path:
         wanted = Path(self.recipe.train.output_dir).absolute()
 
         def open_it() -> str:
-            path = wanted if resume else fresh_folder(wanted)
+            path = wanted if self.resume else fresh_folder(wanted)
             self._folder = RunFolder(path)
-            self._folder.open(self.recipe, allow_changes=allow_changes)
+            self._folder.open(self.recipe, allow_changes=self.allow_changes)
             self.cleanup.callback(self._folder.close)
-            self.stop.watch_file(path)
+            with self._folder.told():
+                self.stop.watch_file(path)
             self.cleanup.callback(self.stop.forget_file)
             return str(path)
 
@@ -220,13 +232,14 @@ class _Session:
         root = recipe.checkpoint.path or str(folder / "checkpoints")
         checkpointer = self._checkpointer(root, length)
         found = checkpointer.latest()
+        about = {"recipe": recipe.model_dump(mode="json"), "data": corpus.identity, "atoll": __version__}
+        about |= {"layout": str(self._plan.layout), "run": self._identify(checkpointer, found, root)}
         engine = self._agreed(lambda: self._engine(mesh, fresh=found is None))
         optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=recipe.train.seed)
         source = Counter(limit=length.samples)
-        about = {"recipe": recipe.model_dump(mode="json"), "data": corpus.identity, "atoll": __version__}
-        cursor = Cursor()
+        cursor, validated_step = Cursor(), None
         if found is not None:
-            cursor = self._resume(checkpointer, found, engine, optimizer, source, about)
+            cursor, validated_step = self._resume(checkpointer, found, engine, optimizer, source, about)
         loader = Loader(
             corpus.dataset,
             source,
@@ -262,7 +275,9 @@ class _Session:
             peak_flops=peak_flops(_device_name(world.device), compute_dtype(recipe, world.device)),
             about=about,
             cursor=cursor,
+            again="the same command" if self.resume else f"--train.output_dir {shown_path(str(folder))}",
             saved_step=found,
+            validated_step=validated_step,
             checkpoint=None if found is None else open_store(root).path(found),
         )
 
@@ -339,8 +354,9 @@ class _Session:
 
     def _checkpointer(self, root: str, length: Length) -> Checkpointer:
         section = self.recipe.checkpoint
-        if self.world.local_size < self.world.size:
-            check_shared(root, self.world.control)
+        check_shared(root, self.world.control)
+        if "://" not in root:
+            self.world.decide(lambda: self._hold(Path(root)))
         timeout_s = max(1800.0, self.recipe.train.hang_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.world.size > 1 else None
         checkpointer = Checkpointer(
@@ -355,6 +371,11 @@ class _Session:
         )
         self.cleanup.callback(checkpointer.close)
         return checkpointer
+
+    def _hold(self, root: Path) -> None:
+        """Nobody else writes checkpoints there while this run does."""
+        if root.absolute() != (self._folder.path / "checkpoints").absolute():
+            self.cleanup.callback(os.close, take_lock(root, "--checkpoint.path DIR"))
 
     def _engine(self, mesh: Mesh, *, fresh: bool) -> Engine:
         recipe = self.recipe
@@ -388,10 +409,11 @@ class _Session:
         optimizer: torch.optim.Optimizer,
         source: Counter,
         about: dict[str, Any],
-    ) -> Cursor:
+    ) -> tuple[Cursor, int | None]:
         masters = engine.weights.masters
         names = {parameter: name for name, parameter in masters.items()}
         tensors = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
+        tensors |= {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
         tensors |= optimizer_tensors(optimizer, names, checkpointer.tensors(step))
         meta = checkpointer.load(step, tensors)
         engine.publish()
@@ -401,8 +423,42 @@ class _Session:
                 f"{described(meta.get('data'))}, now {described(about['data'])}. Bring them back, or start over with "
                 f"--no-resume"
             )
+        if meta.get("layout", about["layout"]) != about["layout"]:
+            self._note(f"saved under {meta['layout']}, goes on under {about['layout']}")
         source.load(meta["source"])
-        return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"])
+        return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"]), meta.get("validated_step")
+
+    def _identify(self, checkpointer: Checkpointer, found: int | None, root: str) -> str:
+        """This run's identity, which its checkpoints carry: those of another run are not gone on from by accident.
+
+        Raises:
+            ConfigError: the checkpoints in ``root`` belong to another run.
+        """
+
+        def identify() -> str:
+            meta = {} if found is None else checkpointer.meta(found)
+            theirs, own = meta.get("run"), self._folder.identity
+            elsewhere = f"[checkpoint] path {shown_path(root)!r} holds step {found} of "
+            if found is not None and not self.resume:
+                raise ConfigError(
+                    f"{elsewhere}a run before: --no-resume starts over, so choose another with --checkpoint.path PLACE"
+                )
+            if own is not None and theirs not in (None, own):
+                raise ConfigError(f"{elsewhere}another run: choose another with --checkpoint.path PLACE")
+            if own is None and found is not None:
+                changed = harmful(Recipe.model_validate(meta["recipe"]), self.recipe)
+                if changed and not self.allow_changes:
+                    lines = "\n  ".join(changed)
+                    raise ConfigError(
+                        f"{elsewhere}a run of another recipe:\n  {lines}\n--allow-changes goes on with the new one, "
+                        "--checkpoint.path PLACE chooses another"
+                    )
+                self._note(f"goes on from step {found}, which is in {shown_path(root)}")
+            self._folder.identity = own or theirs or secrets.token_hex(8)
+            return self._folder.identity
+
+        identity: str = self.world.decide(identify)
+        return identity
 
     def _note(self, line: str) -> None:
         self.tell(Note(line))

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
@@ -28,6 +30,8 @@ Progress = Callable[[float, float | None], None]
 
 # Buffers that older checkpoints hold beside the weights.
 _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|attn_rot_embd|^rope_freqs\.weight$")
+_HEADS = ("lm_head.weight", "output.weight")
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Source:
         special_ids: ``bos_token_id`` and its like.
         write_tokenizer: writes the tokenizer's files into a folder; returns a line where it could not.
         tokenizer: what ``load_tokenizer`` takes; None where only ``write_tokenizer`` can make it.
+        notes: lines to show of what was found while opening it.
     """
 
     label: str
@@ -55,6 +60,7 @@ class Source:
     special_ids: dict[str, Any] = field(default_factory=dict)
     write_tokenizer: Callable[[Path], str | None] = lambda _: None
     tokenizer: str | None = None
+    notes: list[str] = field(default_factory=list)
     _last: tuple[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +75,7 @@ class Source:
         self.unknown = [name for name in self.names if name not in known and not _NO_WEIGHTS.search(name)]
         # Some checkpoints hold a tied head a second time.
         if self.section is not None and self.section.tied:
-            self.unknown = [name for name in self.unknown if name not in ("lm_head.weight", "output.weight")]
+            self.unknown = [name for name in self.unknown if name not in _HEADS]
 
     @property
     def tensors(self) -> list[str]:
@@ -89,9 +95,10 @@ class Source:
         rows = [part.rows for part in stored.parts]
         if len(rows) == 1:
             return shape
-        if shape[0] != sum(rows):
+        if not shape or shape[0] != sum(rows):
             sizes = " + ".join(str(each) for each in rows)
-            raise ConfigError(f"{self.label}: tensor {theirs} has {shape[0]} rows, its config says {sizes}")
+            have = shape[0] if shape else "no"
+            raise ConfigError(f"{self.label}: tensor {theirs} has {have} rows, its config says {sizes}")
         return (next(part.rows for part in stored.parts if part.name == name), *shape[1:])
 
     def file_name(self, name: str) -> str:
@@ -110,6 +117,22 @@ class Source:
         if stored.transposed:
             tensor = tensor.t()
         return tensor if len(stored.parts) == 1 else tensor[start : start + self.shape(name)[0]]
+
+    def check_tied(self) -> None:
+        """Compare a tied head that the file holds a second time with the embedding.
+
+        Raises:
+            ConfigError: they differ, so that the network is not the one that its config describes.
+        """
+        second = next((name for name in _HEADS if name in self.names and name not in self.unknown), None)
+        if self.section is None or not self.section.tied or second is None or "embed.weight" not in self._places:
+            return
+        if not torch.equal(self.read("embed.weight"), self.read_stored(second)):
+            raise ConfigError(
+                f"{self.label}: its config says tie_word_embeddings = true, and its {second} is not its "
+                f"{self.file_name('embed.weight')}: set tie_word_embeddings to false in its config.json to keep both, "
+                f"or remove {second} from the file"
+            )
 
     def readers(self) -> dict[str, Callable[[], Tensor]]:
         """A function for each tensor, by our name, that reads it."""
@@ -156,7 +179,7 @@ def section_of(source: str) -> ModelSection | None:
     Raises:
         ConfigError: there is nothing that can be read, or its network is not among the families here.
     """
-    path = Path(source).expanduser()
+    path = _path_of(source)
     if not path.exists() and hub.is_hub_name(source):
         config = hub.fetch(source, patterns=hub.METADATA) / "config.json"
         if not config.is_file():
@@ -166,15 +189,15 @@ def section_of(source: str) -> ModelSection | None:
         return hf.section_from_hf(_read_json(path / "config.json"), source=str(path / "config.json"))
     if path.suffix == ".safetensors" and path.is_file() and not (path.parent / "config.json").is_file():
         return None
+    if (saved := _saved(source, path, verify=False)) is not None:
+        return _section_of_saved(saved)
     with open_source(source) as opened:
         return opened.section
 
 
 def _open(spec: str, section: ModelSection | None, progress: Progress | None, stack: ExitStack) -> Source:
-    path = Path(spec).expanduser()
-    if (path.is_dir() or "://" in spec) and (
-        saved := find_checkpoint(str(path) if path.is_dir() else spec)
-    ) is not None:
+    path = _path_of(spec)
+    if (saved := _saved(spec, path, verify=True)) is not None:
         return _open_saved(saved)
     if path.is_dir():
         return _open_folder(path, spec, section, stack)
@@ -187,16 +210,34 @@ def _open(spec: str, section: ModelSection | None, progress: Progress | None, st
     if hub.is_hub_name(spec):
         folder = hub.fetch(spec, patterns=hub.WEIGHTS + hub.TOKENIZER, progress=progress)
         return _open_folder(folder, spec, section, stack)
+    first = spec.partition("/")[0]
+    if hub.reads_as_name(spec) and Path(first).is_dir():
+        raise ConfigError(f"{spec}: no such folder; {first} is a folder here, so that this is no name on a hub")
     raise ConfigError(
         f"{spec}: no such file or folder, and no owner/name on a hub; expected a run's folder, a Hugging Face folder, "
         "a .safetensors or .gguf file, or a name such as HuggingFaceTB/SmolLM2-135M"
     )
 
 
+def _path_of(spec: str) -> Path:
+    if not spec.strip():
+        raise ConfigError(
+            f"{spec!r} names no weights: expected a run's folder, a Hugging Face folder, a .safetensors or .gguf "
+            "file, or a name such as HuggingFaceTB/SmolLM2-135M"
+        )
+    return Path(spec).expanduser()
+
+
+def _saved(spec: str, path: Path, *, verify: bool) -> SavedStep | None:
+    if not path.is_dir() and "://" not in spec:
+        return None
+    return find_checkpoint(str(path) if path.is_dir() else spec, verify=verify)
+
+
 def _open_folder(folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> Source:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in _read_json(index)["weight_map"].values()})
+        files = sorted({folder / name for name in _files_of_index(index)})
     else:
         files = sorted(folder.glob("*.safetensors"))
     if missing := [file.name for file in files if not file.is_file()]:
@@ -230,7 +271,7 @@ def _open_files(files: list[Path], folder: Path, label: str, section: ModelSecti
             where[name] = opened
             piece = opened.get_slice(name)
             shapes[name] = tuple(piece.get_shape())
-            dtypes.add(piece.get_dtype())
+            dtypes.add(_float_type(piece.get_dtype(), name, label))
     config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else None
     own = None if config is None else hf.section_from_hf(config, source=f"{label}: config.json")
     known = own or section
@@ -270,19 +311,29 @@ def _open_gguf(path: Path) -> Source:
 def _open_saved(saved: SavedStep) -> Source:
     """The weights of a checkpoint; optimizer state and the rest are left alone."""
     shapes = saved.shapes
-    section = ModelSection.model_validate(saved.recipe.get("model") or {})
-    if section.vocab_size is None and "embed.weight" in shapes:
-        section = section.model_copy(update={"vocab_size": shapes["embed.weight"][0]})
     return Source(
         label=saved.label,
-        section=section,
+        section=_section_of_saved(saved),
         names=shapes,
         read_stored=saved.read,
         stored=_as_they_are(shapes),
         special_ids=_ids_of_tokenizer(saved.tokenizer),
         write_tokenizer=partial(_save_tokenizer, saved.tokenizer),
         tokenizer=saved.tokenizer,
+        notes=list(saved.notes),
     )
+
+
+def _section_of_saved(saved: SavedStep) -> ModelSection:
+    try:
+        section = ModelSection.model_validate(saved.recipe.get("model") or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(each) for each in first["loc"])
+        raise ConfigError(f"{saved.label}: [model] {key} of its recipe: {first['msg']}") from None
+    if section.vocab_size is None and "embed.weight" in saved.shapes:
+        section = section.model_copy(update={"vocab_size": saved.shapes["embed.weight"][0]})
+    return section
 
 
 def _as_they_are(shapes: Mapping[str, tuple[int, ...]]) -> list[Stored]:
@@ -323,11 +374,38 @@ def _special_ids(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     generation = folder / "generation_config.json"
     merged = {**config, **(_read_json(generation) if generation.is_file() else {})}
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {key: merged[key] for key in keys if merged.get(key) is not None}
+    found = {key: merged[key] for key in keys if merged.get(key) is not None}
+    for key, value in found.items():
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in numbers):
+            raise ConfigError(f"{folder}: {key} is {value!r}, expected a token's number, or a list of them")
+    return found
 
 
-def _read_json(path: Path) -> Any:
+def _files_of_index(index: Path) -> list[str]:
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ConfigError(f"{index}: weight_map is {files!r}, expected an object that names the file of each tensor")
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConfigError(f"{index}: weight_map has {name!r}, expected the name of a file beside it")
+    return list(files.values())
+
+
+def _float_type(dtype: str, name: str, label: str) -> str:
+    if dtype not in _FLOATS and not _NO_WEIGHTS.search(name):
+        raise ConfigError(
+            f"{label}: tensor {name} is of type {dtype}, expected one of {', '.join(_FLOATS)}: quantised weights are "
+            "read from GGUF files only; take the model's plain weights"
+        )
+    return dtype
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {str(content)[:40]}, expected an object in braces")
+    return content

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from atoll.core.paths import shown_path
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOOK_EVERY_S = 0.5
 _SAME_REQUEST_S = 1.0
@@ -40,7 +42,9 @@ class StopRequest:
         if self.reason is None and self._file is not None and time.monotonic() - self._looked > _LOOK_EVERY_S:
             self._looked = time.monotonic()
             if self._file.exists():
-                self.ask(f"{self._file} was made")
+                # Whoever makes it may say why.
+                why = self._file.read_text(errors="replace").strip()[:200]
+                self.ask(why or f"{shown_path(str(self._file))} was made")
         return self.reason is not None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder
+from atoll.train import hub
 from atoll.train.models import hf
 from atoll.train.models.hf import Stored
 from atoll.train.models.init import plain_name
@@ -62,12 +64,13 @@ def load_weights(model: nn.Module, section: ModelSection, source: str, progress:
 def set_weights(model: nn.Module, section: ModelSection, opened: Source, progress: Progress | None = None) -> list[str]:
     """``load_weights`` from a source that is open."""
     parameters = {plain_name(name).removeprefix(_USERS): value for name, value in model.named_parameters()}
-    notes = _differences(section, opened)
+    notes = opened.notes + _differences(section, opened)
     theirs = {name: name for name in parameters}
     if "head.weight" in theirs and "head.weight" not in opened.tensors:
         theirs["head.weight"] = "embed.weight"
         notes.append(f"{opened.label} has a tied head: here the head starts as a copy of the embedding")
     _check(section, parameters, opened, theirs)
+    opened.check_tied()
     # In the file's order, so that tensors which the file holds as one are read once.
     order = {name: number for number, name in enumerate(opened.tensors)}
     for number, name in enumerate(sorted(parameters, key=lambda name: order[theirs[name]])):
@@ -172,7 +175,7 @@ def import_weights(
         dtype: "fp32", "bf16" or "fp16"; by default what the source keeps its weights in, and bf16 for quantised ones
             and for checkpoints.
         max_shard_bytes: of one file of weights.
-        force: replace what is at ``folder``.
+        force: replace an earlier export at ``folder``.
         progress: called with bytes written and bytes in all; while fetching, with those.
 
     Returns:
@@ -181,16 +184,19 @@ def import_weights(
     Raises:
         ConfigError: the source can't be read or the target is taken.
     """
-    _refuse_taken(Path(folder).expanduser(), force)  # before hours of a download
+    target = Path(folder).expanduser()
+    _refuse_dtype(dtype)  # all of these before hours of a download
+    _refuse_taken(target, force)
+    _refuse_overlap(target, source)
     with open_source(source, None, progress) as opened:
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
-        _refuse_surplus(opened, opened.section)
-        return export(
+        _refuse_mismatch(opened, opened.section)
+        return opened.notes + export(
             opened.readers(),
             opened.section,
             folder,
-            dtype=dtype or opened.dtype,
+            dtype=opened.dtype if dtype is None else dtype,
             max_shard_bytes=max_shard_bytes,
             special_ids=opened.special_ids,
             write_tokenizer=opened.write_tokenizer,
@@ -199,10 +205,21 @@ def import_weights(
         )
 
 
-def _refuse_surplus(opened: Source, section: ModelSection) -> None:
-    surplus = sorted(set(opened.tensors) - set(hf.shapes(section))) or opened.unknown
-    if surplus and section.python is None:
+def _refuse_mismatch(opened: Source, section: ModelSection) -> None:
+    if section.python is not None:
+        return
+    wanted, have = hf.shapes(section), set(opened.tensors)
+    if surplus := sorted(have - set(wanted)) or opened.unknown:
         raise ConfigError(f"{opened.label} has {_counted(surplus)} with no place in its network, such as {surplus[0]}")
+    if missing := [name for name in wanted if name not in have]:
+        raise ConfigError(f"{opened.label} lacks {_counted(missing)} of its network, such as {missing[0]}")
+    for name, shape in wanted.items():
+        if (found := opened.shape(name)) != shape:
+            theirs = opened.file_name(name)
+            raise ConfigError(
+                f"{opened.label}: tensor {theirs} ({name}) is {list(found)}, its network has {list(shape)}"
+            )
+    opened.check_tied()
 
 
 def export(
@@ -229,7 +246,7 @@ def export(
         max_shard_bytes: of one file; a single larger tensor has a file to itself.
         special_ids: ``bos_token_id`` and its like.
         write_tokenizer: writes the tokenizer's files into the folder it is given; returns a line where it can't.
-        force: replace what is at ``folder``.
+        force: replace an earlier export at ``folder``; anything else there is never deleted.
         progress: called with bytes written and bytes in all.
 
     Returns:
@@ -238,15 +255,14 @@ def export(
     Raises:
         ConfigError: the target is taken, ``transformers`` has no such network, or a tensor is missing.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    _refuse_dtype(dtype)
     target = Path(folder).expanduser()
     _refuse_taken(target, force)
     config = hf.hf_config(section, dtype) | dict(special_ids or {})
     stored = hf.layout(section)
     missing = [part.name for each in stored for part in each.parts if part.name not in tensors]
     if missing:
-        raise ConfigError(f"cannot export: {_counted(missing)} missing, such as {missing[0]}")
+        raise ConfigError(f"cannot write {target}: {_counted(missing)} missing, such as {missing[0]}")
     with _whole_folder(target) as place:
         _write_json(place / "config.json", config)
         _write_json(place / "generation_config.json", {"_from_model_config": True, **(special_ids or {})})
@@ -255,10 +271,42 @@ def export(
     return [] if note is None else [note]
 
 
+def _refuse_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+
+
 def _refuse_taken(target: Path, force: bool) -> None:
-    if target.is_file() or (target.is_dir() and any(target.iterdir()) and not force):
-        how = "is a file" if target.is_file() else "exists and is not empty"
-        raise ConfigError(f"{target} {how}: choose another folder" + ("" if target.is_file() else ", or give --force"))
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file: choose another folder")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
+        raise ConfigError(f"{target} exists and is not empty: choose another folder, or give --force")
+    if (wrong := _no_export(target)) is not None:
+        raise ConfigError(f"{target} {wrong}, and --force replaces earlier exports only: choose another folder")
+
+
+def _no_export(folder: Path) -> str | None:
+    """Why a folder is not what ``export`` writes; None where it is, and holds nothing else."""
+    known = [*hub.WEIGHTS, *hub.TOKENIZER]
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or not any(fnmatch.fnmatch(path.name, pattern) for pattern in known):
+            return f"holds {path.name}, which is not of an export"
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        return "holds no config.json with safetensors"
+    return None
+
+
+def _refuse_overlap(target: Path, source: str) -> None:
+    """What is read must not lie in what is replaced, nor the other way round."""
+    origin, place = Path(source.removeprefix("file://")).expanduser(), target.resolve()
+    if not origin.exists() or not (target.is_dir() and any(target.iterdir())):
+        return
+    read = origin.resolve()
+    if read == place or place in read.parents or read in place.parents:
+        how = "is" if read == place else "holds" if place in read.parents else "lies inside"
+        raise ConfigError(f"{target} {how} {source}, which would be read and replaced at once: choose another folder")
 
 
 def _write_weights(
@@ -318,7 +366,8 @@ def _joined(
         tensor = tensors[part.name]().detach().to("cpu", dtype)
         if tuple(tensor.shape) != shapes[part.name]:
             raise ConfigError(
-                f"cannot export: tensor {part.name} is {list(tensor.shape)}, its network has {list(shapes[part.name])}"
+                f"cannot write tensor {part.name}: it is {list(tensor.shape)}, its network has "
+                f"{list(shapes[part.name])}"
             )
         parts.append(tensor)
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -328,6 +377,7 @@ def _joined(
 @contextmanager
 def _whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes its place as ``target`` when all of it is on disk."""
+    target = target.resolve()  # a link stays one, and "." has a name
     place = target.parent / f".{target.name}.{os.getpid()}.tmp"
     old = target.parent / f".{target.name}.{os.getpid()}.old"
     try:

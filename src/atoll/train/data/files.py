@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
 import io
 import os
+import stat
 import sys
+import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -78,9 +81,8 @@ class SourceFile:
                 with Path(self.path).open("rb") as file:
                     yield file
             else:
-                file_system, path = _file_system(self.path)
-                with file_system.open(path, "rb") as file:
-                    yield cast(IO[bytes], file)
+                with _seekable(*_file_system(self.path)) as file:
+                    yield file
 
     @contextlib.contextmanager
     def open(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
@@ -113,15 +115,21 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def find_files(asked: str) -> list[SourceFile]:
+def find_files(asked: str, left_out: list[str] | None = None) -> list[SourceFile]:
     """The files behind a file name, folder, glob or URL, sorted by name; hidden ones in folders are skipped.
+
+    Args:
+        left_out: what a folder or glob holds and no data can be read from is added here, each with the reason: links
+            to nothing, pipes, devices.
 
     Raises:
         ConfigError: there is nothing, or it cannot be reached; the message names what was asked for.
     """
-    found = _find_remote(asked) if is_url(asked) else _find_local(asked)
+    skipped = [] if left_out is None else left_out
+    found = _find_remote(asked) if is_url(asked) else _find_local(asked, skipped)
     if not found:
-        raise ConfigError(f"[data] path = {redact(asked)!r}: nothing matches, or the folder holds no files")
+        but = f" but {', '.join(skipped[:3])}" if skipped else ""
+        raise ConfigError(f"[data] path = {redact(asked)!r}: nothing matches, or the folder holds no files{but}")
     return found
 
 
@@ -150,25 +158,68 @@ def _remote_errors() -> tuple[type[BaseException], ...]:
     return tuple(getattr(sys.modules[module], name) for module, name in known if module in sys.modules)
 
 
-def _find_local(asked: str) -> list[SourceFile]:
+def _find_local(asked: str, left_out: list[str]) -> list[SourceFile]:
     path = Path(asked).expanduser()
     with reading(asked):
         if path.is_dir():
-            return [_local(each, asked) for each in _walk(path)]
-        if path.exists():
+            return _regular(_walk(path, left_out), asked, left_out)
+        if os.path.lexists(path):
+            if wrong := _unreadable(path):
+                raise ConfigError(f"[data] path = {asked!r} is {wrong}, expected a file: write the data to one first")
             return [_local(path, asked)]
         if glob.has_magic(asked):
             matches = (Path(each) for each in sorted(glob.glob(str(path), recursive=True)))
-            return [_local(each, asked) for each in matches if each.is_file()]
+            return _regular((each for each in matches if not each.is_dir()), asked, left_out)
     near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
     where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
     raise ConfigError(f"[data] path = {asked!r} does not exist{where}{near}")
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for where, folders, names in os.walk(folder, followlinks=True):
+def _walk(folder: Path, left_out: list[str]) -> Iterator[Path]:
+    """What lies in a folder; each folder below once, however many links lead there, so that a circle of them ends."""
+
+    def closed(error: OSError) -> None:
+        left_out.append(f"{Path(error.filename).name} ({error.strerror})")
+
+    seen: set[tuple[int, int]] = set()
+    for where, folders, names in os.walk(folder, onerror=closed, followlinks=True):
+        facts = Path(where).stat()
+        if (facts.st_dev, facts.st_ino) in seen:
+            left_out.append(f"{Path(where).name} (a link to a folder that is read already)")
+            folders.clear()
+            continue
+        seen.add((facts.st_dev, facts.st_ino))
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         yield from (Path(where) / name for name in sorted(names) if not name.startswith("."))
+
+
+def _regular(paths: Iterable[Path], asked: str, left_out: list[str]) -> list[SourceFile]:
+    found: list[SourceFile] = []
+    seen: set[tuple[object, str]] = set()  # a glob with ** goes through a circle of links again and again
+    real = functools.cache(os.path.realpath)
+    for path in paths:
+        place = real(path.parent), path.name
+        with reading(str(path)):
+            if place in seen:
+                left_out.append(f"{path.name} (found twice, through a link)")
+            elif wrong := _unreadable(path):
+                left_out.append(f"{path.name} ({wrong})")
+            else:
+                found.append(_local(path, asked))
+        seen.add(place)
+    return found
+
+
+def _unreadable(path: Path) -> str | None:
+    """What a path is that is no file to read, and to read more than once; None for a file."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        if path.is_symlink():
+            return f"a link to nothing, {str(path.readlink())!r}"
+        raise
+    kinds = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return None if stat.S_ISREG(mode) else next((name for test, name in kinds if test(mode)), "a device")
 
 
 def _local(path: Path, asked: str) -> SourceFile:
@@ -186,6 +237,40 @@ def _file_system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:  # a missing driver, or a protocol that nobody knows
         raise ConfigError(f"{redact(url)}: {error}") from None
     return file_system, path
+
+
+@contextlib.contextmanager
+def _seekable(file_system: Any, path: str) -> Iterator[IO[bytes]]:
+    """A file behind a URL. A web server that cannot send parts of one has it copied to a temporary file first."""
+    with file_system.open(path, "rb") as file:
+        if not is_url(path) or _sends_parts(file):
+            yield cast(IO[bytes], file)
+            return
+    with tempfile.TemporaryFile() as copy:
+        for block in _blocks(file_system, path):
+            copy.write(block)
+        copy.seek(0)
+        yield copy
+
+
+def _sends_parts(file: Any) -> bool:
+    if file.size is None:
+        return False
+    try:
+        file.seek(max(0, file.size - 1))
+        file.read(1)
+        file.seek(0)
+    except ValueError:  # how fsspec says that the server sent the whole, or never sends less
+        return False
+    return True
+
+
+def _blocks(file_system: Any, path: str) -> Iterator[bytes]:
+    """The content from the beginning; from a web server (the only one whose paths are URLs) as one stream."""
+    options = {"block_size": 0} if is_url(path) else {}
+    with file_system.open(path, "rb", **options) as file:
+        while block := file.read(_BLOCK):
+            yield block
 
 
 def _find_remote(asked: str) -> list[SourceFile]:
@@ -214,9 +299,8 @@ def _remote(file_system: Any, path: str, facts: dict[str, Any], asked: str) -> S
     stamp = next((f"{key} {facts[key]}" for key in _STAMPS if facts.get(key)), None)
     if stamp is None:  # the server tells nothing: only the content itself can
         digest = hashlib.sha256()
-        with file_system.open(path, "rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
+        for block in _blocks(file_system, path):
+            digest.update(block)
         stamp = f"sha256 {digest.hexdigest()}"
     return SourceFile(url, facts.get("size"), stamp, asked)
 

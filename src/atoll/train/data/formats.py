@@ -103,6 +103,8 @@ def _json(data: bytes, where: str) -> Any:
         raise ConfigError(f"{where} is not UTF-8 at byte {error.start} of the line") from None
     except ValueError as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply to be read: flatten it, or take the line out") from None
 
 
 def text_of(row: Any, text_key: str, where: str) -> str:
@@ -166,6 +168,10 @@ def read_parquet(file: SourceFile, text_key: str, at: Position) -> Iterator[str]
                 if text_key not in schema.names:
                     texts = [each.name for each in schema if _is_text(each.type)]
                     raise missing_key(list(schema.names), texts, text_key, file.name)
+                if schema.names.count(text_key) > 1:
+                    raise ConfigError(
+                        f"{file.name}: two columns are named {text_key!r}: rename one, and write it again"
+                    )
                 if not _is_text(schema.field(text_key).type):
                     raise ConfigError(
                         f"{file.name}: column {text_key!r} holds {schema.field(text_key).type}, expected text"
@@ -282,3 +288,5 @@ def looks_like(start: bytes) -> str:
         return "jsonl" if isinstance(json.loads(first), dict) else "text"
     except ValueError:
         return "text"
+    except RecursionError:  # reading it tells the place
+        return "jsonl" if first.startswith(b"{") else "text"

@@ -19,9 +19,10 @@ _ROWS_AT_A_TIME = 1000
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether ``save_to_disk`` of ``datasets`` wrote it."""
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    )
+    with reading(str(folder)):
+        return (folder / "dataset_dict.json").is_file() or (
+            (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+        )
 
 
 class HubRows:
@@ -90,6 +91,8 @@ class HubRows:
     def _load_builder(self, path: str) -> Any:
         datasets = _datasets(path)
         name, _, revision = path.removeprefix(PREFIX).removeprefix("datasets/").partition("@")
+        if not name.strip("/"):
+            raise ConfigError(f"[data] path = {path!r} names no data set: expected hf://owner/name")
         with _hub_errors(path):
             return datasets.load_dataset_builder(name, self._section.subset, revision=revision or None)
 

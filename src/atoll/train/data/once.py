@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import fsync_folder
+from atoll.core.paths import fsync_folder, visible_pid
 from atoll.train.events import Progress
 
 _POLL_S = 0.1
@@ -88,7 +88,7 @@ def _locked(path: Path, progress: Callable[[Progress], None]) -> Iterator[None]:
                 progress(Progress(f"waiting for {_holder(path)} to prepare the data", told - started, None, "s"))
             time.sleep(_POLL_S)
         file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        file.write(json.dumps({"pid": visible_pid(), "host": socket.gethostname()}).encode())
         file.flush()
         try:
             yield

@@ -20,7 +20,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home
 from atoll.train.data.once import build_once
 from atoll.train.data.shards import FORMAT_VERSION, ShardWriter, TokenShards, damage
-from atoll.train.data.sources import Document, Source, open_source
+from atoll.train.data.sources import Document, Files, Source, open_source
 from atoll.train.data.tokenizer import Tokenizer, load_tokenizer
 from atoll.train.events import Progress
 from atoll.train.recipe.schema import DataSection
@@ -88,7 +88,7 @@ def prepare(
         for source, weight in preparation.parts:
             folder = preparation.shards(source, preparation.fraction)
             train.append((TokenShards.open(folder / "train"), weight))
-            _check_length(source, train[-1][0], seq_len)
+            _check_length(source, train[-1][0], seq_len, preparation.fraction)
             if empty := train[-1][0].meta[0]["empty_documents"]:
                 preparation.tell(f"data: {empty:,} empty documents of {source.name} are left out")
         validation = preparation.open_validation(seq_len)
@@ -113,6 +113,7 @@ class _Preparation:
         self.fraction = section.validation if isinstance(section.validation, float) else 0.0
         self.parts = [(self._open(paths), weight) for paths, weight in _parts(section)]
         self._own = None if isinstance(section.validation, float) else self._open(section.validation)
+        self._note_overlap()
         self.tokenizer = tokenizer or self._load_tokenizer()
         if (self.tokenizer is None or self.tokenizer.eos_id is None) and any(part.is_tokens for part, _ in self.parts):
             self.tell("data: no tokenizer says which token ends a document, so each token file is one document")
@@ -164,6 +165,19 @@ class _Preparation:
         source = open_source(self.section, paths)
         self.tell(source.note)
         return source
+
+    def _note_overlap(self) -> None:
+        """Say where what is trained on is what validates."""
+        if not isinstance(self._own, Files):
+            return
+        trained = {file.path for part, _ in self.parts if isinstance(part, Files) for file, _ in part.files}
+        both = [file for file, _ in self._own.files if file.path in trained]
+        if both:
+            more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+            self.tell(
+                f"data: {both[0].name}{more} of [data] validation is trained on too, so the validation loss tells "
+                "nothing about new text"
+            )
 
     def _load_tokenizer(self) -> Tokenizer | None:
         spec = self.section.tokenizer
@@ -235,11 +249,13 @@ def _damage(folder: Path, fraction: float) -> str | None:
     return damage(folder / "train") or (damage(folder / "validation") if fraction else None)
 
 
-def _check_length(source: Source, shards: TokenShards, seq_len: int) -> None:
+def _check_length(source: Source, shards: TokenShards, seq_len: int, fraction: float) -> None:
     if shards.num_tokens <= seq_len:
+        held = f", as [data] validation = {fraction} holds out the rest" if fraction else ""
         raise ConfigError(
-            f"{source.name} has {shards.num_tokens:,} tokens to train on, less than one sequence: seq_len = {seq_len} "
-            f"needs {seq_len + 1:,}. Lower [train] seq_len, or add data"
+            f"{source.name} has {shards.num_tokens:,} tokens to train on{held}, less than one sequence: "
+            f"seq_len = {seq_len} needs {seq_len + 1:,}. Lower {'[data] validation or ' if fraction else ''}"
+            "[train] seq_len, or add data"
         )
 
 
@@ -282,6 +298,7 @@ class _Build:
         self._progress = progress
         self._vocab_size = tokenizer.vocab_size if tokenizer else 1 << 8 * source.token_bytes()
         self._empty = 0
+        self._num_texts = 0
 
     def into(self, folder: Path) -> None:
         """Write ``folder/train`` and, where a fraction is held out, ``folder/validation``."""
@@ -299,7 +316,7 @@ class _Build:
             for document in documents:
                 train.add(document)
             if train.num_tokens == 0:
-                raise ConfigError(f"{self._source.name} is empty: no document in it has a character")
+                raise ConfigError(self._why_nothing(0 if held is None else held.num_tokens))
             about = {
                 "tokenizer": None
                 if self._tokenizer is None
@@ -310,6 +327,24 @@ class _Build:
             }
             for writer in [train] if held is None else [train, held]:
                 writer.finish(**about)
+
+    def _why_nothing(self, num_held: int) -> str:
+        """Why there is nothing to train on."""
+        name, end = self._source.name, self._section.document_end
+        if num_held:
+            return (
+                f"[data] validation = {self._fraction} holds out all {num_held:,} tokens of {name}, and leaves none to "
+                "train on: lower it"
+            )
+        if self._num_texts:
+            assert self._tokenizer is not None  # text without one was refused
+            return f"[data] tokenizer = {self._tokenizer.name!r} makes no token of the text in {name}: name another one"
+        if end is not None and self._empty > 1:
+            return (
+                f"{name} has no text between the lines that equal [data] document_end = {end!r}: "
+                "set it to a line that only ends documents"
+            )
+        return f"{name} is empty: no document in it has a character"
 
     def _divide(self, documents: Iterator[Tokens], train: ShardWriter, held: ShardWriter) -> str:
         """Write each document where it belongs; returns what is held out."""
@@ -357,6 +392,7 @@ class _Build:
                 yield document
             elif document:
                 texts.append(document)
+                self._num_texts += 1
                 characters += len(document)
             else:
                 self._empty += 1

@@ -73,6 +73,8 @@ def open_source(section: DataSection, paths: str | Sequence[str]) -> Source:
         ConfigError: nothing is there, or it is no data.
     """
     asked = [paths] if isinstance(paths, str) else list(paths)
+    _check_text("document_end", section.document_end)
+    _check_text("text_key", section.text_key)
     if not asked:
         raise ConfigError("[data] path is an empty list: name at least one file")
     if len(asked) == 1 and _is_hub(section, asked[0]):
@@ -95,6 +97,13 @@ def documents(section: DataSection, paths: str | Sequence[str]) -> Iterator[Docu
     return open_source(section, paths).documents()
 
 
+def _check_text(key: str, value: str | None) -> None:
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"[data] {key} = {value!r} is not UTF-8: what is compared with it is text") from None
+
+
 def _is_hub(section: DataSection, path: str) -> bool:
     if path.startswith(PREFIX):
         return True
@@ -115,7 +124,7 @@ class Files:
         self.files: list[tuple[SourceFile, str]] = []
         seen: set[str] = set()
         for path in asked:
-            for file, kind in self._with_format(path, find_files(path)):
+            for file, kind in self._with_format(path, find_files(path, self._skipped)):
                 if file.path in seen:
                     self._skipped.append(f"{file.name} (listed twice)")
                 else:

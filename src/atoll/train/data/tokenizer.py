@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -20,6 +21,7 @@ from atoll.core.hints import nearest
 from atoll.core.paths import write_atomic
 
 TRAINING_CHARACTERS = 1 << 29  # of text that "bpe:N" learns from, at most
+_MOST_DIGITS = 8  # of the N of "bpe:N"
 END_OF_TEXT = "<|endoftext|>"
 
 _BYTES_CLASS = "atoll-bytes"
@@ -115,7 +117,9 @@ class FastTokenizer:
         self._engine = engine
         self._companions = companions
         vocabulary = engine.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not vocabulary:
+            raise ConfigError(f"[data] tokenizer = {name!r} has no tokens: train it first, or name another one")
+        self.vocab_size = max(vocabulary.values()) + 1
         config = _merged(companions)
         self.bos_id = _special_id("bos", config, vocabulary, _KNOWN_BOS)
         self.eos_id = _special_id("eos", config, vocabulary, _KNOWN_EOS)
@@ -126,11 +130,13 @@ class FastTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of ``text``; none are added at its ends."""
-        return list(self._engine.encode(text, add_special_tokens=False).ids)
+        with self._encoding():
+            return list(self._engine.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Tokens of each text, on all cores."""
-        return [list(each.ids) for each in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._encoding():
+            return [list(each.ids) for each in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
         """Tokens of each text, as uint32, on ``workers`` cores (0: on all).
@@ -148,7 +154,8 @@ class FastTokenizer:
 
     def _encode_flat(self, pieces: list[str], workers: int) -> Iterator[NDArray[Any]]:
         def encode(some: list[str]) -> list[NDArray[Any]]:
-            found = self._engine.encode_batch_fast(some, add_special_tokens=False)
+            with self._encoding():
+                found = self._engine.encode_batch_fast(some, add_special_tokens=False)
             return [np.array(each.ids, dtype=np.uint32) for each in found]
 
         if workers == 0:  # the library's own threads divide a batch
@@ -183,7 +190,19 @@ class FastTokenizer:
             return False
         if isinstance(configured, bool):
             return configured
-        return self._engine.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+        with self._encoding():
+            return self._engine.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+    @contextlib.contextmanager
+    def _encoding(self) -> Iterator[None]:
+        """Text that has no tokens here, told as ``ConfigError``."""
+        try:
+            yield
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                f"[data] tokenizer = {self.name!r} cannot encode the text: {error}. Give it a token for what is "
+                "unknown (unk_token), or name another one"
+            ) from error
 
 
 def load_tokenizer(
@@ -257,7 +276,7 @@ def _first_characters(texts: Iterable[str]) -> Iterator[str]:
 
 def _load_or_train(spec: str, texts: Callable[[], Iterable[str]] | None, cache: Path | None) -> Tokenizer:
     number = spec.removeprefix("bpe:").replace("_", "")
-    if not number.isdigit():
+    if not (number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS):
         raise ConfigError(f"[data] tokenizer = {spec!r}: expected a number of tokens, like 'bpe:4096'")
     if cache is not None and (cache / "tokenizer.json").is_file():
         return _from_folder(cache, spec)

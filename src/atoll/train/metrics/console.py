@@ -134,4 +134,5 @@ class Console:
 
     def _say(self, line: str) -> None:
         # As Text: a file name or a sample with [brackets] is no markup.
-        self._console.print(Text(visible(line)), soft_wrap=True)
+        # Where the panel is redrawn it must know how many rows a line takes; a log keeps its lines whole.
+        self._console.print(Text(visible(line)), soft_wrap=not self._redraws)

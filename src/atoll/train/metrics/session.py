@@ -53,6 +53,11 @@ class Session:
         return "rank" if self.started is None or self.started.device.upper().startswith("CPU") else "GPU"
 
     @property
+    def num_recent(self) -> int:
+        """How many steps a shown figure is the mean of."""
+        return len(self._recent)
+
+    @property
     def loss(self) -> float:
         """Mean of the last steps; NaN where the last one is not finite."""
         if self.last is None or not math.isfinite(self.last.loss):

@@ -59,6 +59,7 @@ def next_steps(
     status: str = "finished",
     has_checkpoint: bool = True,
     nodes: int = 1,
+    steps: int | None = None,
     to_scale: Sequence[str] = (),
     exports: bool = True,
 ) -> list[str]:
@@ -71,6 +72,7 @@ def next_steps(
         status: as in ``RunEnded``.
         has_checkpoint: whether there is one to go on from.
         nodes: how many the run had.
+        steps: a longer run's; N where none is given.
         to_scale: what twice as many nodes need beside that.
         exports: whether the model is one that Hugging Face knows.
     """
@@ -85,12 +87,13 @@ def next_steps(
         lines.append(("go on where it stopped" if has_checkpoint else "start again", same))
     elif has_checkpoint:
         longer = re.sub(r" --train\.(steps|tokens)(=| )\S+", "", same)
-        lines.append(("train longer", f"{longer} --train.steps N --allow-changes"))
+        lines.append(("train longer", f"{longer} --train.steps {steps or 'N'} --allow-changes"))
     if has_checkpoint:
         lines.append(("let it write", f'atoll generate {folder} "Once upon a time"'))
     if has_checkpoint and exports:
         lines.append(("export to Hugging Face", f"atoll export {folder} {shlex.quote(output_dir.rstrip('/') + '-hf')}"))
-    lines.append(("scale", f"{command} --nodes {2 * nodes}{repeated}{more} --no-resume"))
+    wider = re.sub(r" --train\.output_dir(=| )\S+", "", repeated)  # it is a new run
+    lines.append(("scale", f"{command} --nodes {2 * nodes}{wider}{more} --no-resume"))
     width = max(len(what) for what, _ in lines)
     return [f"{what:<{width}}  {command}" for what, command in lines]
 

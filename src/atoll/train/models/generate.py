@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,16 +68,23 @@ def generate(
         stop: tokens that end the text; they are not yielded.
 
     Raises:
-        ConfigError: no prompt, one that fills the model's length, or a value that cannot work.
+        ConfigError: no prompt, one that fills the model's length, or a value that cannot work; while drawing, logits
+            that are not finite.
     """
     longest = int(model.config.max_seq_len)  # type: ignore[union-attr,arg-type]  # Decoder's and UserModel's section
     if not 0 < len(tokens) < longest:
         raise ConfigError(f"the prompt has {len(tokens)} tokens, expected 1 to {longest - 1}: max_seq_len is {longest}")
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+    if (
+        not 0 <= temperature < math.inf
+        or (top_k is not None and top_k < 1)
+        or (top_p is not None and not 0 < top_p <= 1)
+    ):
         raise ConfigError(
             f"temperature = {temperature}, top_k = {top_k}, top_p = {top_p}: expected temperature ≥ 0, top_k ≥ 1 and "
             "0 < top_p ≤ 1"
         )
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed = {seed}: expected a number of 64 bits, such as 0")
     return _generate(
         model, list(tokens), min(num_tokens, longest - len(tokens)), temperature, top_k, top_p, seed, frozenset(stop)
     )
@@ -140,6 +148,11 @@ def _last_position(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, random: torch.Generator) -> int:
     """One token from logits [V]."""
+    if not math.isfinite(logits.max()):  # NaN where any is; a model may rule out some tokens with -inf
+        raise ConfigError(
+            "the model computes logits that are not finite: its weights hold NaN or numbers that are too large; take "
+            "an earlier checkpoint, or fetch the weights again"
+        )
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature

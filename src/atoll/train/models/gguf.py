@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
-from atoll.train.models.hf import Part, Stored, shapes
+from atoll.train.models.hf import Part, Stored, checked, shapes
 from atoll.train.models.parts import Positions
 from atoll.train.recipe.schema import ModelSection, RopeScaling
 
@@ -97,9 +97,12 @@ class GgufFile:
 
         def number(key: str) -> int:
             value = self.value(f"{kind}.{key}")
-            if not isinstance(value, int):
-                raise ConfigError(f"{self.path}: {kind}.{key} is {value!r}, expected a whole number")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.path}: {kind}.{key} is {value!r}, expected a whole number above 0")
             return value
+
+        if "token_embd.weight" not in self._tensors:
+            raise ConfigError(f"{self.path} has no tensor token_embd.weight: is it a whole language model?")
 
         dim, heads = number("embedding_length"), number("attention.head_count")
         head_dim = self.value(f"{kind}.attention.key_length", dim // heads)
@@ -123,15 +126,16 @@ class GgufFile:
         }
         if kind != "gpt2":
             fields["rope_theta"] = self.value(f"{kind}.rope.freq_base", 10_000.0)
-            fields["rope_scaling"] = self._scaling(kind, ModelSection(**fields))
-        return ModelSection(**fields)
+            fields["rope_scaling"] = self._scaling(kind, checked(ModelSection, fields, str(self.path)))
+        return checked(ModelSection, fields, str(self.path))
 
     def _scaling(self, kind: str, section: ModelSection) -> RopeScaling | None:
         how = self.value(f"{kind}.rope.scaling.type", "none")
         original = self.value(f"{kind}.rope.scaling.original_context_length")
         if how == "yarn":
             factor = self.value(f"{kind}.rope.scaling.factor")
-            return RopeScaling(kind="yarn", factor=factor, original_max_seq_len=original or section.max_seq_len)
+            yarn = {"kind": "yarn", "factor": factor, "original_max_seq_len": original or section.max_seq_len}
+            return checked(RopeScaling, yarn, f"{self.path}: rope scaling")
         if how != "none" or "rope_factors_long.weight" in self._tensors:
             raise ConfigError(f"{self.path}: rope scaling {how!r} is not supported here, only Llama 3's and 'yarn'")
         if "rope_freqs.weight" not in self._tensors:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from atoll.core.errors import ConfigError
 from atoll.train.recipe.schema import ModelSection, RopeScaling
 
 MODEL_TYPES = ("llama", "mistral", "qwen3", "phi3", "gpt2")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+_MOST_LAYERS = 10_000  # more is a damaged file, whose names alone would fill the memory
 
 _SWIGLU = "silu"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -187,11 +191,35 @@ def section_from_hf(config: Mapping[str, Any], *, source: str = "config.json") -
             f"{source}: model_type is {kind!r}; known are {', '.join(MODEL_TYPES)}. For another one write its network "
             "as [model] python"
         )
+    if quantised := config.get("quantization_config"):
+        raise ConfigError(
+            f"{source}: quantization_config = {quantised!r}: quantised weights are read from GGUF files only; take the "
+            "model's plain weights"
+        )
     reader = _Reader(config, source)
     fields = _gpt2_fields(reader) if kind == "gpt2" else _rotary_fields(reader, kind)
     fields["family"] = "llama" if kind == "mistral" else kind
-    fields["init_std"] = config.get("initializer_range") or 0.02
-    return ModelSection(**fields)
+    fields["init_std"] = reader.positive("initializer_range", 0.02)
+    return checked(ModelSection, fields, source)
+
+
+_S = TypeVar("_S", bound=BaseModel)
+_THEIR_NAMES = {"original_max_seq_len": "original_max_position_embeddings"}
+
+
+def checked(kind: type[_S], fields: Mapping[str, Any], source: str) -> _S:
+    """A section of these fields.
+
+    Raises:
+        ConfigError: a value cannot be; names ``source``, the first such field and its value.
+    """
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(_THEIR_NAMES.get(str(each), str(each)) for each in first["loc"])
+        what = f"{key} = {first['input']!r}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{source}: {what}") from None
 
 
 class _Reader:
@@ -201,11 +229,35 @@ class _Reader:
         self.config = config
         self.source = source
 
-    def number(self, key: str) -> int:
+    def number(self, key: str, default: int | None = None, *, largest: float = math.inf) -> int:
+        """A whole number above 0; where it is absent or null the default, without which it must be there."""
         value = self.config.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.source}: {key} is {value!r}, expected a whole number above 0")
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            limit = "" if largest == math.inf else f", {largest} at most"
+            raise ConfigError(f"{self.source}: {key} is {value!r}, expected a whole number above 0{limit}")
         return value
+
+    def positive(self, key: str, default: float) -> float:
+        value = self.config.get(key)
+        if value is None or (value == 0 and key == "initializer_range"):  # which says no more than that it is unknown
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ConfigError(f"{self.source}: {key} is {value!r}, expected a number above 0")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {key} is {value!r}, expected true or false")
+        return default if value is None else value
+
+    def table(self, key: str) -> dict[str, Any]:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{self.source}: {key} is {value!r}, expected an object")
+        return dict(value or {})
 
     def must(self, key: str, allowed: tuple[Any, ...]) -> None:
         """Refuse a key whose value means another computation than ours; one that is absent is fine."""
@@ -221,25 +273,40 @@ def _rotary_fields(reader: _Reader, kind: str) -> dict[str, Any]:
     for key in ("attention_bias", "mlp_bias"):
         reader.must(key, (False, None))
     dim, heads = reader.number("hidden_size"), reader.number("num_attention_heads")
-    length = config.get("max_position_embeddings") or {"qwen3": 32768, "phi3": 4096}.get(kind, 2048)
-    window = config.get("sliding_window") if config.get("use_sliding_window", kind != "qwen3") else None
-    if "sliding_attention" in (config.get("layer_types") or ()) and window is None:
+    length = reader.number("max_position_embeddings", {"qwen3": 32768, "phi3": 4096}.get(kind, 2048))
+    windowed = reader.flag("use_sliding_window", kind != "qwen3") and config.get("sliding_window") is not None
+    window = reader.number("sliding_window") if windowed else None
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"{reader.source}: layer_types is {layer_types!r}, expected a list")
+    if "sliding_attention" in layer_types and window is None:
         raise ConfigError(f"{reader.source}: layer_types has sliding_attention, which is not supported here")
     theta, scaling = _rope(reader, length)
-    default_head = 128 if kind == "qwen3" else dim // heads
-    head_dim = config.get("head_dim") or default_head
+    if config.get("head_dim") is None and kind != "qwen3" and dim % heads:
+        raise ConfigError(
+            f"{reader.source}: hidden_size = {dim} is not divisible by num_attention_heads = {heads}, and head_dim is "
+            "not given"
+        )
+    head_dim = reader.number("head_dim", 128 if kind == "qwen3" else dim // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{reader.source}: head_dim = {head_dim} is odd, and rotary positions need pairs")
+    kv_heads = reader.number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{reader.source}: num_attention_heads = {heads} is not divisible by num_key_value_heads = {kv_heads}"
+        )
     return {
-        "layers": reader.number("num_hidden_layers"),
+        "layers": reader.number("num_hidden_layers", largest=_MOST_LAYERS),
         "dim": dim,
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
+        "kv_heads": kv_heads,
         "head_dim": None if head_dim * heads == dim else head_dim,
         "hidden_dim": reader.number("intermediate_size"),
         "vocab_size": reader.number("vocab_size"),
         # Within its window a token sees all before it, as here: shorter sequences are exact.
         "max_seq_len": min(length, window or length),
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "norm_eps": config.get("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
+        "tied": reader.flag("tie_word_embeddings", False),
+        "norm_eps": reader.positive("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
@@ -248,10 +315,11 @@ def _rotary_fields(reader: _Reader, kind: str) -> dict[str, Any]:
 def _rope(reader: _Reader, length: int) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
     config = reader.config
-    rope = dict(config.get("rope_scaling") or {}) or dict(config.get("rope_parameters") or {})
+    rope = reader.table("rope_scaling") or reader.table("rope_parameters")
     if isinstance(rope.get("full_attention"), Mapping):
         rope = dict(rope["full_attention"])
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    inner = _Reader(rope, reader.source)
+    theta = inner.positive("rope_theta", reader.positive("rope_theta", 10_000.0))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise ConfigError(f"{reader.source}: partial_rotary_factor = {partial} is not supported here, only 1")
@@ -263,7 +331,7 @@ def _rope(reader: _Reader, length: int) -> tuple[float, RopeScaling | None]:
     if rope.get("truncate") is False:
         raise ConfigError(f"{reader.source}: yarn with truncate = false is not supported here")
     factor = rope.get("factor")
-    if not isinstance(factor, (int, float)):
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool):
         raise ConfigError(f"{reader.source}: the rope scaling {kind!r} has factor = {factor!r}, expected a number")
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or length
     fields: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_seq_len": original}
@@ -271,36 +339,37 @@ def _rope(reader: _Reader, length: int) -> tuple[float, RopeScaling | None]:
         fields |= {key: rope[key] for key in ("low_freq_factor", "high_freq_factor") if key in rope}
     else:
         fields |= {key: rope[key] for key in ("beta_fast", "beta_slow") if rope.get(key) is not None}
-        fields["attention_factor"] = rope.get("attention_factor") or _mscale(rope)
-    return theta, RopeScaling(**fields)
+        fields["attention_factor"] = rope.get("attention_factor") or _mscale(inner, factor)
+    return theta, checked(RopeScaling, fields, f"{reader.source}: rope scaling {kind!r}")
 
 
-def _mscale(rope: Mapping[str, Any]) -> float | None:
+def _mscale(rope: _Reader, factor: float) -> float | None:
     """YaRN's attention factor of DeepSeek's two scales; None where they are not given."""
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    if not above or not below or rope["factor"] <= 1:
+    if not rope.config.get("mscale") or not rope.config.get("mscale_all_dim") or factor <= 1:
         return None
-    stretch = 0.1 * math.log(rope["factor"])
+    above, below = rope.positive("mscale", 1.0), rope.positive("mscale_all_dim", 1.0)
+    stretch = 0.1 * math.log(factor)
     return float((above * stretch + 1) / (below * stretch + 1))
 
 
 def _gpt2_fields(reader: _Reader) -> dict[str, Any]:
-    config = reader.config
     reader.must("activation_function", _GELU_TANH)
     reader.must("scale_attn_weights", (True,))
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         reader.must(key, (False,))
     dim, heads = reader.number("n_embd"), reader.number("n_head")
+    if dim % heads:
+        raise ConfigError(f"{reader.source}: n_embd = {dim} is not divisible by n_head = {heads}")
     return {
-        "layers": reader.number("n_layer"),
+        "layers": reader.number("n_layer", largest=_MOST_LAYERS),
         "dim": dim,
         "heads": heads,
         "kv_heads": heads,
-        "hidden_dim": config.get("n_inner") or 4 * dim,
+        "hidden_dim": reader.number("n_inner", 4 * dim),
         "vocab_size": reader.number("vocab_size"),
-        "max_seq_len": config.get("n_positions") or config.get("n_ctx") or 1024,
-        "tied": bool(config.get("tie_word_embeddings", True)),
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "max_seq_len": reader.number("n_positions", reader.number("n_ctx", 1024)),
+        "tied": reader.flag("tie_word_embeddings", True),
+        "norm_eps": reader.positive("layer_norm_epsilon", 1e-5),
     }
 
 

@@ -84,11 +84,13 @@ class ReplicatedWeights:
         reduce_dtype: torch.dtype,
         overlap: bool,
     ) -> None:
-        self._parameters = {name: p for stage in stages for name, p in stage.named_parameters() if p.requires_grad}
+        everything = {name: p for stage in stages for name, p in stage.named_parameters()}
+        self._parameters = {name: p for name, p in everything.items() if p.requires_grad}
         self._own_masters = any(p.dtype != master_dtype for p in self._parameters.values())
+        # Frozen ones are saved and loaded with the others, as they are.
         self.masters = {
-            name: nn.Parameter(p.detach().to(master_dtype)) if p.dtype != master_dtype else p
-            for name, p in self._parameters.items()
+            name: nn.Parameter(p.detach().to(master_dtype)) if p.requires_grad and p.dtype != master_dtype else p
+            for name, p in everything.items()
         }
         self._group = group
         self._overlap = overlap
@@ -169,7 +171,7 @@ class ReplicatedWeights:
         if self._own_masters:
             with torch.no_grad():
                 torch._foreach_copy_(
-                    [_local(p) for p in self._parameters.values()], [_local(m) for m in self.masters.values()]
+                    [_local(p) for p in self._parameters.values()], [_local(self.masters[n]) for n in self._parameters]
                 )
 
 

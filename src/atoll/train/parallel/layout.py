@@ -127,6 +127,11 @@ def check(recipe: Recipe, layout: Layout) -> None:
             "a learnt vector for each position: shorten seq_len, or raise max_seq_len"
         )
     if tensor > 1:
+        if recipe.precision.float8 != "none":
+            raise ConfigError(
+                f"[precision] float8 = {recipe.precision.float8!r} with [parallel] tensor = {tensor}: float8 does not "
+                'go with tensor parallelism yet; set tensor = 1 (shard instead), or float8 = "none"'
+            )
         must_divide("[model] heads", model.heads, "[parallel] tensor", tensor, "each tensor rank takes whole heads")
         must_divide("[model] kv_heads", model.num_kv_heads, "[parallel] tensor", tensor, "each takes whole kv-heads")
         must_divide("[model] hidden_dim", model.ffn_dim, "[parallel] tensor", tensor, "choose another tensor size")
@@ -152,6 +157,7 @@ def check(recipe: Recipe, layout: Layout) -> None:
                 f"[model] tied = true with [parallel] pipeline = {pipeline}: the shared weight would lie on the first "
                 "and the last stage; set pipeline = 1, or tied = false"
             )
+        _check_stages_per_rank(recipe)
         stages = pipeline * num_stages_per_rank(recipe)
         if model.layers < stages:
             raise ConfigError(
@@ -170,6 +176,25 @@ def check(recipe: Recipe, layout: Layout) -> None:
             f"a step has {micro_batches} micro-batches, not divisible by [parallel] pipeline = {pipeline}, which the "
             f"schedule {parallel.pipeline_schedule!r} needs; change [train] global_batch or micro_batch"
         )
+    if micro_batches < pipeline and parallel.pipeline_schedule == "1f1b":
+        raise ConfigError(
+            f"a step has {micro_batches} micro-batches, fewer than the {pipeline} stages of [parallel] pipeline = "
+            f"{pipeline}, which the schedule '1f1b' needs at least: raise [train] global_batch, or lower micro_batch "
+            "or pipeline"
+        )
+
+
+def _check_stages_per_rank(recipe: Recipe) -> None:
+    schedule, given = recipe.parallel.pipeline_schedule, recipe.parallel.stages_per_rank
+    if given is None:
+        return
+    what = f"[parallel] stages_per_rank = {given} with pipeline_schedule = {schedule!r}"
+    if schedule in ("gpipe", "1f1b") and given != 1:
+        raise ConfigError(
+            f'{what}: a rank holds one stage there; leave stages_per_rank out, or set pipeline_schedule = "interleaved"'
+        )
+    if schedule == "zbv" and given != 2:
+        raise ConfigError(f"{what}: a rank holds two stages there; leave stages_per_rank out")
 
 
 def num_stages_per_rank(recipe: Recipe) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from atoll.core.errors import ConfigError
+from atoll.train.metrics.figures import size
 from atoll.train.parallel import recompute
 from atoll.train.parallel.estimate import Device, Estimate, estimate
 from atoll.train.parallel.fit import choose, first_fix, fits_replicated
@@ -78,7 +79,11 @@ def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
     if recipe.parallel.replicate is None and recipe.parallel.shard is None and world.size > 1:
         for line in found.describe():
             tell(line)
-    return Plan(recipe, layout, chosen, compiles, found, memory, device)
+    made = Plan(recipe, layout, chosen, compiles, found, memory, device)
+    if not found.fits(memory):
+        advice = f"; it would with {made.first_fix}" if made.first_fix else ""
+        tell(f"the run needs about {size(found.total)} a rank, which does not fit the {size(memory)} it has{advice}")
+    return made
 
 
 def compile_blocks(model: nn.Module, mode: str) -> None:

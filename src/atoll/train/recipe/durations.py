@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -9,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, PlainSerializer
 
 Unit = Literal["step", "ep", "tok"]
+
+LONGEST = 1e18  # steps, epochs or tokens
 
 _PATTERN = re.compile(
     r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*(step|steps|ep|epoch|epochs|tok|toks|tokens)?\s*"
@@ -62,6 +65,8 @@ def parse_duration(value: Any) -> Duration:
     if found is None:
         raise ValueError(f"{value!r} is no length: expected 100, '500step', '2ep' or '1e9tok'")
     number, unit = float(found[1].replace("_", "")), _UNITS[found[2] or "step"]
+    if not math.isfinite(number) or number > LONGEST:
+        raise ValueError(f"{value!r} is too long: expected at most {LONGEST:g}")
     if unit == "step" and number != int(number):
         raise ValueError(f"{value!r}: steps are whole, expected for instance '{int(number)}step'")
     return Duration(number, unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -13,6 +14,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
 
 _SHIPPED = Path(__file__).parent / "shipped"
+_OF_A_RUN = "recipe.json"  # in a run's folder: the recipe it was made with, complete
 # What other trainers call theirs, in files that scripts name but this machine may not have.
 _SAME_AS = {"debug_model": "llama3_debug", "debugmodel": "llama3_debug"}
 
@@ -55,7 +57,7 @@ def find(spec: str, folder: Path) -> tuple[Path, list[str]]:
     """The file that a name or path stands for, and notes for the user.
 
     A bare name is a shipped recipe; with ``.toml`` or a folder it is a file, relative to ``folder``, and the shipped
-    one of the same name where there is no such file.
+    one of the same name where there is no such file. A run's folder stands for the recipe that it was made with.
 
     Raises:
         ConfigError: there is neither; the message has the nearest name.
@@ -65,6 +67,8 @@ def find(spec: str, folder: Path) -> tuple[Path, list[str]]:
     file = folder / Path(spec).expanduser()
     if file.is_file():
         return file, []
+    if (file / _OF_A_RUN).is_file():
+        return file / _OF_A_RUN, []
     if file.is_dir():
         raise ConfigError(f"{spec} is a folder: name the recipe's file in it, such as {spec.rstrip('/')}/recipe.toml")
     stem = stem_of(Path(spec))
@@ -97,21 +101,36 @@ def default_spec(env: Mapping[str, str]) -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """The tables of a TOML file, or of the JSON in a run's folder.
 
     Raises:
         ConfigError: it can't be read, or is no TOML; the message names the line.
     """
     shown = os.path.relpath(file) if not file.is_relative_to(_SHIPPED) else file.name
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        if file.suffix == ".json":
+            return _json_table(text, shown)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        text = str(error)
-        place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", text)
+        reason = str(error)
+        place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", reason)
         line = f", line {place[1]}" if place and place[1] else ""
-        reason = text.replace(place[0], "" if line else " at its end") if place else text
+        reason = reason.replace(place[0], "" if line else " at its end") if place else reason
         raise ConfigError(f"{shown}{line}: this is no TOML: {reason}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{shown} is not UTF-8 text: a recipe is a TOML file") from None
     except OSError as error:
         raise ConfigError(f"{shown} can't be read: {error.strerror}") from None
+    except ValueError as error:  # a whole number of thousands of digits
+        raise ConfigError(f"{shown}: {error}") from None
+
+
+def _json_table(text: str, shown: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{shown}, line {error.lineno}: this is no JSON: {error.msg}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{shown}: expected the recipe of a run, a JSON object, and found something else")
+    return tree

@@ -16,8 +16,9 @@ from atoll.core.errors import ConfigError
 from atoll.core.hints import current_folder, nearest
 from atoll.train.recipe import files, keys, titan
 from atoll.train.recipe.compare import diff, harmful, resolved_toml
+from atoll.train.recipe.durations import parse_duration
 from atoll.train.recipe.overrides import parse_overrides
-from atoll.train.recipe.schema import SCHEMA_VERSION, Recipe
+from atoll.train.recipe.schema import SCHEMA_VERSION, DataSection, Recipe
 
 __all__ = ["Loaded", "diff", "harmful", "load_recipe", "require_complete", "resolved_toml"]
 
@@ -49,6 +50,7 @@ class _Layers:
     origins: dict[keys.Path, str] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    decay_ratio: float | None = None  # of a file of TorchTitan's, until the length of the run is known
 
     def put(self, tree: Mapping[str, Any], origin: str) -> None:
         """Merge a layer: tables merge, values replace. Its unknown keys become complaints and are left out."""
@@ -62,7 +64,24 @@ class _Layers:
             # The two say the same thing: the later layer's word replaces both.
             if train.get(given) is not None and train.get(other) is None:
                 self.tree.get("train", {}).pop(other, None)
+        schedule = layer.get("schedule", {})
+        if schedule.get("kind", "wsd") != "wsd" and "decay" not in schedule:
+            # Only wsd has one: another kind replaces what a base says of it.
+            self.tree.get("schedule", {}).pop("decay", None)
         self._merge(self.tree, layer, origin, ())
+
+    def settle_decay(self) -> None:
+        """Let TorchTitan's ``decay_ratio`` be a length, once every layer has had its word on how long the run is."""
+        train, schedule = self.tree.get("train", {}), self.tree.get("schedule", {})
+        if self.decay_ratio is None or "decay" in schedule or schedule.get("kind") != "wsd":
+            return
+        tokens = train.get("tokens")
+        try:
+            length = parse_duration(train.get("steps") if tokens is None else f"{tokens}tok")
+            warmup = parse_duration(schedule.get("warmup", 0))
+        except ValueError:  # the check that follows has the words for it
+            return
+        schedule["decay"] = titan.decay_length(self.decay_ratio, length, warmup)
 
     def _merge(self, into: dict[str, Any], layer: Mapping[str, Any], origin: str, where: keys.Path) -> None:
         for key, value in layer.items():
@@ -100,22 +119,37 @@ def load_recipe(
         ConfigError: there is no such recipe, or something in it can't be; the message has every mistake, with the file,
             the key, the value and what was expected.
     """
+    try:
+        return _loaded(spec, overrides, env, world_size)
+    except RecursionError:
+        raise ConfigError(
+            f"{'recipe' if isinstance(spec, (Mapping, Recipe)) else spec}: its tables or lists are nested too deeply, "
+            "or its chain of bases is too long"
+        ) from None
+
+
+def _loaded(
+    spec: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None,
+    overrides: Sequence[str],
+    env: Mapping[str, str] | None,
+    world_size: int,
+) -> Loaded:
     layers, folder = _Layers(), Path(current_folder())
     if isinstance(spec, Recipe):
         spec = spec.model_dump(mode="json", exclude_none=True)
     if isinstance(spec, Mapping):
-        source, name = "recipe", str(spec.get("name", "run"))
+        source, name = "recipe", spec.get("name", "run")
         _put_with_bases(layers, dict(spec), source, folder, (), world_size)
     else:
         source = files.default_spec(os.environ if env is None else env) if spec is None else os.fspath(spec)
         file, layers.notes = files.find(source, folder)
-        name = files.stem_of(file)
         tree = files.read(file)
-        name = str(tree.get("name", name))
+        name = tree.get("name", files.stem_of(file))
         _put_with_bases(layers, tree, os.path.basename(file), file.parent, (file.resolve(),), world_size)
     given = parse_overrides(overrides)
     layers.tree["name"] = name
     layers.put(given, _COMMAND_LINE)
+    layers.settle_decay()
     recipe = _checked(layers)
     output_dir = recipe.train.output_dir.replace("{name}", recipe.name)
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"output_dir": output_dir})})
@@ -126,13 +160,17 @@ def _put_with_bases(
     layers: _Layers, tree: dict[str, Any], origin: str, folder: Path, chain: tuple[Path, ...], world_size: int
 ) -> None:
     if titan.is_titan(tree):
-        tree, notes = titan.from_titan(tree, origin, world_size)
+        theirs = tree
+        tree, notes = titan.from_titan(theirs, origin, world_size)
         layers.notes += notes
+        layers.decay_ratio = titan.decay_ratio(theirs)
     _check_version(tree, origin)
     base = tree.pop("base", None)
     if base is not None:
         if not isinstance(base, str):
             raise ConfigError(f"{origin}: base = {base!r}: expected the name or the path of one recipe")
+        if not base.strip():
+            raise ConfigError(f"{origin}: base is empty: name a recipe, or leave base out")
         try:
             file, notes = files.find(base, folder)
         except ConfigError as error:
@@ -215,7 +253,8 @@ def _key_path(location: tuple[int | str, ...]) -> keys.Path:
 def _sentence(path: keys.Path, error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     if error["type"] == "value_error":  # our own words, from the schema
         reason = str(error["ctx"]["error"])
-        return f"{keys.title(path)}: {reason}" if len(path) > 1 else f"[{'.'.join(path)}] {reason}"
+        named = len(path) > 1 or path[:1] == ("name",)
+        return f"{keys.title(path)}: {reason}" if named else f"[{'.'.join(path)}] {reason}"
     value: Any = tree
     for part in path:
         value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
@@ -237,13 +276,25 @@ def require_complete(recipe: Recipe) -> None:
             "[data] path is not set: add --data.path FILE (text, JSONL, Parquet, .bin, a folder, a glob, or "
             "hf://owner/name)"
         )
-    if recipe.data.tokenizer is None:
+    if recipe.data.tokenizer is None and not _holds_tokens(recipe.data):
         missing.append(
             "[data] tokenizer is not set: add --data.tokenizer bytes (needs no file), bpe:4096 (trained on the data), "
-            "or a hub name, a folder or a tokenizer.json"
+            "or a hub name, a folder or a tokenizer.json; or --data.format bin where the files hold tokens"
         )
     if recipe.train.length is None:
         missing.append("[train] steps is not set: add --train.steps 1000 (or 2ep, or 1e9tok)")
     if missing:
         head = "" if len(missing) == 1 else f"the recipe {recipe.name} is not complete:\n  "
         raise ConfigError(head + "\n  ".join(missing))
+
+
+def _holds_tokens(data: DataSection) -> bool:
+    """Whether all files are token files by ``format`` or their names, so that no tokenizer is needed."""
+    paths = [data.path] if isinstance(data.path, str) else data.path or []
+    flat: list[str] = []
+    for part in paths:
+        inner = part if isinstance(part, str) else part.path
+        flat += [inner] if isinstance(inner, str) else inner
+    return data.format == "bin" or (
+        bool(flat) and all(path.lower().endswith((".bin", ".bin.gz", ".bin.zst")) for path in flat)
+    )

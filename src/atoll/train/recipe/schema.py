@@ -4,13 +4,56 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from atoll.train.recipe.durations import Duration, DurationField
+from atoll.train.recipe.durations import LONGEST, Duration, DurationField
 
 SCHEMA_VERSION = 1
 
-Positive = Annotated[int, Field(gt=0)]
+_LARGEST_COUNT = 2**31  # of anything that is counted here
+_LARGEST_SEED = 2**63 - 1  # that PyTorch's generators take
+_TEN_YEARS_S = 315_360_000.0
+
+
+def _sensible(count: int) -> int:
+    if count > _LARGEST_COUNT:
+        raise ValueError(f"{count} is too large: expected at most {_LARGEST_COUNT}")
+    return count
+
+
+def _seed(number: int) -> int:
+    if number > _LARGEST_SEED:
+        raise ValueError(f"{number} is too large: expected at most {_LARGEST_SEED}")
+    return number
+
+
+def _not_empty(given: Any) -> Any:
+    for text in given if isinstance(given, list) else [given]:
+        if isinstance(text, str) and not text.strip():
+            raise ValueError(f"{given!r} is empty: give a value, or leave the key out")
+    return given
+
+
+def _file_name(text: str) -> str:
+    if text.strip() in ("", ".", "..") or any(mark in text for mark in "/\\\0\n"):
+        raise ValueError(f"{text!r} can't be the name of a folder: expected a word without '/'")
+    return text
+
+
+def _local_folder(text: str) -> str:
+    if "://" in text:
+        raise ValueError(
+            f"{text!r} is a URL, and logs and plots go to a folder: name one here, and put checkpoints at the URL with "
+            "[checkpoint] path"
+        )
+    _not_empty(text)
+    return text
+
+
+Positive = Annotated[int, Field(gt=0), AfterValidator(_sensible)]
+Text = Annotated[str, AfterValidator(_not_empty)]
+Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
+Timeout = Annotated[float, Field(gt=0, le=_TEN_YEARS_S)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 AxisSize = Annotated[int, Field(ge=-1)]
@@ -34,7 +77,15 @@ class RopeScaling(Section):
     # yarn
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        low, high = ("low_freq_factor", "high_freq_factor") if self.kind == "llama3" else ("beta_slow", "beta_fast")
+        less, more = getattr(self, low), getattr(self, high)
+        if not 0 < less < more:
+            raise ValueError(f"{low} = {less:g} and {high} = {more:g}: expected 0 < {low} < {high}")
+        return self
 
 
 class ModelSection(Section):
@@ -51,10 +102,10 @@ class ModelSection(Section):
     max_seq_len: Positive = 2048
     tied: bool = False  # the head shares the embedding's weight
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
     rope_scaling: RopeScaling | None = None
     init_std: Annotated[float, Field(gt=0)] = 0.02
-    init: str | None = None  # weights to start from: a hub name, a folder, a .safetensors or .gguf file
+    init: Text | None = None  # weights to start from: a hub name, a folder, a .safetensors or .gguf file
     python: str | None = None  # "pkg.module:build", called with this section, returns the model
 
     @model_validator(mode="after")
@@ -65,6 +116,8 @@ class ModelSection(Section):
             raise ValueError(f"heads = {self.heads} is not divisible by kv_heads = {self.num_kv_heads}")
         if self.family != "gpt2" and self.size_of_head % 2:
             raise ValueError(f"head_dim = {self.size_of_head} is odd, and rotary positions need pairs")
+        if self.family == "gpt2" and self.rope_scaling is not None:
+            raise ValueError("rope_scaling is given, and gpt2 has no rotary positions: leave it out")
         return self
 
     @property
@@ -99,15 +152,15 @@ class ModelSection(Section):
 class MixturePart(Section):
     """One part of a mixture."""
 
-    path: str | list[str]
+    path: Paths
     weight: Annotated[float, Field(gt=0)] = 1.0
 
 
 class DataSection(Section):
     """What is read. ``path``: file, folder, glob, URL that fsspec knows, ``hf://owner/name``, a list, or a mixture."""
 
-    path: str | list[str] | list[MixturePart] | None = None
-    tokenizer: str | None = None  # "bytes", "bpe:4096" (trained on the data), a hub name, a folder or tokenizer.json
+    path: Paths | list[MixturePart] | None = None
+    tokenizer: Text | None = None  # "bytes", "bpe:4096" (trained on the data), a hub name, a folder or tokenizer.json
     format: Literal["auto", "text", "jsonl", "parquet", "hf", "bin"] = "auto"
     text_key: str = "text"  # the column or key that holds a document's text
     split: str = "train"  # of a Hugging Face dataset
@@ -115,7 +168,7 @@ class DataSection(Section):
     streaming: bool = False  # Hugging Face datasets: read without downloading the whole
     bin_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin files without a header
     document_end: str | None = None  # text files: a line that ends a document; None: a file is one document
-    validation: str | list[str] | Fraction = 0.0  # paths, or the fraction of documents held out
+    validation: Paths | Fraction = 0.0  # paths, or the fraction of documents held out
     isolate_documents: bool = True  # tokens see their own document only, and positions restart in each
     shuffle: bool = True
     cache: str | None = None  # folder of tokenised shards; $ATOLL_HOME/data by default
@@ -133,9 +186,9 @@ class TrainSection(Section):
     """How long, how much at a time, and where it goes."""
 
     steps: DurationField | None = None  # 100, "500step", "2ep", "1e9tok"
-    tokens: Annotated[float, Field(gt=0)] | None = None  # the same as steps = "<tokens>tok"
-    output_dir: str = "outputs/{name}"
-    seed: Annotated[int, Field(ge=0)] = 0
+    tokens: Annotated[float, Field(gt=0, le=LONGEST)] | None = None  # the same as steps = "<tokens>tok"
+    output_dir: Annotated[str, AfterValidator(_local_folder)] = "outputs/{name}"
+    seed: Annotated[int, Field(ge=0), AfterValidator(_seed)] = 0
     seq_len: Positive = 2048
     global_batch: Positive = 8  # sequences an optimizer step
     micro_batch: Positive = 1  # sequences a rank handles at a time
@@ -143,8 +196,8 @@ class TrainSection(Section):
     validate_every: DurationField | None = None
     validate_batches: Positive | None = None  # global batches a validation reads at most
     deterministic: bool = False
-    hang_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # a collective that takes longer is an error
-    grace_s: Annotated[float, Field(gt=0)] = 30.0  # from SIGTERM to the end, the checkpoint included
+    hang_timeout_s: Timeout = 600.0  # a collective that takes longer is an error
+    grace_s: Timeout = 30.0  # from SIGTERM to the end, the checkpoint included
 
     @model_validator(mode="before")
     @classmethod
@@ -180,6 +233,15 @@ class ScheduleSection(Section):
     warmup: DurationField = Duration(0)
     decay: DurationField | None = None  # wsd: the length of the last part; 10 % of the run by default
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1  # of lr, at the end
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleSection:
+        if self.decay is not None and self.kind != "wsd":
+            raise ValueError(
+                f"decay = {self.decay} is given, and kind = {self.kind!r} has none: leave decay out, or set "
+                'kind = "wsd"'
+            )
+        return self
 
 
 OTHER_SPELLINGS = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "pp": "pipeline", "cp": "context"}
@@ -277,7 +339,7 @@ class Recipe(Section):
     """Model × data × objective × parallelism × precision."""
 
     version: Literal[1] = 1
-    name: str = "run"
+    name: Annotated[str, AfterValidator(_file_name)] = "run"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     objective: ObjectiveSection = ObjectiveSection()

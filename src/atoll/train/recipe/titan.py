@@ -7,6 +7,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
+from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.files import shipped_model
 
 # Sections that only TorchTitan's files have.
@@ -80,7 +81,7 @@ def from_titan(tree: Mapping[str, Any], where: str, world_size: int = 1) -> tupl
         "data": data,
         "train": train,
         "optimizer": _optimizer(keys),
-        "schedule": _schedule(keys, train["steps"]),
+        "schedule": _schedule(keys),
         "parallel": parallel,
         "precision": _precision(keys),
         "compile": {"enabled": keys.take("compile", "enable", keys.take("training", "compile", False))},
@@ -219,8 +220,11 @@ def _optimizer(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _schedule(keys: _Keys, steps: int) -> dict[str, Any]:
-    """Decay right after the warm-up, or over the last part of the run where ``decay_ratio`` is given."""
+def _schedule(keys: _Keys) -> dict[str, Any]:
+    """Decay right after the warm-up, or over the last part of the run where ``decay_ratio`` is given.
+
+    How long that part is, ``decay_length`` tells once the length of the run is final.
+    """
     kind = keys.choose(
         "lr_scheduler", "decay_type", "linear", {"linear": "linear", "cosine": "cosine"}, otherwise="linear"
     )
@@ -233,7 +237,21 @@ def _schedule(keys: _Keys, steps: int) -> dict[str, Any]:
         raise ConfigError(f"{keys.where}: [lr_scheduler] decay_ratio = {ratio!r}: expected a number")
     if kind != "linear":
         keys.note("lr_scheduler", "decay_type", f"{kind!r} at the end of a run has no counterpart, 'wsd' is used")
-    return {**schedule, "kind": "wsd", "decay": round(steps * ratio)}
+    return {**schedule, "kind": "wsd"}
+
+
+def decay_ratio(tree: Mapping[str, Any]) -> float | None:
+    """The share of the run over which a file of TorchTitan's decays; None where it doesn't say."""
+    ratio = dict(_flat(tree)).get(("lr_scheduler", "decay_ratio"))
+    return None if ratio is None else float(ratio)
+
+
+def decay_length(ratio: float, length: Duration, warmup: Duration) -> Duration:
+    """That share of a run of ``length``; in steps at most what the warm-up leaves, as TorchTitan has it."""
+    if length.unit != "step":
+        return Duration(length.value * ratio, length.unit)
+    left = length.value - warmup.value if warmup.unit == "step" else length.value
+    return Duration(max(0, min(round(length.value * ratio), left)))
 
 
 def _parallel(keys: _Keys) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Layouts that a recipe can't have on the ranks there are, told before any rank starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.core.errors import ConfigError
+from atoll.train.dryrun import dryrun
+from atoll.train.parallel.layout import Layout, resolve
+from atoll.train.recipe.schema import Recipe
+
+
+def recipe_of(batch: int = 8, float8: str = "none", **parallel: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"layers": 8, "dim": 64, "heads": 4, "vocab_size": 256},
+            "train": {"steps": 10, "seq_len": 32, "global_batch": batch},
+            "parallel": parallel,
+            "precision": {"float8": float8},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "words"),
+    [
+        (
+            recipe_of(pipeline=2, stages_per_rank=2),
+            2,
+            "stages_per_rank = 2 with pipeline_schedule = '1f1b': a rank holds one stage",
+        ),
+        (
+            recipe_of(pipeline=2, stages_per_rank=3, pipeline_schedule="gpipe"),
+            2,
+            "stages_per_rank = 3 with pipeline_schedule = 'gpipe'",
+        ),
+        (
+            recipe_of(pipeline=2, stages_per_rank=1, pipeline_schedule="zbv"),
+            2,
+            "stages_per_rank = 1 with pipeline_schedule = 'zbv': a rank holds two",
+        ),
+        (recipe_of(batch=3, pipeline=4), 4, "has 3 micro-batches, fewer than the 4 stages of [parallel] pipeline = 4"),
+        (recipe_of(float8="rowwise", tensor=2), 2, "float8 = 'rowwise' with [parallel] tensor = 2"),
+    ],
+)
+def test_what_a_run_can_not_do_is_refused_by_a_dry_run_too(recipe, ranks, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve(recipe, ranks)
+    assert words in str(caught.value)
+    with pytest.raises(ConfigError) as told:
+        dryrun(recipe, nproc=ranks, gpus="H100")
+    assert str(told.value) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"stages_per_rank": 1},
+        {"stages_per_rank": 1, "pipeline_schedule": "gpipe"},
+        {"stages_per_rank": 2, "pipeline_schedule": "zbv"},
+        {"stages_per_rank": 4, "pipeline_schedule": "interleaved"},
+    ],
+)
+def test_stages_that_a_schedule_takes(parallel):
+    assert resolve(recipe_of(pipeline=2, **parallel), 2) == Layout(pipeline=2)
+
+
+def test_a_dry_run_needs_no_data_and_counts_the_nodes():
+    big = Recipe.model_validate({"model": {"layers": 40, "dim": 8192, "heads": 64, "vocab_size": 32000}})
+    text = "\n".join(dryrun(big, gpus="L4:8"))
+    assert "on 16 ranks" not in text
+    assert "ranks instead of 8 (--nodes " in text
+    tiny = "\n".join(dryrun(recipe_of(), nproc=1))
+    assert "checkpoint: " in tiny
+    assert "0.00 GiB" not in tiny.split("checkpoint: ")[1]
+    with pytest.raises(ConfigError, match=r"--gpus 8: .* write H100:8"):
+        dryrun(recipe_of(), gpus="8")
+    with pytest.raises(ConfigError, match=r"vocab_size is not set, and there is no tokenizer .* --model\.vocab_size N"):
+        dryrun(Recipe())
