@@ -204,3 +204,42 @@ def test_ranks_that_cannot_meet_say_where(reference: Path, tmp_path: Path) -> No
     assert process.returncode == 100, said
     assert f"the 2 ranks could not meet at 127.0.0.1:{environment['MASTER_PORT']} within 1 s" in said
     assert "Traceback" not in said
+
+
+HANGS = """
+import os, time
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed, self.calls = nn.Embedding(config.vocabulary, config.dim), 0
+        self.head = nn.Linear(config.dim, config.vocabulary)
+
+    def forward(self, tokens, documents):
+        self.calls += 1
+        if os.environ["RANK"] == "1" and self.calls > 2:
+            {what}
+        return self.head(self.embed(tokens))
+
+
+def build(config):
+    return Model(config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("time.sleep(1000)", "rank 1"),
+        ("raise RuntimeError('out of ideas')", "RuntimeError: out of ideas"),
+    ],
+)
+def test_a_rank_that_hangs_or_raises_ends_atoll_train(tmp_path: Path, what: str, said: str) -> None:
+    (tmp_path / "a_bad_model.py").write_text(HANGS.format(what=what))
+    tree = small.tree(tmp_path, model__python="a_bad_model:build", train__hang_timeout_s=4.0)
+    path = small.write_toml(tree, tmp_path / "tree.toml")
+    shown = _finish([str(BIN / "atoll"), "train", str(path), "--nodes", "2"], code=100, PYTHONPATH=str(tmp_path))
+    assert said in shown
+    assert "typer" not in shown, "no frames of the command"

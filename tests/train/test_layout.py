@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import ranks
 from atoll.core.errors import ConfigError
+from atoll.train.corpus import with_vocabulary
+from atoll.train.data.prepare import Prepared
+from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.dryrun import dryrun
 from atoll.train.parallel.layout import Layout, resolve
+from atoll.train.parallel.plan import plan
 from atoll.train.recipe.schema import Recipe
+from atoll.train.world import World
 
 
 def recipe_of(batch: int = 8, float8: str = "none", **parallel: Any) -> Recipe:
@@ -79,3 +87,25 @@ def test_a_dry_run_needs_no_data_and_counts_the_nodes():
         dryrun(recipe_of(), gpus="8")
     with pytest.raises(ConfigError, match=r"vocab_size is not set, and there is no tokenizer .* --model\.vocab_size N"):
         dryrun(Recipe())
+
+
+def told(recipe: Recipe, memory: int) -> list[str]:
+    assert dist.group.WORLD is not None
+    lines: list[str] = []
+    plan(recipe, World(0, 0, 1, 1, torch.device("cpu"), dist.group.WORLD, False, ""), memory, tell=lines.append)
+    return lines
+
+
+def test_a_run_that_may_end_out_of_memory_says_so_at_its_start():
+    big = Recipe.model_validate({"model": {"vocab_size": 256}, "train": {"micro_batch": 8, "recompute": "none"}})
+    (line,) = ranks.run(1, told, big, 1 << 30)[0]
+    assert line.startswith("the run needs about ")
+    assert "a rank, which does not fit the 1.00 GiB it has; it would with --train." in line
+    assert ranks.run(1, told, big, 1 << 40) == [[]]
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_says_how_to_take_its_size():
+    with pytest.raises(
+        ConfigError, match=r"has 260 tokens, but \[model\] vocab_size = 256: add --model.vocab_size none"
+    ):
+        with_vocabulary(recipe_of(), Prepared([], None, load_tokenizer("bytes")))

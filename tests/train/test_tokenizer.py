@@ -207,6 +207,8 @@ def test_arrays_are_unsigned(learnt: FastTokenizer) -> None:
     [
         ("bytse", "did you mean 'bytes'"),
         ("bpe:many", "expected a number of tokens, like 'bpe:4096'"),
+        ("bpe:²", "expected a number of tokens, like 'bpe:4096'"),
+        ("bpe:999999999999", "expected a number of tokens, like 'bpe:4096'"),
         ("bpe:100", "expected 258 or more"),
         ("./missing/tokenizer.json", "does not exist"),
     ],

@@ -481,6 +481,16 @@ def test_a_target_that_is_taken(tmp_path: Path) -> None:
         export_model(model, tmp_path / "hf" / "config.json", force=True)
 
 
+def test_the_folder_one_is_in_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    for folder in (Path(), Path(".."), tmp_path / "a"):
+        with pytest.raises(ConfigError, match="is, or holds, the folder you are in"):
+            export_model(model_of(section_for("llama")), folder, force=True)
+    export_model(model_of(section_for("llama")), Path("c"))
+    assert [path.name for path in Path().iterdir()] == ["c"]
+
+
 def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     model = model_of(section_for("llama"))
     folder = export_model(model, tmp_path / "hf")

@@ -33,7 +33,12 @@ a question about this machine       → atoll gpus
 """
 
 app = typer.Typer(
-    help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 pools = typer.Typer(help="Named pools that stay warm between scripts.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(pools, name="pools")

@@ -76,9 +76,7 @@ def train(
         raise ConfigError(f"--infra {infra}: this version trains on local nodes; expected --infra local")
     if output not in ("table", "json"):
         raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
-    arguments = list(context.args)
-    if recipe is not None and recipe.startswith("--"):  # an override came first
-        arguments, recipe = [recipe, *arguments], None
+    recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
     loaded = load_recipe(recipe, arguments, world_size=nodes * (nproc or 1))
     if dryrun:
         _dryrun(loaded, nodes, nproc, gpus)
@@ -101,6 +99,23 @@ def train(
         _say_next(loaded, result, nodes, nproc, arguments)
     if result["status"] != "finished":
         raise typer.Exit(_NOT_FINISHED)
+
+
+def _recipe_and_overrides(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The first argument that is no ``--section.key`` and no value of one; and the others."""
+    recipe: str | None = None
+    overrides: list[str] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument.startswith("--"):
+            overrides.append(argument)
+            if "=" not in argument:
+                overrides += [value for value in [next(waiting, None)] if value is not None]
+        elif recipe is None:
+            recipe = argument
+        else:
+            overrides.append(argument)  # whoever reads overrides says what is wrong with it
+    return recipe, overrides
 
 
 def _run(

@@ -279,7 +279,13 @@ def _refuse_dtype(dtype: str | None) -> None:
 def _refuse_taken(target: Path, force: bool) -> None:
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file: choose another folder")
-    if not target.is_dir() or not any(target.iterdir()):
+    if not target.is_dir():
+        return
+    if Path.cwd().is_relative_to(target.resolve()):
+        raise ConfigError(
+            f"{target} is, or holds, the folder you are in, and would be replaced: start from another one"
+        )
+    if not any(target.iterdir()):
         return
     if not force:
         raise ConfigError(f"{target} exists and is not empty: choose another folder, or give --force")
