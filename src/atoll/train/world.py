@@ -122,7 +122,8 @@ class World:
 
     def is_known(self, text: str) -> bool:
         """Whether rank 0 says this too. Other ranks give it a second to do so."""
-        key = f"said-{hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()}"
+        content = text.encode(errors="backslashreplace")  # it may quote what is no Unicode
+        key = f"said-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
         try:
             said = self._count(key, int(self.is_head))
             deadline = time.monotonic() + _PATIENCE_S
