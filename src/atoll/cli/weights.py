@@ -68,7 +68,7 @@ def import_(
     max_shard: MaxShard = "5GB",
     force: Force = False,
 ) -> None:
-    """Write published weights as a folder for [model] init and [data] tokenizer."""
+    """Turn published weights into a folder to train from."""
     _convert(source, dest, dtype, max_shard, force)
     print(f"to train from it: --model.init {dest} --data.tokenizer {dest}")
 

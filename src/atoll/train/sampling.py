@@ -38,14 +38,14 @@ def continue_prompt(recipe: Recipe, checkpoint: str, note: Callable[[str], None]
             tokenizer = load_tokenizer(opened.tokenizer)
             model = registry.build(recipe.model, device="cpu").eval()
             set_weights(model, recipe.model, opened)
+        tokens = tokenizer.encode(prompt)
+        if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens):
+            tokens.insert(0, tokenizer.bos_id)
+        stop = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+        new = generate(
+            model, tokens, num_tokens=recipe.metrics.sample_tokens, seed=recipe.train.seed, stop=stop, temperature=0.7
+        )
+        return tokenizer.decode([*tokens, *new])
     except AtollError as error:
         note(f"no sample: {error}")
         return None
-    tokens = tokenizer.encode(prompt)
-    if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens):
-        tokens.insert(0, tokenizer.bos_id)
-    stop = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    new = generate(
-        model, tokens, num_tokens=recipe.metrics.sample_tokens, seed=recipe.train.seed, stop=stop, temperature=0.7
-    )
-    return tokenizer.decode([*tokens, *new])
