@@ -125,7 +125,7 @@ def _run(
 
     from atoll.cli.rank import train_rank
     from atoll.pool.compute_pool import ComputePool
-    from atoll.train.events import Note, Progress, decode
+    from atoll.train.events import Note, decode
     from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console
 
@@ -161,7 +161,6 @@ def _run(
         env={DRIVER_PID: os.getpid()},
         hang_timeout=loaded.recipe.train.hang_timeout_s,
     )
-    show(Progress("starting ranks", 0, None))
     options = {"resume": resume, "allow_changes": allow_changes}
     with contextlib.closing(show), pool:
         future = pool.submit(train_rank, tree, options, everywhere=True)
