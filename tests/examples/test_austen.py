@@ -74,7 +74,7 @@ def test_two_nodes_train_it_and_the_same_command_again_has_nothing_to_do(tmp_pat
     assert "the model writes:\nElizabeth was" in shown
     (longer,) = (line for line in shown.splitlines() if "train longer" in line)
     assert f"atoll train {RECIPE} --nodes 2 " in longer
-    assert longer.endswith(" --train.steps N --allow-changes")
+    assert longer.endswith(" --train.steps 6 --allow-changes")
     assert "--train.steps 3" not in longer
     assert "atoll generate" in shown
     assert "atoll export" in shown

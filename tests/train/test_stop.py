@@ -347,7 +347,7 @@ def test_ctrl_c_saves_and_says_so(tmp_path: Path, endless: Path, whom: str) -> N
         os.kill(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 101, said
-    assert "SIGINT: saving a checkpoint, then stopping" in said
+    assert "Ctrl-C: saving a checkpoint, then stopping" in said
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
     assert not (tmp_path / "run" / "stop").exists()
 
