@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder
 from atoll.train import hub
 from atoll.train.models import hf
 from atoll.train.models.hf import Stored
-from atoll.train.models.init import plain_name
+from atoll.train.models.init import piece_of, plain_name, splits_of
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.sources import Progress, Source, open_source, section_of
 
@@ -144,16 +143,8 @@ def _copy(tensor: Tensor, parameter: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(tensor)
         return
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    splits = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
-    # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
-    splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
-    for placement, number, count in splits:
-        if isinstance(placement, Shard | _StridedShard):
-            pieces = tensor.chunk(count, placement.dim)
-            tensor = pieces[number] if number < len(pieces) else pieces[0].narrow(placement.dim, 0, 0)
+    for cut in splits_of(parameter):
+        tensor = piece_of(tensor, *cut)
     parameter.to_local().copy_(tensor)
 
 

@@ -76,20 +76,28 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
 
 
+def splits_of(parameter: DTensor) -> list[tuple[int, int, int]]:
+    """How a tensor was cut to what this rank holds, one cut after the other: dimension, which piece, of how many."""
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    splits = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
+    # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
+    splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
+    return [(at.dim, number, count) for at, number, count in splits if isinstance(at, Shard | _StridedShard)]
+
+
+def piece_of(whole: Tensor, dim: int, number: int, count: int) -> Tensor:
+    """One of ``count`` pieces as torch's shards are; empty where there are more of them than places."""
+    pieces = whole.chunk(count, dim)
+    return pieces[number] if number < len(pieces) else whole.narrow(dim, 0, 0)
+
+
 def _places(parameter: Tensor) -> list[Tensor]:
     """For each dimension, the indices in the whole tensor of what this rank holds."""
     places = [torch.arange(size, device="cpu") for size in parameter.shape]
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        splits = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
-        # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
-        splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
-        for placement, number, count in splits:
-            if isinstance(placement, Shard | _StridedShard):
-                pieces = places[placement.dim].chunk(count)
-                places[placement.dim] = pieces[number] if number < len(pieces) else pieces[0][:0]
+    for dim, number, count in splits_of(parameter) if isinstance(parameter, DTensor) else ():
+        places[dim] = piece_of(places[dim], 0, number, count)
     return places
 
 

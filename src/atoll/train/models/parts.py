@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -166,15 +165,6 @@ class SwiGLU(nn.Module):
         """[B, S, D] to [B, S, D]."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
-
-
-class Block(Protocol):
-    """One layer: ``forward(x [B, S, D], mask, rope) -> [B, S, D]``."""
-
-    attention: Attention
-    attention_norm: nn.Module
-    feed_forward: nn.Module
-    feed_forward_norm: nn.Module
 
 
 class Decoder(nn.Module):

@@ -45,11 +45,6 @@ class Mesh:
         """Which share of the sequences this rank reads."""
         return self.layout.data_rank(dist.get_rank())
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank is on the pipeline's first rank."""
-        return self.place["pipeline"] == 0
-
 
 def make_mesh(layout: Layout, device: torch.device) -> Mesh:
     """Make the groups of ``layout``. Collective: every rank calls it at the same point."""

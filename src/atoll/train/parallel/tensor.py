@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -123,8 +123,3 @@ def _share_vocabulary(model: Decoder, mesh: DeviceMesh) -> None:
     size, rank = mesh.size(), mesh.get_local_rank()
     per_rank = -(-model.config.vocabulary // size)
     model.head.token_loss = ChunkedCrossEntropy(loss.chunk_tokens, mesh.get_group(), rank * per_rank)
-
-
-def local_weight(weight: Tensor) -> Tensor:
-    """This rank's slice of a sharded weight; gradients find their way back."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
