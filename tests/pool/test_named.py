@@ -231,8 +231,10 @@ class TestSameOnBoth:
     def test_reports(self, crew: Crew, tmp_path: Path) -> None:
         @sky.compute
         def report(folder: str) -> None:
-            Path(folder, "model").write_text("weights")
-            sky.report({"loss": 0.5}, checkpoint=folder if sky.instance_info().is_head else None)
+            is_head = sky.instance_info().is_head
+            if is_head:  # both ranks see one folder: the other would empty the file while it is copied
+                Path(folder, "model").write_text("weights")
+            sky.report({"loss": 0.5}, checkpoint=folder if is_head else None)
 
         (tmp_path / "ckpt").mkdir()
         results = report(str(tmp_path / "ckpt")) @ crew.pool
