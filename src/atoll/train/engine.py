@@ -91,6 +91,17 @@ class Engine:
         return self._pipeline is None or self._pipeline.has_last
 
     @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss goes into the sum over all ranks: tensor ranks have copies of one."""
+        return self.has_loss and self.mesh.place["tensor"] == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank's tokens go into the sum over all ranks: of those that share batches, one's do."""
+        place = self.mesh.place
+        return place["tensor"] == place["context"] == place["pipeline"] == 0
+
+    @property
     def evaluation_batches(self) -> int:
         """How many micro-batches ``evaluate`` is best given at a time."""
         return 1 if self._pipeline is None else self._pipeline.num_micro_batches

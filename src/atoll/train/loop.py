@@ -163,17 +163,14 @@ class Facts:
 def agree(run: Run, step: Step, loss: Tensor, busy_s: float) -> Facts:
     """Add up what the ranks know of a step: the one place of it where the host waits for the device."""
     world, mesh = run.world, run.engine.mesh
-    place = mesh.place
-    counts_loss = run.engine.has_loss and place["tensor"] == 0
-    counts_tokens = place["tensor"] == place["context"] == place["pipeline"] == 0
     own = torch.zeros(4 + 2 * world.size, dtype=torch.float64)
-    own[1] = step.trained_tokens if counts_tokens else 0
+    own[1] = step.trained_tokens if run.engine.counts_tokens else 0
     own[2] = run.stop.asked
     own[3] = has_failed(run)
     own[4 + world.rank] = busy_s
     own[4 + world.size + world.rank] = peak_memory_bytes(mesh.device)
     own = own.to(mesh.device, non_blocking=True)
-    if counts_loss:
+    if run.engine.counts_loss:
         own[0] = loss.double()[0]
     dist.all_reduce(own)
     norm = squared_norm(run.engine.parameters, mesh).double().sqrt()
@@ -294,8 +291,6 @@ def validate(run: Run) -> bool:
     limit = None if train.validate_batches is None else train.validate_batches * train.global_batch
     batches = validation_batches(run.validation, mesh.data_rank, mesh.layout.data, train.micro_batch, limit)
     own = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    counts_loss = run.engine.has_loss and mesh.place["tensor"] == 0
-    counts_tokens = mesh.place["tensor"] == mesh.place["context"] == mesh.place["pipeline"] == 0
     share = -(-min(len(run.validation), limit or len(run.validation)) // mesh.layout.data)
     per_group = train.micro_batch * run.engine.evaluation_batches
     count = -(-share // per_group)
@@ -303,9 +298,9 @@ def validate(run: Run) -> bool:
         if run.world.any(run.stop.asked):
             return True
         loss = run.engine.evaluate([batch.to(mesh.device) for batch in group])
-        if counts_loss:
+        if run.engine.counts_loss:
             own[0] += loss.double()[0]
-        if counts_tokens:
+        if run.engine.counts_tokens:
             own[1] += sum(int((batch.labels >= 0).sum()) for batch in group)
         if number + 1 < count:
             run.tell(Progress("validating", number + 1, count))
