@@ -1,0 +1,223 @@
+"""What client, supervisor and runner agree on, as plain data: a job, a cluster, and how they are named.
+
+Standard library only: the supervisor runs on a head node that has nothing but a Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
+LONGEST_NAME = 63  # it becomes part of host names
+
+# Exit codes of the command, SkyPilot's.
+EXIT_OK, EXIT_FAILED, EXIT_NOT_FINISHED, EXIT_NOT_FOUND, EXIT_CANCELLED = 0, 100, 101, 102, 103
+
+
+class JobStatus(enum.StrEnum):
+    """Where a job stands; the names are SkyPilot's."""
+
+    PENDING = "PENDING"  # waits for nodes, accelerators, a port, or its turn in a sweep
+    INIT = "INIT"  # its nodes are starting
+    SETTING_UP = "SETTING_UP"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"  # between a failure and the restart that answers it
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    FAILED_SETUP = "FAILED_SETUP"
+    FAILED_DRIVER = "FAILED_DRIVER"  # the supervisor died, or nodes could not be had
+    CANCELLED = "CANCELLED"
+
+    @property
+    def ended(self) -> bool:
+        """Will it never change again?"""
+        return self in _ENDED
+
+    @property
+    def exit_code(self) -> int:
+        """What ``launch``, ``exec`` and ``logs`` exit with when the job stands like this."""
+        if self is JobStatus.SUCCEEDED:
+            return EXIT_OK
+        if self is JobStatus.CANCELLED:
+            return EXIT_CANCELLED
+        return EXIT_FAILED if self.ended else EXIT_NOT_FINISHED
+
+
+_ENDED = frozenset(
+    {
+        JobStatus.SUCCEEDED,
+        JobStatus.FAILED,
+        JobStatus.FAILED_SETUP,
+        JobStatus.FAILED_DRIVER,
+        JobStatus.CANCELLED,
+    }
+)
+
+
+class ClusterStatus(enum.StrEnum):
+    """Where a cluster stands."""
+
+    UP = "UP"
+    STOPPED = "STOPPED"  # its files are kept, `atoll start` or `launch` takes it up again
+    DOWN = "DOWN"  # its nodes' files are gone, its jobs' logs are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """When a failed job is started again, at the same task id.
+
+    Attributes:
+        on_errors: how often after a process failed (``max_restarts_on_errors``).
+        on_exit_codes: exit codes after which it is started again without counting.
+        on_lost_nodes: how often after a node was lost.
+    """
+
+    on_errors: int = 0
+    on_exit_codes: tuple[int, ...] = ()
+    on_lost_nodes: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One job: what its nodes run. Plain JSON values only; secrets are not part of it.
+
+    Attributes:
+        name: of the task, or None.
+        num_nodes: how many of the cluster's nodes take part.
+        setup, run: text of a bash script, or None. ``setup`` runs on every node of the cluster, then ``run`` on the
+            job's.
+        command: instead of ``run``, what each process executes (``atoll run``): an argument list.
+        num_processes: processes a node (only with ``command``); each gets torchrun's variables.
+        run_id: torchrun's ``--rdzv-id`` for ``TORCHELASTIC_RUN_ID``.
+        env: the user's variables, as text. Never a secret.
+        secret_names: names of variables whose values travel apart (``store.put_secrets``).
+        accelerator, num_accelerators: of each node; ``SKYPILOT_NUM_GPUS_PER_NODE``.
+        simulated: the machine lacks them, the ranks run on CPU.
+        ports: ports that the scripts fix, so that two jobs that share a network wait for each other.
+        restarts: when it is started again.
+        strict: scripts run with ``set -e``.
+        workdir: was a workdir shipped? Then it is the current folder.
+        inherit_env: the nodes get the caller's whole environment (``atoll run`` on local nodes), not just PATH and
+            what else makes an interpreter work.
+        base_env: what nodes get of the caller's environment.
+        cwd: current folder of the processes instead of the workdir (``atoll run`` on local nodes).
+        group: what the jobs of a sweep share, or None; ``rank_in_group``, ``num_in_group`` and ``parallel`` (how many
+            at once) belong to it.
+        labels: what a sweep set, for its table: ``{"lr": "0.1"}``.
+        timeout_s: the job may run for so long.
+    """
+
+    name: str | None = None
+    num_nodes: int = 1
+    setup: str | None = None
+    run: str | None = None
+    command: tuple[str, ...] | None = None
+    num_processes: int = 1
+    run_id: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret_names: tuple[str, ...] = ()
+    accelerator: str | None = None
+    num_accelerators: int = 0
+    simulated: bool = False
+    ports: tuple[int, ...] = ()
+    restarts: Restarts = field(default_factory=Restarts)
+    strict: bool = False
+    workdir: bool = False
+    inherit_env: bool = False
+    base_env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    group: str | None = None
+    rank_in_group: int = 0
+    num_in_group: int = 1
+    parallel: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> JobSpec:
+        """From what ``to_json`` gave, of this version or an older one."""
+        known = {each.name for each in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        values["restarts"] = _restarts(values.get("restarts") or {})
+        for key in ("secret_names", "ports"):
+            values[key] = tuple(values.get(key) or ())
+        if values.get("command") is not None:
+            values["command"] = tuple(values["command"])
+        return cls(**values)
+
+
+def _restarts(data: Mapping[str, Any]) -> Restarts:
+    return Restarts(**{**data, "on_exit_codes": tuple(data.get("on_exit_codes") or ())})
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """A cluster as its record says it: ``cluster.json`` in its folder.
+
+    Attributes:
+        name: what people call it.
+        infra: ``local`` or ``ssh/NAME``.
+        num_nodes: nodes it has.
+        accelerator, num_accelerators: of each node, or None and 0.
+        simulated: they are not there.
+        cpus, memory_gb: what was asked for each node, as text, for display.
+        hosts: for ssh, one entry a node: what ``ssh`` is given, head first.
+        supervised_from: ``here``, or the head's host: where the supervisor runs.
+        status: up, stopped or down.
+        created_s: when, in seconds since 1970.
+        setup_done: nodes whose setup has succeeded at least once.
+        autostop_minutes: idle minutes after which it is stopped, or None; ``autodown``: taken down instead.
+        notes: lines said when it was made (what is simulated, what an infra can't honour).
+        ssh: further settings of the ssh provider (python, grace_s, key, jump, ...).
+    """
+
+    name: str
+    infra: str = "local"
+    num_nodes: int = 1
+    accelerator: str | None = None
+    num_accelerators: int = 0
+    simulated: bool = False
+    cpus: str | None = None
+    memory_gb: str | None = None
+    hosts: tuple[str, ...] = ()
+    supervised_from: str = "here"
+    status: ClusterStatus = ClusterStatus.UP
+    created_s: float = 0.0
+    setup_done: tuple[int, ...] = ()
+    autostop_minutes: int | None = None
+    autodown: bool = False
+    notes: tuple[str, ...] = ()
+    ssh: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ClusterSpec:
+        """From what ``to_json`` gave, of this version or an older one."""
+        known = {each.name for each in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        values["status"] = ClusterStatus(values.get("status", "UP"))
+        for key in ("hosts", "setup_done", "notes"):
+            values[key] = tuple(values.get(key) or ())
+        return cls(**values)
+
+
+def is_name(name: str) -> bool:
+    """May a cluster, task or group be called so?"""
+    return len(name) <= LONGEST_NAME and _NAME.fullmatch(name) is not None
+
+
+def node_name(node: int) -> str:
+    """``head``, ``worker1``, ``worker2``, …: a node's name in its cluster."""
+    return "head" if node == 0 else f"worker{node}"
