@@ -4,7 +4,8 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check bench bench-train inputs docs clean venv install install-train install-bench
+.PHONY: help quickstart test test-all check bench bench-train bench-launch inputs docs clean venv debian install \
+	install-train install-bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,6 +17,9 @@ ALL_EXTRAS := dev,train,transformers,data,s3,gguf,float8,tensorboard,wandb
 WORKERS ?= 2
 # More for pytest, e.g. `make test ARGS="-k shard -x"`.
 ARGS ?=
+
+# What the tests of ssh hosts and network namespaces are made of; without one of them its tests are skipped, and say so.
+DEBIAN_PACKAGES := openssh-server iproute2 tini slirp4netns netcat-openbsd rsync
 
 # The first Python that is new enough, unless PYTHON names one.
 ifndef PYTHON
@@ -33,6 +37,7 @@ help:
 	@echo 'make check        ruff, mypy --strict, import contracts, then the tests'
 	@echo 'make bench        call latency and throughput beside Ray and Dask'
 	@echo 'make bench-train  the training step, resume, tokeniser and checkpoints beside plain PyTorch'
+	@echo 'make bench-launch the launcher: echo on two nodes, torchrun, ssh calls, logs, status, 64 nodes'
 	@echo 'make inputs       a real pretrained model for the long tests, 98 MB'
 	@echo 'make docs         the documentation, into site/'
 	@echo 'make clean        remove what these made, the environments included'
@@ -76,6 +81,21 @@ install-train: venv
 install: venv
 	$(call install_extras,$(VENV),$(ALL_EXTRAS),dev)
 
+# Only root can install them, and only where apt-get is; everybody else is told.
+debian:
+	@missing=""; for name in $(DEBIAN_PACKAGES); do \
+		dpkg-query -W -f '$${Status}' $$name 2>/dev/null | grep -q 'install ok installed' || missing="$$missing $$name"; \
+	done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		echo "==> apt-get install$$missing"; \
+		{ RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null 2>&1 || \
+		{ apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+		} >/dev/null; } || echo "atoll: apt-get could not install$$missing: their tests will be skipped" >&2; \
+	else \
+		echo "atoll: not installed:$$missing; their tests will be skipped (sudo apt-get install$$missing)" >&2; \
+	fi
+
 quickstart: install-train
 	@echo "==> atoll train examples/austen/austen.toml --nodes 2: a small Llama on six novels, two local nodes, FSDP2"
 	@$(BIN)/atoll train examples/austen/austen.toml --nodes 2
@@ -95,10 +115,10 @@ define run_tests
 	exit $$second
 endef
 
-test: install
+test: debian install
 	$(call run_tests, and not long)
 
-test-all: install
+test-all: debian install
 	$(call run_tests,)
 
 check: install
@@ -121,6 +141,9 @@ inputs: install
 bench-train: install
 	@for script in step resume tokenize checkpoint; do \
 		echo "==> bench/train_$$script.py"; $(BIN)/python bench/train_$$script.py || exit 1; done
+
+bench-launch: debian install
+	@echo "==> bench/launch.py"; $(BIN)/python bench/launch.py $(ARGS)
 
 bench: install-bench
 	@echo "==> bench/dispatch.py: Atoll, Ray and Dask in turn"
