@@ -110,6 +110,7 @@ class JobSpec:
             at once) belong to it.
         labels: what a sweep set, for its table: ``{"lr": "0.1"}``.
         timeout_s: the job may run for so long.
+        owner_pid: a process of this machine; the job is cancelled when that ends (``atoll run``).
     """
 
     name: str | None = None
@@ -137,6 +138,7 @@ class JobSpec:
     parallel: int = 1
     labels: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
+    owner_pid: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
