@@ -1,0 +1,391 @@
+"""``Task``: what every node of a cluster runs, from a task file or written in Python."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import suggests_keywords
+from atoll.tasks.resources import HOOKS, Resources, check_resources, is_own
+from atoll.tasks.schema import (
+    Check,
+    Place,
+    any_mapping,
+    anything,
+    list_of,
+    mapping_of,
+    one_of,
+    read_documents,
+    section,
+    text,
+    text_or,
+    whole,
+    yes_no,
+)
+from atoll.tasks.spec import LONGEST_NAME, JobSpec, is_name
+from atoll.tasks.variables import Given, changed_text, declared, declared_secrets, settle, substitute
+
+Values = Mapping[str, Any] | Iterable[tuple[str, Any]]  # of variables
+_HERE = Place("Task")
+_WORKDIR = "~/sky_workdir"
+
+# Where scripts fix a port that every job of the same text would listen on.
+_FIXED_PORTS = re.compile(
+    r"""(?: --(?:master[_-])?port [=\s]\s* | \bMASTER_PORT= | (?: --rdzv[_-]endpoint | --bind ) [=\s]\s* \S*: )
+        ["']? (?:\$\{\w+:-)? (\d{1,5})\b""",
+    re.X,
+)
+_COMMENT = re.compile(r"^\s*#.*$", re.M)
+_NUMBER_ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\d+)\s*$", re.M)
+
+
+# ------------------------------------------------------------------------------------------------------ checks
+def check_name(at: Place, value: Any) -> str:
+    if not is_name(text(at, value)):
+        at.fail(value, f"letters, digits and single . _ - between them, at most {LONGEST_NAME} characters")
+    return str(value)
+
+
+def _file_mounts(at: Place, value: Any) -> dict[str, Any]:
+    storage = section(
+        {
+            "name": text,
+            "source": text_or(list_of(text)),
+            "store": text,
+            "persistent": yes_no,
+            "mode": one_of("MOUNT", "COPY", "MOUNT_CACHED"),
+            "config": any_mapping,
+        }
+    )
+    mounts: dict[str, Any] = mapping_of(text_or(storage))(at, value)
+    for target in mounts:
+        if target.endswith("/"):
+            (at / target).refuse("a target ends without /")
+    return mounts
+
+
+def _jobs_only(at: Place, _: Any) -> None:
+    at.refuse("this version runs jobs only, no services and pools: take this key out to run the task as a job")
+
+
+# Keys that only a cloud's side acts on, and that no job here needs.
+_ELSEWHERE: dict[str, Check] = {
+    "config": section(
+        {
+            **dict.fromkeys(
+                ("docker", "nvidia_gpus", "ssh", "kubernetes", "gcp", "azure", "vast", "slurm"), any_mapping
+            ),
+            "active_workspace": text,
+            "hooks": HOOKS,
+        }
+    ),
+    "event_callback": text,
+    "inputs": any_mapping,
+    "outputs": any_mapping,
+    "managed_secrets": anything,
+    "file_mounts_mapping": any_mapping,
+    "volume_mounts": anything,
+    "api_server_access": yes_no,
+    "_metadata": any_mapping,
+}
+_FIELDS: dict[str, Check] = {
+    "name": check_name,
+    "workdir": text_or(section({"url": text, "ref": text})),
+    "num_nodes": whole(1),
+    "resources": check_resources,
+    "envs": declared,
+    "secrets": declared_secrets,
+    "file_mounts": _file_mounts,
+    "volumes": mapping_of(text_or(any_mapping)),
+    "setup": text,
+    "run": text,
+    "service": _jobs_only,
+    "pool": _jobs_only,
+    **_ELSEWHERE,
+}
+check_task = section(_FIELDS)
+
+
+def _moved_up(at: Place, config: Any) -> tuple[Any, list[str]]:
+    """``num_nodes`` inside ``resources``, as some task files have it, moved to where it belongs."""
+    resources = config.get("resources") if isinstance(config, Mapping) else None
+    if not isinstance(resources, Mapping) or "num_nodes" not in resources:
+        return config, []
+    inside = at / "resources" / "num_nodes"
+    num_nodes = whole(1)(inside, resources["num_nodes"])
+    if config.get("num_nodes", num_nodes) != num_nodes:
+        inside.fail(num_nodes, f"the same as num_nodes, which is {config['num_nodes']!r}; keep one of the two")
+    kept = {key: value for key, value in resources.items() if key != "num_nodes"}
+    return {**config, "num_nodes": num_nodes, "resources": kept}, [
+        f"{inside} belongs beside resources: taken from there"
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- Task
+class Task:
+    """What every node of a cluster runs: ``setup`` on each of its nodes, then ``run`` on ``num_nodes`` of them.
+
+    Attributes:
+        name: of the task and its jobs, or None.
+        num_nodes: nodes that ``run`` runs on.
+        setup, run: text of a bash script, or None.
+        envs: variables of both scripts. secrets: those whose values no message, list or record shows, among them every
+            name that ends in TOKEN, KEY, SECRET or PASSWORD.
+        workdir: a folder, or a git repository as ``{"url": …, "ref": …}``, or None.
+        file_mounts: target on the node to source. ``$NAME`` stands in it, and in ``workdir``, as it was written:
+            ``resolved_mounts`` and ``resolved_workdir`` replace it.
+        volumes: mount point to a cloud's volume.
+        resources: what each node should be.
+        notes: remarks of one line on what was read otherwise than it was written.
+
+    Raises:
+        ConfigError: a value that cannot be.
+        UsageError: a keyword that there is not.
+    """
+
+    @suggests_keywords
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        setup: str | Sequence[str] | None = None,
+        run: str | Sequence[str] | None = None,
+        envs: Mapping[str, Any] | None = None,
+        secrets: Mapping[str, Any] | Sequence[str] | None = None,
+        workdir: str | os.PathLike[str] | Mapping[str, str] | None = None,
+        num_nodes: int | None = None,
+        file_mounts: Mapping[str, Any] | None = None,
+        storage_mounts: Mapping[str, Any] | None = None,
+        volumes: Mapping[str, Any] | None = None,
+        resources: Resources | Mapping[str, Any] | Iterable[Resources] | None = None,
+        config: Mapping[str, Any] | None = None,
+        event_callback: str | None = None,
+        api_server_access: bool | None = None,
+    ) -> None:
+        given: dict[str, Any] = {
+            "name": name,
+            "setup": _lines(setup),
+            "run": _lines(run),
+            "envs": envs,
+            "secrets": secrets,
+            "workdir": os.fspath(workdir) if isinstance(workdir, os.PathLike) else workdir,
+            "num_nodes": num_nodes,
+            "file_mounts": {**(file_mounts or {}), **(storage_mounts or {})} or None,
+            "volumes": volumes,
+            "config": config,
+            "event_callback": event_callback,
+            "api_server_access": api_server_access,
+        }
+        at = _HERE
+        self._fill(check_task(at, given), at, Given())
+        if resources is not None:
+            self.set_resources(resources)
+
+    def _fill(self, checked: Mapping[str, Any], at: Place, given: Given) -> None:
+        """Take over what was checked, with the variables that were given from outside."""
+        self.name: str | None = checked.get("name")
+        self.num_nodes: int = checked.get("num_nodes", 1)
+        self.setup: str | None = checked.get("setup") or None
+        self.run: str | None = checked.get("run") or None
+        self.workdir: str | dict[str, str] | None = checked.get("workdir")
+        self.file_mounts: dict[str, Any] = checked.get("file_mounts", {})
+        self.volumes: dict[str, Any] = checked.get("volumes", {})
+        self.resources = Resources.from_config(checked.get("resources", {}))
+        self.notes: list[str] = []
+        self._elsewhere = {key: checked[key] for key in _ELSEWHERE if key in checked}
+        self.envs, self.secrets = settle(at, checked.get("envs", {}), checked.get("secrets", {}), given)
+        for target in self.file_mounts if self.workdir is not None else ():
+            if target.rstrip("/") == _WORKDIR:
+                (at / "file_mounts" / target).refuse("that is where workdir goes: mount into a folder below it")
+        if isinstance(self.workdir, dict) and "url" not in self.workdir:
+            (at / "workdir").refuse("a git workdir needs its url")
+
+    @classmethod
+    def from_yaml(
+        cls,
+        path: str | Path,
+        env_overrides: Values | None = None,
+        secrets_overrides: Values | None = None,
+    ) -> Task:
+        """The task of a file; ``env_overrides`` and ``secrets_overrides`` win over its variables.
+
+        Raises:
+            ConfigError: what the file holds cannot be; the message names the line.
+        """
+        documents = read_documents(Path(path).expanduser(), str(path))
+        if len(documents) != 1:
+            count = f"{len(documents)} tasks, a pipeline" if documents else "no task"
+            raise ConfigError(f"{path} holds {count}: expected one task, or use `atoll launch {path}`")
+        return cls.from_document(*documents[0], _given(env_overrides, secrets_overrides))
+
+    @classmethod
+    def from_yaml_config(
+        cls,
+        config: Mapping[str, Any],
+        env_overrides: Values | None = None,
+        secrets_overrides: Values | None = None,
+    ) -> Task:
+        """The task of a mapping with the keys of a task file."""
+        return cls.from_document(config, _HERE, _given(env_overrides, secrets_overrides))
+
+    @classmethod
+    def from_document(
+        cls,
+        config: Any,
+        at: Place,
+        given: Given,
+        top: Mapping[str, Any] = MappingProxyType({}),
+        node: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Task:
+        """The task of one document, whose root is ``at``; ``top`` and ``node`` change its keys and its resources'."""
+        config, notes = _moved_up(at, config)
+        checked = check_task(at, config)
+        workdirs = checked.get("workdir"), top.get("workdir")
+        checked |= top
+        if isinstance(workdirs[0], dict) and isinstance(workdirs[1], dict):
+            checked["workdir"] = workdirs[0] | workdirs[1]  # `--git-ref` alone keeps the url
+        task = cls.__new__(cls)
+        task._fill(checked, at, given)
+        if node:
+            task.resources = task.resources.changed(node)
+        changed = [changed_text(at / key, checked.get(key, {}), given.names) for key in ("envs", "secrets")]
+        task.notes = [*notes, *(line for line in changed if line)]
+        return task
+
+    @property
+    def infra(self) -> str:
+        """Where it asks to run: ``local`` where it doesn't say."""
+        return self.resources.infra or self.resources.choices()[0].infra or "local"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Envs and secrets together."""
+        return {**self.envs, **self.secrets}
+
+    def update_envs(self, envs: Values) -> Task:
+        """Set variables; returns the task."""
+        return self._update(Given(envs=_complete("envs", envs)))
+
+    def update_secrets(self, secrets: Values) -> Task:
+        """Set secrets; returns the task."""
+        return self._update(Given(secrets=_complete("secrets", secrets)))
+
+    def _update(self, given: Given) -> Task:
+        self.envs, self.secrets = settle(_HERE, self.envs, self.secrets, given)
+        return self
+
+    def set_resources(self, resources: Resources | Mapping[str, Any] | Iterable[Resources]) -> Task:
+        """Say what each node should be; of a list the first that can be had, of a set any. Returns the task."""
+        if isinstance(resources, Resources):
+            self.resources = resources
+        elif isinstance(resources, Mapping):
+            config, _ = _moved_up(_HERE, {"resources": resources})
+            self.num_nodes = config.get("num_nodes", self.num_nodes)
+            self.resources = Resources.from_config(config["resources"])
+        else:
+            key = "ordered" if isinstance(resources, (list, tuple)) else "any_of"
+            self.resources = Resources.from_config({key: [each.config for each in resources]})
+        return self
+
+    def resolved_workdir(self) -> str | dict[str, str] | None:
+        """``workdir`` with its ``$NAME`` replaced."""
+        resolved: str | dict[str, str] | None = substitute(self.workdir, self.variables)
+        return resolved
+
+    def resolved_mounts(self) -> dict[str, Any]:
+        """``file_mounts`` with their ``$NAME`` replaced."""
+        resolved: dict[str, Any] = substitute(self.file_mounts, self.variables)
+        return resolved
+
+    def notes_for(self, infra: str) -> list[str]:
+        """``notes``, and one line for each thing that ``infra`` can't honour."""
+        lines = [*self.notes, *self.resources.honours(infra)]
+        if not is_own(infra):
+            return lines
+        lines += [f"volumes.{mount} has no effect on {infra}: volumes are a cloud's" for mount in self.volumes]
+        for target, source in self.file_mounts.items():
+            mode = source.get("mode", "MOUNT") if isinstance(source, dict) else "COPY"
+            if mode != "COPY":
+                instead = "it is copied" if source.get("source") else "it is an empty folder of each node"
+                lines.append(f"file_mounts.{target} can't be a {mode} on {infra}: {instead}, and not written back")
+        # True is what api_server_access is without being said.
+        others = [key for key, value in self._elsewhere.items() if (key, value) != ("api_server_access", True)]
+        return lines + [f"{key} has no effect on {infra}: only clouds' jobs know it" for key in others]
+
+    def job(self, *, infra: str | None = None) -> tuple[JobSpec, dict[str, str]]:
+        """The job that runs this task on ``infra``, and its secrets apart."""
+        taken = self.resources.choice(infra or self.infra)
+        wish = taken.accelerators[0] if taken.accelerators else None
+        spec = JobSpec(
+            name=self.name,
+            num_nodes=self.num_nodes,
+            setup=self.setup,
+            run=self.run,
+            env=dict(self.envs),
+            secret_names=tuple(sorted(self.secrets)),
+            accelerator=wish.name if wish else None,
+            num_accelerators=wish.num_accelerators if wish else 0,
+            ports=fixed_ports(f"{self.setup or ''}\n{self.run or ''}", self.envs),
+            restarts=taken.restarts,
+            workdir=self.workdir is not None,
+        )
+        return spec, dict(self.secrets)
+
+    def to_yaml_config(self) -> dict[str, Any]:
+        """As a task file holds it; secrets without their values, so that they must be given again."""
+        config = {
+            "name": self.name,
+            "workdir": self.workdir,
+            "num_nodes": self.num_nodes if self.num_nodes > 1 else None,
+            "resources": self.resources.to_yaml_config(),
+            "envs": dict(self.envs),
+            "file_mounts": dict(self.file_mounts),
+            "volumes": dict(self.volumes),
+            "setup": self.setup,
+            "run": self.run,
+            **self._elsewhere,
+        }
+        config = {key: value for key, value in config.items() if value is not None and value != {}}
+        return {**config, "secrets": dict.fromkeys(self.secrets)} if self.secrets else config
+
+    def __repr__(self) -> str:
+        parts = [f"name={self.name!r}", f"num_nodes={self.num_nodes}", repr(self.resources)]
+        parts += [f"{key}={list(names)}" for key, names in (("envs", self.envs), ("secrets", self.secrets)) if names]
+        return f"Task({', '.join(parts)})"
+
+
+def _lines(script: str | Sequence[str] | None) -> Any:
+    """A script that may have been given line by line."""
+    if isinstance(script, (list, tuple)) and all(isinstance(line, str) for line in script):
+        return "\n".join(script)
+    return script
+
+
+def _complete(key: str, values: Values) -> dict[str, str]:
+    """Variables given in Python, as text; none may be without a value."""
+    at = _HERE / key
+    found = {}
+    for name, value in declared(at, dict(values)).items():
+        if value is None:
+            (at / name).refuse("no value: give text or a number")
+        found[name] = value
+    return found
+
+
+def _given(envs: Any, secrets: Any) -> Given:
+    return Given(_complete("envs", envs or {}), _complete("secrets", secrets or {}))
+
+
+def fixed_ports(script: str, variables: Mapping[str, str]) -> tuple[int, ...]:
+    """Ports that a script's text fixes for itself: ``--master_port=8008``, ``--rdzv_endpoint=$HEAD:29500``, …
+
+    ``$NAME`` counts where ``variables`` or a line ``NAME=8008`` of the script say what it is.
+    """
+    script = f"{_COMMENT.sub('', script)}\nMASTER_PORT={variables.get('MASTER_PORT', '')}".replace("\\\n", " ")
+    script = substitute(script, {**variables, **dict(_NUMBER_ASSIGNED.findall(script))})
+    return tuple(sorted({int(port) for port in _FIXED_PORTS.findall(script) if 1 <= int(port) <= 65535}))

@@ -1,0 +1,108 @@
+"""What is wrong in a task file is named in one line, with the line where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.core.errors import ConfigError
+from atoll.tasks.entrypoint import Overrides, load_tasks
+from atoll.tasks.schema import Place, read_documents
+
+
+def read(folder: Path, content: str) -> list[tuple[Any, Place]]:
+    path = folder / "task.yaml"
+    path.write_text(content)
+    return read_documents(path, "task.yaml")
+
+
+def complaint(folder: Path, content: str) -> str:
+    path = folder / "task.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(path, overrides=Overrides())
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix(f"{folder}/")
+
+
+def test_places_know_line_and_text(tmp_path: Path) -> None:
+    ((value, at),) = read(tmp_path, "a: 1\nb:\n  - x\n  - {c: 010,\n     d: e}\nf: &m {g: 1}\nh:\n  <<: *m\n")
+    assert value == {"a": 1, "b": ["x", {"c": 8, "d": "e"}], "f": {"g": 1}, "h": {"g": 1}}
+    assert str(at) == "task.yaml:1"
+    assert str(at / "b" / 1 / "d") == "task.yaml:5: b[1].d"
+    assert (at / "b" / 1 / "c").shown == "010"
+    assert (at / "b").shown is None
+    assert str(at / "h" / "g") == "task.yaml:6: h.g"  # where it was written
+    assert str(at / "b" / "none" / 3) == "task.yaml:2: b.none[3]"  # what is not there is looked for above
+    assert str(Place("Task") / "resources" / "cpus") == "Task: resources.cpus"
+    assert str(Place("") / "num_nodes") == "--num-nodes"
+
+
+def test_dates_stay_text_and_cycles_end(tmp_path: Path) -> None:
+    ((value, _),) = read(tmp_path, "a: 2024-13-45\nb: &x [*x]\n")
+    assert value["a"] == "2024-13-45"
+    assert value["b"][0] is value["b"]
+    assert complaint(tmp_path, "a: " + "[" * 2000).startswith("task.yaml: not YAML: ")
+
+
+def test_a_long_value_is_cut(tmp_path: Path) -> None:
+    assert len(complaint(tmp_path, f"num_nodes: {'x' * 500}\n")) < 150
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name: a\nnum_node: 2\n", "task.yaml:2: num_node: there is no such key: did you mean 'num_nodes'?"),
+        (
+            "run: a\nresources:\n  cpus: 4\n  accelerator: L4\n",
+            "task.yaml:4: resources.accelerator: there is no such key: did you mean 'accelerators'?",
+        ),
+        ("num_nodes: '2'\n", "task.yaml:1: num_nodes is '2': expected a whole number, 1 or more, without quotes"),
+        ("run: x\nnum_nodes: 0\n", "task.yaml:2: num_nodes is 0: expected a whole number, 1 or more"),
+        ("setup: [a, b]\n", "task.yaml:1: setup is a list: expected text"),
+        ("run: true\n", "task.yaml:1: run is true: expected text, so put it in quotes"),
+        ("name: 'a b'\n", "task.yaml:1: name is 'a b': expected letters"),
+        (
+            "resources:\n  spot_recovery: x\n",
+            "task.yaml:2: resources.spot_recovery: this key is called job_recovery now",
+        ),
+        ("run: x\nservice:\n  replicas: 2\n", "task.yaml:2: service: this version runs jobs only"),
+        ("pool: {workers: 1}\n", "task.yaml:1: pool: this version runs jobs only"),
+        ("num_nodes: 3\nresources: {num_nodes: 2}\n", "task.yaml:2: resources.num_nodes is 2: expected the same"),
+        ("file_mounts:\n  /a/: b\n", "task.yaml:2: file_mounts./a/: a target ends without /"),
+        ("workdir: .\nfile_mounts:\n  ~/sky_workdir: b\n", "task.yaml:3: file_mounts.~/sky_workdir: that is where"),
+        ("file_mounts:\n  /a: {mode: MUONT}\n", "task.yaml:2: file_mounts./a.mode is 'MUONT': expected MOUNT, COPY"),
+        ("config: {hooks: [{run: x, events: [stp]}]}\n", "task.yaml:1: config.hooks[0].events[0] is 'stp': expected"),
+        ("envs:\n  A: 1\n  2B: x\n", "task.yaml:3: envs.2B: expected a name of letters"),
+        ("run: a\non: b\n", "task.yaml:1: True: there is no such key: known are name, workdir"),
+        ("volumes:\n  1: b\n", "task.yaml:2: volumes.1 is 1: expected text, so put it in quotes"),
+        ("envs:\n  A: [1]\n", "task.yaml:2: envs.A: expected text or a number"),
+        ("envs:\n  A:\n", "task.yaml:2: envs.A: no value: give one with --env A=…, or --env A"),
+        ("secrets: [secrets:A]\n", "task.yaml:1: secrets.A: no value: give one with --secret A=…"),
+        ("- a\n- b\n", "task.yaml:1 is a list: expected keys with values"),
+        ("just words\n", "task.yaml:1 is 'just words': expected keys with values"),
+        ("run: a\nname: b\nrun: c\n", "task.yaml:3: run is given twice: see line 1"),
+        ("envs: {A: 1, A: 2}\n", "task.yaml:1: A is given twice: see line 1"),
+        ("run: echo a: b\n", "task.yaml:1: not YAML: mapping values are not allowed here (text that holds"),
+        ("run: a\n\tname: b\n", "task.yaml:2: not YAML: "),
+        ("run: 'a\n", "task.yaml:2: not YAML: "),
+        ("run: *x\n", "task.yaml:1: not YAML: found undefined alias"),
+        ("run: {{ x }}\n", "task.yaml:1: not YAML: found unhashable key"),
+        ("run: !!python/name:os.system x\n", "task.yaml:1: not YAML: could not determine a constructor"),
+        ("run: a\nname: \x07\n", "task.yaml:2: not YAML: a character"),
+        ("", "task.yaml is empty: "),
+        ("---\n---\n", "task.yaml is empty: "),
+    ],
+)
+def test_mistakes_are_named_with_their_line(tmp_path: Path, content: str, message: str) -> None:
+    assert complaint(tmp_path, content).startswith(message)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_bytes(b"\x7fELF\xff\xfe")
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        load_tasks(path, overrides=Overrides())
