@@ -1,0 +1,114 @@
+"""Why an attempt of a job ended before its time, in the words people read. Standard library only."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from atoll.tasks.spec import node_name
+from atoll.tasks.transitions import ProcessEnded
+
+# Signals that say something about the process they ended. Not those by which processes are asked to end, and not
+# SIGABRT: what aborts within the instant may do so because it was asked to end.
+_TELLING = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGKILL})
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What ended an attempt.
+
+    Attributes:
+        kind: a process of ``run`` or ``setup`` failed; a node was ``lost``, or could not be had (``start``); the job
+            ran past its time; somebody cancelled it.
+        reason: one line for people.
+        at_s: when it was heard of.
+        node, rank: the culprit, where there is one.
+        exit_code: as a shell has it (128 + n for signal n).
+        tail: the culprit's last lines.
+        telling: did it end in a way that we can't have brought about?
+    """
+
+    kind: Literal["run", "setup", "lost", "start", "timeout", "cancel"]
+    reason: str
+    at_s: float
+    node: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    tail: tuple[str, ...] = ()
+    telling: bool = False
+
+
+def process_cause(event: ProcessEnded, rank: int, now: float) -> Cause:
+    """A process of the run phase that failed."""
+    return Cause(
+        "run",
+        f"rank {rank} on {node_name(event.node)} {ended_text(event)}",
+        now,
+        event.node,
+        rank,
+        shell_code(event),
+        event.tail,
+        event.oom or _ended_by(event) in _TELLING,
+    )
+
+
+def setup_cause(failed: Sequence[ProcessEnded], now: float) -> Cause:
+    """Setups that failed, in the order they did: all are named, the first is the culprit."""
+    first = failed[0]
+    if len(failed) == 1:
+        reason = f"setup on {node_name(first.node)} {ended_text(first)}"
+    else:
+        each = ", ".join(f"{node_name(event.node)} {ended_text(event)}" for event in failed)
+        reason = f"setup failed on {len(failed)} nodes: {each}"
+    return Cause("setup", reason, now, first.node, None, shell_code(first), first.tail)
+
+
+def failed(event: ProcessEnded) -> bool:
+    """Did it end otherwise than with exit code 0?"""
+    return event.exit_code != 0 or event.signal is not None or event.oom
+
+
+def shell_code(event: ProcessEnded) -> int | None:
+    """The exit code as a shell has it: 128 + n where signal n ended the process."""
+    return 128 + event.signal if event.signal is not None else event.exit_code
+
+
+def ended_text(event: ProcessEnded) -> str:
+    """How it ended, as the rest of a sentence, with what the number means where that helps."""
+    if event.oom:
+        return "was killed for memory (the kernel's OOM killer)"
+    if event.signal is not None:
+        return f"was killed by {_signal_name(event.signal)}{_hint(event)}"
+    if event.exit_code is None:
+        return "ended, its exit code is not known"
+    return f"exited with code {event.exit_code}{_hint(event)}"
+
+
+def _hint(event: ProcessEnded) -> str:
+    if _ended_by(event) == signal.SIGSEGV:
+        what = "a segmentation fault: look at native code and at versions of packages that don't fit each other"
+        return f" ({what})"
+    if event.exit_code == 127:
+        return " (command not found: is it installed there, and on PATH?)"
+    if event.exit_code == 126:
+        return " (found, but it can't be executed: is it executable, and for this machine?)"
+    if event.signal is None and _ended_by(event) in _SIGNALS:
+        return f" (what it ran was killed by {_signal_name(_ended_by(event))})"
+    return ""
+
+
+_SIGNALS = frozenset(signal.valid_signals())
+
+
+def _ended_by(event: ProcessEnded) -> int:
+    """The signal that ended it, or that ended what it ran as a shell tells it; 0 for none."""
+    return max(0, (shell_code(event) or 0) - 128)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,413 @@
+"""The job store of a cluster: ``jobs.db`` in its folder, SQLite in WAL mode, read and written by several processes.
+
+Table ``events`` is the truth, one row for everything that happened to a job; its row in ``jobs`` is the fold of them
+(``JobRow.after``), kept beside so that a thousand past jobs are listed at once. Secrets are in neither: their values
+lie in a file of the job's own folder until the job has ended. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shlex
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from atoll.core.errors import AtollError
+from atoll.core.paths import write_atomic
+from atoll.tasks.spec import JobSpec, JobStatus
+from atoll.tasks.transitions import Log, SetStatus
+
+SCHEMA = 1
+_BUSY_S = 20.0  # other processes' transactions take milliseconds
+
+_TABLES = """
+CREATE TABLE jobs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT, task_id TEXT NOT NULL, user TEXT NOT NULL, spec TEXT NOT NULL,
+    status TEXT NOT NULL, reason TEXT NOT NULL, exit_code INTEGER, submitted_s REAL NOT NULL, started_s REAL,
+    ended_s REAL, restarts INTEGER NOT NULL, culprit_node INTEGER, culprit_rank INTEGER, cancel_asked INTEGER NOT NULL
+);
+CREATE INDEX unfinished ON jobs (id) WHERE ended_s IS NULL;
+CREATE TABLE events (
+    job_id INTEGER NOT NULL, seq INTEGER NOT NULL, time_s REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL,
+    node INTEGER, rank INTEGER, data TEXT NOT NULL, PRIMARY KEY (job_id, seq)
+) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One row of a job's event log.
+
+    ``kind`` is that of a ``Log``, or ``status`` (``data`` has ``status`` and ``exit_code``, ``text`` the reason), or
+    ``cancel_asked``. ``seq`` counts from 1 in each job; ``time_s`` is seconds since 1970.
+    """
+
+    seq: int
+    time_s: float
+    kind: str
+    text: str
+    node: int | None
+    rank: int | None
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """Where one job stands.
+
+    Attributes:
+        id: number in its cluster, from 1.
+        name, spec: what was submitted.
+        task_id: ``SKYPILOT_TASK_ID``, the same over restarts.
+        user: who submitted it.
+        status, reason: where it stands and, unless all is well, why.
+        exit_code: the culprit's, as a shell has it (128 + n for signal n); None where there is none.
+        submitted_s, started_s, ended_s: seconds since 1970; started is the first setup's or first run's start.
+        restarts: how often it was started again.
+        culprit_node, culprit_rank: what failed last.
+        cancel_asked: somebody wants it to end.
+    """
+
+    id: int
+    name: str | None
+    task_id: str
+    user: str
+    spec: JobSpec
+    status: JobStatus
+    reason: str
+    exit_code: int | None
+    submitted_s: float
+    started_s: float | None = None
+    ended_s: float | None = None
+    restarts: int = 0
+    culprit_node: int | None = None
+    culprit_rank: int | None = None
+    cancel_asked: bool = False
+
+    def after(self, event: EventRow) -> JobRow:
+        """Where it stands after ``event``. What has ended stays as it is."""
+        if self.status.ended:
+            return self
+        if event.kind == "status":
+            return self._with_status(event)
+        if event.kind in ("failed", "lost"):
+            return dataclasses.replace(self, culprit_node=event.node, culprit_rank=event.rank)
+        if event.kind == "restart":
+            return dataclasses.replace(self, restarts=int(event.data["restarts"]))
+        return dataclasses.replace(self, cancel_asked=True) if event.kind == "cancel_asked" else self
+
+    def _with_status(self, event: EventRow) -> JobRow:
+        status = JobStatus(event.data["status"])
+        changed = dataclasses.replace(self, status=status, reason=event.text, exit_code=event.data["exit_code"])
+        if self.started_s is None and status in (JobStatus.SETTING_UP, JobStatus.RUNNING):
+            changed = dataclasses.replace(changed, started_s=event.time_s)
+        if status.ended:
+            changed = dataclasses.replace(changed, ended_s=event.time_s)
+        if status in (JobStatus.SUCCEEDED, JobStatus.CANCELLED):
+            changed = dataclasses.replace(changed, culprit_node=None, culprit_rank=None)
+        return changed
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> JobRow:
+        """From what ``to_json`` gave, of this version or another one."""
+        known = {each.name for each in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        values["spec"] = JobSpec.from_json(values["spec"])
+        values["status"] = JobStatus(values["status"])
+        return cls(**values)
+
+
+class Store:
+    """The jobs of the cluster that lives in ``folder``; made where it does not exist yet.
+
+    Not to be shared by threads or over a fork; any number of processes may have one each.
+
+    Raises:
+        AtollError: it can't be read or written, is damaged, or was made by a newer Atoll. So do the methods; nothing
+            of what was to be written is there then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "jobs.db"
+        self._folder = folder
+        with self._explained():
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
+        try:
+            with self._explained():
+                self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    # ------------------------------------------------------------------------------------------- writing
+    def add(self, spec: JobSpec, *, task_id_for: Callable[[int], str], user: str) -> int:
+        """A new job, ``PENDING``; its number.
+
+        ``spec`` holds no secret. ``task_id_for`` makes the task id of the number, and may put the job's secrets:
+        nobody can see the job before it returns, and where it raises there is none.
+        """
+        with self._transaction() as db:
+            values = (spec.name, user, _json(spec.to_json()), JobStatus.PENDING, time.time())
+            sql = (
+                "INSERT INTO jobs (name, task_id, user, spec, status, reason, submitted_s, restarts, cancel_asked)"
+                " VALUES (?, '', ?, ?, ?, '', ?, 0, 0)"
+            )
+            job_id = db.execute(sql, values).lastrowid
+            assert job_id is not None
+            db.execute("UPDATE jobs SET task_id = ? WHERE id = ?", (task_id_for(job_id), job_id))
+        return job_id
+
+    def apply(self, job_id: int, actions: Sequence[SetStatus | Log], now_s: float) -> JobStatus:
+        """Write what happened, as one transaction; the job's status after it.
+
+        A job that has ended stays so: of it only ``Log`` rows are written. That the status is not the one just set
+        is how a supervisor learns that somebody cancelled the job before it was begun.
+
+        Raises:
+            LookupError: there is no such job.
+        """
+        with self._transaction():
+            row = self.job(job_id)
+            seq = self._last_seq(job_id)
+            for action in actions:
+                if isinstance(action, SetStatus):
+                    if row.status.ended:
+                        continue
+                    data: dict[str, Any] = {"status": action.status, "exit_code": action.exit_code}
+                    event = EventRow(seq + 1, now_s, "status", action.reason, None, None, data)
+                else:
+                    data = dict(action.data)
+                    event = EventRow(seq + 1, now_s, action.kind, action.text, action.node, action.rank, data)
+                seq += 1
+                row = self._record(row, event)
+            self._write(row)
+        if row.status.ended:
+            drop_secrets(self._folder, job_id)
+        return row.status
+
+    def ask_cancel(self, job_ids: Sequence[int] | None) -> list[int]:
+        """Ask for an end of these jobs, or of all: those that had not ended. A ``PENDING`` one ends at once."""
+        now_s = time.time()
+        ended = []
+        with self._transaction():
+            rows = [
+                row for row in self.jobs(newest_first=False, unfinished=True) if job_ids is None or row.id in job_ids
+            ]
+            for row in rows:
+                seq = self._last_seq(row.id)
+                changed = self._record(row, EventRow(seq + 1, now_s, "cancel_asked", "", None, None, {}))
+                if row.status is JobStatus.PENDING:
+                    data = {"status": JobStatus.CANCELLED, "exit_code": None}
+                    changed = self._record(changed, EventRow(seq + 2, now_s, "status", "cancelled", None, None, data))
+                    ended.append(row.id)
+                self._write(changed)
+        for job_id in ended:
+            drop_secrets(self._folder, job_id)
+        return [row.id for row in rows]
+
+    # ------------------------------------------------------------------------------------------- reading
+    def job(self, job_id: int) -> JobRow:
+        """One job.
+
+        Raises:
+            LookupError: there is none of this number.
+        """
+        found = self._rows("WHERE id = ?", job_id)
+        if not found:
+            raise LookupError(f"there is no job {job_id}")
+        return found[0]
+
+    def jobs(self, *, newest_first: bool = True, limit: int | None = None, unfinished: bool = False) -> list[JobRow]:
+        """All jobs, or those that have not ended."""
+        where = "WHERE ended_s IS NULL" if unfinished else ""
+        order = "DESC" if newest_first else "ASC"
+        return self._rows(f"{where} ORDER BY id {order} LIMIT ?", -1 if limit is None else limit)
+
+    def events(self, job_id: int, after: int = 0) -> list[EventRow]:
+        """What happened to a job since event number ``after``."""
+        sql = "SELECT seq, time_s, kind, text, node, rank, data FROM events WHERE job_id = ? AND seq > ? ORDER BY seq"
+        with self._explained():
+            found = self._db.execute(sql, (job_id, after)).fetchall()
+        return [
+            EventRow(seq, time_s, kind, text, node, rank, json.loads(data))
+            for seq, time_s, kind, text, node, rank, data in found
+        ]
+
+    def cancel_asked(self) -> set[int]:
+        """Jobs that somebody wants to end and that have not."""
+        sql = "SELECT id FROM jobs WHERE ended_s IS NULL AND cancel_asked"
+        with self._explained():
+            return {job_id for (job_id,) in self._db.execute(sql)}
+
+    def version(self) -> int:
+        """A number that changes when another process has written, and not when this object has."""
+        with self._explained():
+            return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+
+    # ------------------------------------------------------------------------------------------- inside
+    def _prepare(self) -> None:
+        version = self._user_version()
+        if version == 0:
+            with _held(self._folder):  # switching to WAL does not wait for others by itself
+                if self._user_version() == 0:
+                    self._db.execute("PRAGMA journal_mode = WAL")
+                    # Numbers go on where an earlier store's had got to: its jobs' logs are still there.
+                    first = f"INSERT INTO sqlite_sequence VALUES ('jobs', {_last_number(self._folder)});"
+                    made = f"BEGIN IMMEDIATE; {_TABLES} {first} PRAGMA user_version = {SCHEMA}; COMMIT;"
+                    self._db.executescript(made)
+        elif version > SCHEMA:
+            raise AtollError(
+                f"the job store {self.path} was made by a newer Atoll (its version is {version}, this one knows "
+                f"{SCHEMA}): update Atoll here"
+            )
+        self._db.execute("PRAGMA synchronous = NORMAL")  # whole after a power cut, perhaps without the last moment
+
+    def _user_version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._explained():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # on a full disk SQLite may have rolled back by itself
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _last_seq(self, job_id: int) -> int:
+        sql = "SELECT COALESCE(MAX(seq), 0) FROM events WHERE job_id = ?"
+        return int(self._db.execute(sql, (job_id,)).fetchone()[0])
+
+    def _record(self, row: JobRow, event: EventRow) -> JobRow:
+        values = (row.id, event.seq, event.time_s, event.kind, event.text, event.node, event.rank, _json(event.data))
+        self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        return row.after(event)
+
+    def _write(self, row: JobRow) -> None:
+        values = {name: getattr(row, name) for name in _FOLDED}
+        sets = ", ".join(f"{name} = :{name}" for name in _FOLDED)
+        self._db.execute(f"UPDATE jobs SET {sets} WHERE id = :id", {**values, "id": row.id})
+
+    def _rows(self, rest: str, *values: Any) -> list[JobRow]:
+        with self._explained():
+            found = self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs {rest}", values).fetchall()
+        return [_row(columns) for columns in found]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError:
+            raise  # a mistake in the code that uses it
+        except (sqlite3.Error, OSError) as error:
+            raise AtollError(f"the job store {self.path} {_what_is_wrong(error, self.path)}") from error
+
+
+_COLUMNS = tuple(each.name for each in dataclasses.fields(JobRow))
+_FOLDED = tuple(
+    name for name in _COLUMNS if name not in ("id", "name", "task_id", "user", "spec", "submitted_s")
+)  # what events change
+
+
+def _row(columns: tuple[Any, ...]) -> JobRow:
+    values = dict(zip(_COLUMNS, columns, strict=True))
+    values["spec"] = JobSpec.from_json(json.loads(values["spec"]))
+    values["status"] = JobStatus(values["status"])
+    values["cancel_asked"] = bool(values["cancel_asked"])
+    return JobRow(**values)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _what_is_wrong(error: sqlite3.Error | OSError, path: Path) -> str:
+    if isinstance(error, OSError):
+        return f"can't be used: {error}"
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        folder = shlex.quote(str(path.parent))
+        return (
+            f"is damaged ({error}). Jobs' logs are files beside it and not concerned; to begin a new store, move this "
+            f"one away: mkdir -p {folder}/damaged && mv {folder}/{path.name}* {folder}/damaged"
+        )
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+        return f"can't be written ({error}): is the disk full, or a quota used up? What it held before is still there"
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return f"was held by another process for {_BUSY_S:.0f} s: try again"
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+        return f"can't be opened for writing ({error}): check who owns it and its folder"
+    return f"failed: {error}"
+
+
+def _last_number(folder: Path) -> int:
+    """The highest number of a job that has a folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return max((int(name) for name in os.listdir(folder / "jobs") if name.isdecimal()), default=0)
+    return 0
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Alone among processes that make a store in ``folder``."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------- secrets
+def _secrets_path(folder: Path, job_id: int) -> Path:
+    return folder / "jobs" / str(job_id) / "secrets.json"
+
+
+def put_secrets(folder: Path, job_id: int, values: Mapping[str, str]) -> None:
+    """Keep values of a job's secret variables, in a file that only its owner can read, until the job has ended."""
+    path = _secrets_path(folder, job_id)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(path, _json(dict(values)).encode(), mode=0o600)
+
+
+def take_secrets(folder: Path, job_id: int) -> dict[str, str]:
+    """Values of a job's secret variables; none where none were put, or the job has ended."""
+    try:
+        values: dict[str, str] = json.loads(_secrets_path(folder, job_id).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return values
+
+
+def drop_secrets(folder: Path, job_id: int) -> None:
+    """Forget them."""
+    _secrets_path(folder, job_id).unlink(missing_ok=True)
