@@ -1,0 +1,344 @@
+"""Where files arrive: puts what a client sends into a folder, one whole file at a time, and nowhere else.
+
+Standard library only: on an ssh host it reads a tar from the connection, and for local nodes ``workdir`` uses the same
+``Receiver``. As a program it answers for one folder: ``python -m atoll.tasks.tarball manifest|apply|expose PATH …``.
+Beside a folder ``x`` it keeps ``.atoll-x.json``: the paths that transfers brought, which are the only
+ones that a later transfer may delete. Paths are relative, with ``/``; bytes that are not UTF-8 are surrogates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.paths import write_atomic
+
+LISTING = ".atoll-listing.json"  # first member of a tar: every entry of the source, sent or not
+END = ".atoll-end"  # its last: a tar that is cut between two members looks whole to tarfile
+MOUNTS = ".atoll-mounts"  # below HOME: what was to lie elsewhere
+SELF = "."  # the path of what is not a folder but a single file
+BUFFER_BYTES = 1 << 20
+
+
+class Entry(NamedTuple):
+    """One file, link or empty folder of a listing.
+
+    Attributes:
+        path: below the folder.
+        kind: ``file``, ``link`` or ``folder``.
+        size: bytes of a file, else 0.
+        mtime_ns: when a file was changed, else 0.
+        mode: permission bits of a file, else 0.
+        target: where a link points to.
+    """
+
+    path: str
+    kind: str
+    size: int = 0
+    mtime_ns: int = 0
+    mode: int = 0
+    target: str = ""
+
+
+def entry_of(path: str, at: str) -> Entry | None:
+    """What lies at ``at`` as an entry called ``path``, or None for sockets, fifos and devices.
+
+    Raises:
+        OSError: nothing lies there.
+    """
+    found = os.lstat(at)
+    if stat.S_ISREG(found.st_mode):
+        return Entry(path, "file", found.st_size, found.st_mtime_ns, found.st_mode & 0o777)
+    if stat.S_ISLNK(found.st_mode):
+        return Entry(path, "link", target=os.readlink(at))
+    return Entry(path, "folder") if stat.S_ISDIR(found.st_mode) else None
+
+
+def below(root: str | os.PathLike[str], path: str) -> str:
+    """Where the entry ``path`` of ``root`` lies."""
+    return os.fspath(root) if path == SELF else os.path.join(root, path)
+
+
+def entries_from(text: bytes | str) -> dict[str, Entry]:
+    """Entries by path, from what a tar begins with or the program's ``manifest`` printed."""
+    return {entry.path: entry for entry in (Entry(*each) for each in json.loads(text))}
+
+
+def manifest(dest: Path) -> dict[str, Entry]:
+    """What lies in ``dest`` at the paths that earlier transfers brought, by path."""
+    dest = Path(os.path.realpath(dest))
+    found = {}
+    for path in _brought(_state_file(dest)):
+        with contextlib.suppress(OSError):  # the job has removed it, or made a file of its folder
+            entry = entry_of(path, below(dest, path))
+            if entry is not None:
+                found[path] = entry
+    return found
+
+
+def apply(stream: IO[bytes], dest: Path) -> int:
+    """Read a tar that ``workdir.write_tar`` wrote and make ``dest`` what it says; the number of files deleted.
+
+    ``stream`` is read to its end.
+
+    Raises:
+        ConfigError: the tar names something outside ``dest``, ends early, or a folder of the job is in the way.
+        OSError: the disk is full, or may not be written.
+    """
+    try:
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER_BYTES) as tar:
+            first = tar.next()
+            listing = tar.extractfile(first) if first is not None and first.name == LISTING else None
+            if listing is None:
+                raise ConfigError(f"{dest}: expected a tar of Atoll's, which begins with {LISTING}")
+            entries = entries_from(listing.read())
+            with Receiver(dest, entries) as receiver:
+                while (member := tar.next()) is not None and member.name != END:
+                    _receive(receiver, entries, tar, member)
+                if member is None:
+                    raise EOFError("its last file is missing")
+                receiver.put_links_and_folders()
+            while stream.read(BUFFER_BYTES):
+                pass  # padding, whose writer must not find the pipe closed
+            return receiver.num_deleted
+    except (tarfile.TarError, EOFError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{dest}: the transfer ended early or was damaged ({error}): try again") from None
+
+
+def _receive(receiver: Receiver, entries: Mapping[str, Entry], tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    entry = entries.get(member.name)
+    content = tar.extractfile(member) if member.isreg() else None
+    if entry is None or content is None:
+        raise ConfigError(f"{member.name!r} in the tar is not in its listing, or no file: nothing more was unpacked")
+    with receiver.file(entry) as file:
+        shutil.copyfileobj(content, file, BUFFER_BYTES)
+
+
+def expose(at: Path, path: Path) -> str | None:
+    """Make ``at``, outside of the home, a link to ``path`` in it; a line for the user where that is not permitted."""
+    try:
+        if at.is_symlink() and MOUNTS in Path(os.readlink(at)).parts:  # an earlier one of ours
+            at.unlink()
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.symlink_to(path)
+    except OSError as error:
+        return f"{at} could not be made ({error.strerror}): it is at {path}; targets below ~/ or /tmp always work"
+    return None
+
+
+class Receiver:
+    """A folder that a transfer fills; a context manager, one at a time a folder.
+
+    Entering deletes what earlier transfers brought and ``entries`` lacks, and never what the job wrote. Each file is
+    written aside and renamed, so that a running job never sees half of one.
+
+    Args:
+        dest: the folder (or, of a source that is a single file, that file).
+        entries: all of the source's, by path, whether they are going to be sent or are there already.
+
+    Raises:
+        ConfigError: an entry that names something outside ``dest``.
+    """
+
+    def __init__(self, dest: Path, entries: Mapping[str, Entry]) -> None:
+        for path in entries:
+            if path.startswith("/") or "\0" in path or (path != SELF and _odd(path)):
+                raise ConfigError(f"{path!r}: a path below {dest} was expected, without '..': nothing was written")
+        self.num_deleted = 0
+        self._dest = Path(os.path.realpath(dest))
+        self._entries = entries
+        self._state = _state_file(self._dest)
+        self._parts = self._dest.parent / f".atoll-{self._dest.name}.part"
+        self._whole = contextlib.ExitStack()
+        self._parents: dict[str, str] = {}  # folders that were seen to be inside, and where to write for each
+        self._num_parts = 0
+        self._brought: set[str] = set()
+
+    def __enter__(self) -> Receiver:
+        self._dest.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._whole.enter_context(open(self._dest.parent / f".atoll-{self._dest.name}.lock", "wb"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two clients that send at once
+            shutil.rmtree(self._parts, ignore_errors=True)  # of a transfer that was killed
+            self._parts.mkdir(mode=0o700)
+            self._whole.callback(shutil.rmtree, self._parts, ignore_errors=True)
+            self._brought = _brought(self._state)
+            gone = self._brought - self._entries.keys()
+            # Both, until all has arrived: what an interrupted transfer brought is ours too.
+            self._remember(self._brought | self._entries.keys())
+            self._delete(gone)
+            if SELF not in self._entries:
+                _make_folder(self._dest)
+        except BaseException:
+            self._whole.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._whole:
+            if error is None:
+                self._remember(self._entries.keys())
+
+    @contextlib.contextmanager
+    def file(self, entry: Entry) -> Iterator[IO[bytes]]:
+        """A file to write the content of ``entry`` to; it takes its place when the block ends well."""
+        target = below(self._dest, entry.path)
+        self._num_parts += 1
+        part = os.path.join(self._parent(entry.path), f"{self._num_parts}.atoll-part")
+        try:
+            with open(part, "wb", buffering=0) as file:
+                yield file
+                os.fchmod(file.fileno(), entry.mode)
+                os.utime(file.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))
+            _replace(part, target)
+        except BaseException:  # also Ctrl-C
+            Path(part).unlink(missing_ok=True)
+            raise
+
+    def put_links_and_folders(self) -> None:
+        """Make the links and empty folders among the entries; last, so that no file goes through a new link."""
+        for entry in self._entries.values():
+            target = below(self._dest, entry.path)
+            if entry.kind == "folder":
+                self._parent(entry.path)
+                _make_folder(target)
+            elif entry.kind == "link" and not (os.path.islink(target) and os.readlink(target) == entry.target):
+                self._num_parts += 1
+                part = os.path.join(self._parent(entry.path), f"{self._num_parts}.atoll-part")
+                os.symlink(entry.target, part)
+                _replace(part, target)
+
+    def _parent(self, path: str) -> str:
+        """Make the folder of ``path``, and say where its files are written before they are renamed into it."""
+        parent = os.path.dirname(below(self._dest, path))
+        if parent not in self._parents:
+            real = os.path.realpath(parent)
+            if path != SELF and os.path.commonpath([real, self._dest]) != os.fspath(self._dest):
+                raise ConfigError(
+                    f"{path!r} would be written to {real}, outside {self._dest}: a link there points out. "
+                    "Remove the link, or rename the folder in the source"
+                )
+            _make_folder(parent)
+            same_disk = os.stat(parent).st_dev == os.stat(self._parts).st_dev
+            self._parents[parent] = os.fspath(self._parts) if same_disk else parent
+        return self._parents[parent]
+
+    def _delete(self, paths: Iterable[str]) -> None:
+        parents = set()
+        for path in paths:
+            target = below(self._dest, path)
+            parent = os.path.dirname(target)
+            if path != SELF and os.path.realpath(parent) != parent:
+                continue  # the job has put a link there: what lies behind it is not ours
+            try:
+                os.rmdir(target) if os.path.isdir(target) and not os.path.islink(target) else os.unlink(target)
+            except OSError:
+                continue  # gone already, or a folder that the job has filled
+            self.num_deleted += 1
+            parents.add(parent)
+        # Folders that are empty now, the deepest first.
+        for parent in sorted(parents, key=len, reverse=True):
+            folder = parent
+            while folder.startswith(f"{self._dest}/"):
+                try:
+                    os.rmdir(folder)
+                except OSError:
+                    break
+                folder = os.path.dirname(folder)
+
+    def _remember(self, paths: Set[str]) -> None:
+        if paths != self._brought:
+            write_atomic(self._state, json.dumps({"format": 1, "paths": sorted(paths)}).encode())
+            self._brought = set(paths)
+
+
+def _odd(path: str) -> bool:
+    return any(part in ("", ".", "..") for part in path.split("/"))
+
+
+def _replace(part: str, target: str) -> None:
+    try:
+        os.replace(part, target)
+    except (IsADirectoryError, NotADirectoryError):
+        # An empty folder of an earlier transfer may lie there; one with files is the job's.
+        try:
+            os.rmdir(target)
+        except OSError:
+            Path(part).unlink(missing_ok=True)
+            raise _in_the_way(target, "a folder with files", "a file") from None
+        os.replace(part, target)
+
+
+def _make_folder(path: str | os.PathLike[str]) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise _in_the_way(os.fspath(path), "a file", "a folder") from None
+
+
+def _in_the_way(path: str, found: str, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"{path} on the node is {found} that a job wrote, and the source has {wanted} there: move it away"
+    )
+
+
+def _state_file(dest: Path) -> Path:
+    return dest.parent / f".atoll-{dest.name}.json"
+
+
+def _brought(state: Path) -> set[str]:
+    try:
+        data: Any = json.loads(state.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    return {path for path in data["paths"] if isinstance(path, str)}
+
+
+def unwritable(dest: Path, error: OSError) -> ProvisionError:
+    """What to tell where files could not be put."""
+    at = error.filename or dest
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ProvisionError(f"no space left for {at}: free some, or list large files in .gitignore")
+    return ProvisionError(f"{at} could not be written: {error.strerror}")
+
+
+def main(arguments: list[str]) -> int:
+    """The program: ``manifest DEST`` prints entries, ``apply DEST`` reads a tar, ``expose AT PATH`` makes a link.
+
+    It exits with 1 and one line on stderr where the folder cannot be what it should be.
+    """
+    operation, first, *more = arguments
+    at = Path(first).expanduser()
+    try:
+        if operation == "manifest":
+            answer: object = list(manifest(at).values())
+        elif operation == "apply":
+            answer = apply(sys.stdin.buffer, at)
+        else:
+            answer = expose(at, Path(more[0]).expanduser())
+    except OSError as error:
+        sys.stderr.write(f"{unwritable(at, error)}\n")
+        return 1
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

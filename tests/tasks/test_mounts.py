@@ -1,0 +1,258 @@
+"""``file_mounts``: what is accepted, where it lands, and that it is what the source has."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from atoll.core.errors import ConfigError, ProvisionError
+from atoll.tasks import tarball
+from atoll.tasks.mounts import Mount, apply_mount, fetch_mount, place, resolve_mounts
+from atoll.tasks.survey import survey
+from atoll.tasks.workdir import changed, write_tar
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "node/home").mkdir(parents=True)
+    return tmp_path / "node/home"
+
+
+@pytest.fixture
+def not_below_tmp() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    system = fsspec.filesystem("memory")
+    system.pipe({"/bucket/data/a.txt": b"1", "/bucket/data/deep/b.txt": b"22", "/bucket/other": b"3"})
+    yield "memory://bucket"
+    system.rm("/bucket", recursive=True)
+
+
+def put(home: Path, target: str, value: object) -> list[str]:
+    lines = []
+    for mount in resolve_mounts({target: value}):
+        lines += apply_mount(mount, home, home.parent / "tmp")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------ where it goes
+@pytest.mark.parametrize(
+    ("target", "at", "link"),
+    [
+        ("~/data", "home/data", None),
+        ("~/a/b.txt", "home/a/b.txt", None),
+        ("data/x", "home/sky_workdir/data/x", None),
+        ("/tmp/x", "tmp/x", None),
+        ("/h/home/x", "home/x", None),
+        ("/data/x", "home/.atoll-mounts/data/x", "/data/x"),
+    ],
+)
+def test_where_a_target_lies(target, at, link):
+    assert place(target, Path("/h/home"), Path("/h/tmp")) == (Path("/h") / at, link and Path(link))
+
+
+def test_folders_and_files_of_this_machine(tmp_path, home, monkeypatch):
+    source = tmp_path / "src"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep/a").write_text("1")
+    (source / "run.sh").write_text("x")
+    (source / "run.sh").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert put(home, "~/all", "src") == []
+    assert put(home, "~/.config/one.sh", str(source / "run.sh")) == []
+    assert put(home, "rel", f"file://{source}/deep") == []
+    assert put(home, "/tmp/t", "src/deep") == []
+    assert (home / "all/deep/a").read_text() == "1"
+    assert os.access(home / ".config/one.sh", os.X_OK)
+    assert (home / "sky_workdir/rel/a").read_text() == "1"
+    assert (home.parent / "tmp/t/a").read_text() == "1"
+
+    (source / "deep/a").unlink()
+    (source / "deep/c").write_text("3")
+    (home / "all/deep/result").write_text("job")
+    put(home, "~/all", "src")
+    assert sorted(os.listdir(home / "all/deep")) == ["c", "result"]
+
+
+def test_a_target_outside_of_home_becomes_a_link(tmp_path, home, not_below_tmp):
+    source, outside = tmp_path / "file", not_below_tmp
+    source.write_text("1")
+    assert put(home, f"{outside}/deep/file", str(source)) == []
+    assert (outside / "deep/file").is_symlink()
+    assert (outside / "deep/file").read_text() == "1"
+    source.write_text("22")
+    assert put(home, f"{outside}/deep/file", str(source)) == []
+    assert (outside / "deep/file").read_text() == "22"
+
+    (outside / "mine").write_text("kept")
+    (line,) = put(home, f"{outside}/mine", str(source))
+    assert line.startswith(
+        f"file_mounts.{outside}/mine: {outside}/mine could not be made (File exists): it is at {home}"
+    )
+    assert (outside / "mine").read_text() == "kept"
+
+
+def test_variables_in_targets_and_sources(tmp_path):
+    (tmp_path / "x").mkdir()
+    mounts = {"~/$WHERE/d": "${ROOT}/x", "~/u": "$UNKNOWN://x"}
+    found = resolve_mounts(mounts, {"WHERE": "there", "ROOT": str(tmp_path)})
+    assert [(each.target, each.source) for each in found] == [
+        ("~/there/d", str(tmp_path / "x")),
+        ("~/u", "$UNKNOWN://x"),
+    ]
+
+
+# ----------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("target", "value", "message"),
+    [
+        ("~/data/", ".", r"file_mounts.~/data/: a target has no / at its end: write ~/data"),
+        ("~/../x", ".", r"file_mounts.~/../x: expected ~/NAME"),
+        ("~", ".", r"file_mounts.~: expected ~/NAME"),
+        ("~other/x", ".", r"file_mounts.~other/x: expected ~/NAME"),
+        ("", ".", r"file_mounts.: expected a path"),
+        (3, ".", r"file_mounts.3: expected a path"),
+        ("~/sky_workdir", ".", r"that is where the workdir goes"),
+        (
+            "~/d",
+            "no/such/place",
+            r"file_mounts.~/d: no/such/place is not on this machine \(looked for /.*no/such/place\)",
+        ),
+        ("~/d", 3, r"file_mounts.~/d: 3: expected a path of this machine, or a URL"),
+        ("~/d", {"source": "s3://b", "mode": "MOUNTED"}, r"file_mounts.~/d: mode is 'MOUNTED': did you mean 'MOUNT'"),
+        ("~/d", {"source": "no/such"}, r"file_mounts.~/d: no/such is not on this machine"),
+    ],
+)
+def test_what_cannot_be_is_named(target, value, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_mounts({target: value}, workdir=True)
+
+
+def test_the_workdirs_place_is_free_where_there_is_none(tmp_path):
+    assert resolve_mounts({"~/sky_workdir": str(tmp_path)})[0].source == str(tmp_path)
+
+
+def test_a_node_that_cannot_be_written(tmp_path, home):
+    (home / "file").touch()
+    with pytest.raises(ProvisionError, match="could not be written"):
+        put(home, "~/file/x", str(tmp_path))
+    with pytest.raises(ProvisionError, match="could not be written"):
+        put(home, "~/file/x", {"name": "bucket"})
+
+
+# --------------------------------------------------------------------------------------------------------- URLs
+def test_a_folder_of_a_bucket(home, bucket):
+    progress: list[tuple[int, int]] = []
+    (mount,) = resolve_mounts({"~/data": {"source": f"{bucket}/data", "mode": "COPY"}})
+    assert apply_mount(mount, home, progress=lambda *each: progress.append(each)) == []
+    assert (home / "data/a.txt").read_text() == "1"
+    assert (home / "data/deep/b.txt").read_text() == "22"
+    assert progress[-1] == (3, 3)
+
+    inode = (home / "data/a.txt").stat().st_ino
+    system = fsspec.filesystem("memory")
+    system.rm("/bucket/data/deep/b.txt")
+    system.pipe("/bucket/data/c.txt", b"4")
+    (home / "data/result").write_text("job")
+    apply_mount(mount, home)
+    assert sorted(path.name for path in (home / "data").iterdir()) == ["a.txt", "c.txt", "result"]
+    assert (home / "data/a.txt").stat().st_ino == inode
+    system.pipe("/bucket/data/a.txt", b"9")
+    apply_mount(mount, home)
+    assert (home / "data/a.txt").read_text() == "9"
+
+
+def test_a_single_object_and_several_sources(home, bucket):
+    assert put(home, "~/one.txt", f"{bucket}/other") == []
+    assert (home / "one.txt").read_text() == "3"
+    put(home, "~/both", {"source": [f"{bucket}/other", f"{bucket}/data"], "mode": "MOUNT_CACHED"})
+    assert (home / "both/other").read_text() == "3"
+    assert (home / "both/data/a.txt").read_text() == "1"
+
+
+def test_a_bucket_without_a_source_is_an_empty_folder(home):
+    assert put(home, "/tmp/out", {"name": "results", "mode": "MOUNT", "store": "s3"}) == [
+        "file_mounts./tmp/out has no source: an empty folder that stays on its node"
+    ]
+    assert (home.parent / "tmp/out").is_dir()
+
+
+def test_nothing_there_and_schemes_that_nobody_knows(home, bucket):
+    with pytest.raises(ConfigError, match=r"file_mounts.~/d: memory://bucket/none: there is nothing at this address"):
+        put(home, "~/d", f"{bucket}/none")
+    with pytest.raises(ConfigError, match=r"file_mounts.~/d: s33://b: unknown scheme 's33': did you mean 's3'"):
+        put(home, "~/d", "s33://b")
+
+
+def test_a_missing_package_is_named(home):
+    with pytest.raises(ConfigError, match=r'gs:// needs a package that is not installed: pip install "atoll\[gcs\]"'):
+        put(home, "~/d", "gs://bucket/x")
+
+
+def test_fetched_once_for_hosts_elsewhere(tmp_path, home, bucket):
+    (mount,) = resolve_mounts({"~/data": f"{bucket}/data"})
+    assert mount.is_url
+    here = fetch_mount(mount, tmp_path / "cache")
+    assert not here.is_url
+    assert here.source is not None
+    seen = survey(Path(here.source))
+    read, wrote = os.pipe()
+    with open(wrote, "wb") as stream:
+        write_tar(seen, changed(seen, {}), stream)
+    with open(read, "rb") as stream:
+        tarball.apply(stream, home / "data")
+    assert (home / "data/deep/b.txt").read_text() == "22"
+    local = Mount("file_mounts.~/x", "~/x", str(tmp_path))
+    assert fetch_mount(local, tmp_path / "cache") is local
+
+
+def test_over_http(tmp_path, home):
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/f.txt").write_text("hello")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            # In a process of its own: fsspec keeps a thread and connections for the life of one.
+            code = (
+                "import sys; from pathlib import Path; from atoll.tasks.mounts import apply_mount, resolve_mounts\n"
+                "try: print(apply_mount(resolve_mounts({'~/f': sys.argv[1]})[0], Path(sys.argv[2])))\n"
+                "except Exception as error: print(type(error).__name__, error)"
+            )
+            address = f"http://me:hunter2@127.0.0.1:{server.server_address[1]}"
+            outputs = [
+                subprocess.run(
+                    [sys.executable, "-c", code, f"{address}/{name}", str(home)],
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                ).stdout.strip()
+                for name in ("f.txt", "none.txt")
+            ]
+        finally:
+            server.shutdown()
+            thread.join()
+    assert outputs[0] == "[]"
+    assert (home / "f").read_text() == "hello"
+    assert outputs[1].startswith("ConfigError file_mounts.~/f: http://****@127.0.0.1:")
+    assert outputs[1].endswith("/none.txt: there is nothing at this address")
