@@ -378,3 +378,26 @@ def test_it_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
 
     source = Path(atoll.__file__).parents[1]
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(source)], check=True, cwd=tmp_path)
+
+
+def test_stores_of_one_process_do_not_drop_each_others_locks(tmp_path):
+    import threading
+
+    failed = []
+
+    def work():
+        try:
+            for _ in range(30):
+                with Store(tmp_path) as store:
+                    store.add(JobSpec(run="true"), task_id_for=str, user="me")
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    with Store(tmp_path) as store:
+        assert len(store.jobs()) == 120

@@ -94,6 +94,7 @@ class JobSpec:
         command: instead of ``run``, what each process executes (``atoll run``): an argument list.
         num_processes: processes a node (only with ``command``); each gets torchrun's variables.
         run_id: torchrun's ``--rdzv-id`` for ``TORCHELASTIC_RUN_ID``.
+        master_port: where rank 0 listens (only with ``command``); a free port by default.
         env: the user's variables, as text. Never a secret.
         secret_names: names of variables whose values travel apart (``store.put_secrets``).
         accelerator, num_accelerators: of each node; ``SKYPILOT_NUM_GPUS_PER_NODE``.
@@ -120,6 +121,7 @@ class JobSpec:
     command: tuple[str, ...] | None = None
     num_processes: int = 1
     run_id: str | None = None
+    master_port: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     secret_names: tuple[str, ...] = ()
     accelerator: str | None = None

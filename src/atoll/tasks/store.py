@@ -144,7 +144,9 @@ class Store:
         self.path = folder / "jobs.db"
         self._folder = folder
         with self._explained():
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            # Only where there is none: closing any descriptor of a file drops all locks this process has on it.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             self._db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
         try:
             with self._explained():

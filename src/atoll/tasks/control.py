@@ -1,0 +1,342 @@
+"""What a client asks of a cluster, on the machine where its supervisor runs; also as a program, so over ssh.
+
+``python -m atoll.tasks.control OP`` takes a JSON object on standard input, ``{"cluster": NAME, ...}``, and answers
+``{"value": ...}`` or ``{"error": KIND, "message": ...}`` on standard output. ``follow`` answers with the log's bytes,
+and with the job's status as its exit code. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.paths import atoll_home
+from atoll.tasks import record, supervisor
+from atoll.tasks.clusters import user_name
+from atoll.tasks.environment import task_id, without_secrets
+from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
+from atoll.tasks.spec import EXIT_NOT_FOUND, ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
+from atoll.tasks.store import JobRow, Store, drop_secrets, put_secrets
+
+Write = Callable[[bytes], None]
+
+_END_S = 30.0  # cancelled jobs end in this time
+_ALIVE_S = 1.0  # whoever follows a job looks so often whether its supervisor lives
+_BROKEN = 120  # the program's exit code where it failed
+
+
+class Control(Protocol):
+    """What can be asked of a cluster. Everything may raise ``AtollError``."""
+
+    def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
+        """Add a job; returns its number. Variables whose names say so are kept as secrets too.
+
+        Raises:
+            ConfigError: the cluster is not up, or has less than the job wants.
+            ProvisionError: its supervisor could not be started.
+        """
+
+    def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
+        """Ask for the end of these jobs, or of all; returns those that had not ended. They end within seconds."""
+
+    def queue(self) -> list[JobRow]:
+        """Every job, newest first."""
+
+    def job(self, job_id: int | None) -> JobRow:
+        """One job; None is the newest.
+
+        Raises:
+            LookupError: there is none.
+        """
+
+    def follow(
+        self,
+        job_id: int,
+        write: Write,
+        *,
+        follow: bool = True,
+        tail: int = 0,
+        rank: int | None = None,
+    ) -> JobStatus:
+        """Write a job's log, until the job has ended.
+
+        Args:
+            job_id: which job.
+            write: gets the bytes, whole lines mostly.
+            follow: go on until the job has ended; else write what there is.
+            tail: begin with the last so many lines; 0 is with the first.
+            rank: only lines of this rank.
+
+        Returns:
+            The job's status.
+
+        Raises:
+            LookupError: there is no such job.
+            ConfigError: it has no such rank.
+        """
+
+    def cluster(self) -> ClusterSpec:
+        """The cluster's record."""
+
+    def change(self, **fields: Any) -> ClusterSpec:
+        """Change fields of the record. A cluster that is stopped or taken down has its jobs cancelled first."""
+
+    def remove_nodes(self) -> None:
+        """Cancel the jobs, and remove the nodes' files. Logs stay."""
+
+
+class LocalControl:
+    """``Control`` of the cluster in ``folder``. ``wait`` sleeps while a log is quiet; it may raise to stop."""
+
+    def __init__(self, folder: Path, wait: Callable[[float], None] = time.sleep) -> None:
+        self._folder = folder
+        self._wait = wait
+
+    def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
+        """Add a job; returns its number."""
+        cluster = record.load(self._folder)
+        _check(spec, cluster)
+        spec, values = without_secrets(spec, secrets)
+
+        def begin(job_id: int) -> str:
+            # Before the job can be seen: a supervisor that runs may start it at once.
+            (self._folder / "jobs" / str(job_id)).mkdir(mode=0o700, parents=True, exist_ok=True)
+            drop_secrets(self._folder, job_id)  # of one that could not be added
+            if values:
+                put_secrets(self._folder, job_id, values)
+            return task_id(cluster.name, job_id, datetime.now())
+
+        with Store(self._folder) as store:
+            job_id = store.add(spec, task_id_for=begin, user=user_name())
+            try:
+                supervisor.ensure(self._folder)
+            except ProvisionError:
+                store.ask_cancel([job_id])  # nobody would ever run it
+                raise
+        return job_id
+
+    def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
+        """Ask for the end of jobs."""
+        with Store(self._folder) as store:
+            asked = store.ask_cancel(job_ids)
+            supervisor.reconcile_store(store, self._folder)
+        supervisor.wake(self._folder)
+        return asked
+
+    def queue(self) -> list[JobRow]:
+        """Every job, newest first."""
+        with Store(self._folder) as store:
+            supervisor.reconcile_store(store, self._folder)
+            return store.jobs()
+
+    def job(self, job_id: int | None) -> JobRow:
+        """One job; None is the newest."""
+        with Store(self._folder) as store:
+            supervisor.reconcile_store(store, self._folder)
+            if job_id is not None:
+                return store.job(job_id)
+            newest = store.jobs(limit=1)
+        if not newest:
+            raise LookupError(f"cluster {self._folder.name} has had no job yet")
+        return newest[0]
+
+    def follow(
+        self,
+        job_id: int,
+        write: Write,
+        *,
+        follow: bool = True,
+        tail: int = 0,
+        rank: int | None = None,
+    ) -> JobStatus:
+        """Write a job's log, until the job has ended."""
+        with Store(self._folder) as store:
+            supervisor.reconcile_store(store, self._folder)
+            watched = _Watched(store, self._folder, store.job(job_id))
+            only = _only(watched.job, rank)
+            with Follower(self._folder / "jobs" / str(job_id) / RUN_LOG, write, only) as follower:
+                if tail:
+                    follower.tail(tail)
+                if follow:
+                    follow_log(follower, watched.has_ended, self._wait)
+                else:
+                    follower.drain()
+            return store.job(job_id).status
+
+    def cluster(self) -> ClusterSpec:
+        """The cluster's record."""
+        return record.load(self._folder)
+
+    def change(self, **fields: Any) -> ClusterSpec:
+        """Change fields of the record."""
+        if fields.get("status", ClusterStatus.UP) != ClusterStatus.UP:
+            self._end_jobs()
+        return record.change(self._folder, **fields)
+
+    def remove_nodes(self) -> None:
+        """Cancel the jobs, and remove the nodes' files."""
+        self._end_jobs()
+        _remove_tree(self._folder / "nodes")
+
+    def _end_jobs(self) -> None:
+        self.cancel(None)
+        deadline = time.monotonic() + _END_S
+        while supervisor.is_running(self._folder):
+            if time.monotonic() > deadline:
+                raise AtollError(
+                    f"jobs of cluster {self._folder.name} did not end within {_END_S:.0f} s of being cancelled; "
+                    f"see {self._folder / supervisor.LOG}"
+                )
+            time.sleep(0.01)
+
+
+class _Watched:
+    """A job whose end somebody waits for."""
+
+    def __init__(self, store: Store, folder: Path, job: JobRow) -> None:
+        self.job = job
+        self._store = store
+        self._folder = folder
+        self._version = store.version()
+        self._looked = time.monotonic()
+
+    def has_ended(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked > _ALIVE_S:
+            self._looked = now
+            supervisor.reconcile_store(self._store, self._folder)
+            self._version = -1  # what this store writes itself does not count as a change
+        if (version := self._store.version()) != self._version:
+            self._version = version
+            self.job = self._store.job(self.job.id)
+        return self.job.status.ended
+
+
+def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
+    name = cluster.name
+    if cluster.status is ClusterStatus.DOWN:
+        raise ConfigError(f"cluster {name} is down: make it anew with `atoll launch -c {name}`")
+    if cluster.status is ClusterStatus.STOPPED:
+        raise ConfigError(f"cluster {name} is stopped: take it up again with `atoll start {name}`")
+    if spec.num_nodes > cluster.num_nodes:
+        raise ConfigError(
+            f"the job wants {spec.num_nodes} nodes and cluster {name} has {cluster.num_nodes}: ask for less, or resize "
+            f"it with `atoll launch -c {name} --num-nodes {spec.num_nodes}`"
+        )
+    if spec.num_accelerators > cluster.num_accelerators:
+        raise ConfigError(
+            f"the job wants {spec.num_accelerators} accelerators a node and cluster {name} has "
+            f"{cluster.num_accelerators}: ask for less, or resize it with `atoll launch -c {name} --gpus ...`"
+        )
+
+
+def _only(job: JobRow, rank: int | None) -> Any:
+    if rank is None:
+        return None
+    num = job.spec.num_nodes * (job.spec.num_processes if job.spec.command is not None else 1)
+    if not 0 <= rank < num:
+        has = "only rank 0" if num == 1 else f"ranks 0 to {num - 1}"
+        raise ConfigError(f"rank {rank}: job {job.id} has {has}")
+    return only_rank(rank, several=num > 1)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder also where its owner may not write into parts of it."""
+
+    def insist(function: Callable[..., Any], path: str, _info: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            os.chmod(path, 0o700)
+        if function is os.open or function is os.scandir:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            function(path)
+
+    if folder.exists():
+        shutil.rmtree(folder, onerror=insist)
+
+
+# ------------------------------------------------------------------------------------------------- as a program
+
+
+def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
+    control = LocalControl(folder)
+    match operation:
+        case "create":
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            record.save(folder, ClusterSpec.from_json(wish["spec"]))
+            return None
+        case "submit":
+            return control.submit(JobSpec.from_json(wish["spec"]), wish["secrets"])
+        case "cancel":
+            return control.cancel(wish["job_ids"])
+        case "queue":
+            return [job.to_json() for job in control.queue()]
+        case "job":
+            return control.job(wish["job_id"]).to_json()
+        case "cluster":
+            return control.cluster().to_json()
+        case "change":
+            fields = ClusterSpec.from_json({**control.cluster().to_json(), **wish["fields"]})
+            return control.change(**{name: getattr(fields, name) for name in wish["fields"]}).to_json()
+        case "remove_nodes":
+            return control.remove_nodes()
+        case _:
+            raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
+
+
+def _stream(folder: Path, wish: Mapping[str, Any]) -> int:
+    reader = select.poll()
+    reader.register(sys.stdout.fileno(), 0)  # hang-ups are always told
+
+    def wait(for_s: float) -> None:
+        if reader.poll(for_s * 1000):
+            raise BrokenPipeError
+
+    def write(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(sys.stdout.fileno(), view) :]
+
+    control = LocalControl(folder, wait)
+    status = control.follow(wish["job_id"], write, follow=wish["follow"], tail=wish["tail"], rank=wish["rank"])
+    return status.exit_code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of the program; returns its exit code."""
+    (operation,), wish = arguments, json.load(sys.stdin)
+    name = str(wish["cluster"])
+    stream = sys.stderr if operation == "follow" else sys.stdout
+    try:
+        if not is_name(name):
+            raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
+        folder = atoll_home() / "clusters" / name
+        if operation == "follow":
+            return _stream(folder, wish)
+        answer = {"value": _answer(operation, folder, wish)}
+        code = 0
+    except BrokenPipeError:  # whoever asked is gone
+        return _BROKEN
+    except (AtollError, LookupError) as error:
+        kinds = (kind.__name__ for kind in (ConfigError, ProvisionError, LookupError) if isinstance(error, kind))
+        answer = {"error": next(kinds, "AtollError"), "message": str(error)}
+        code = EXIT_NOT_FOUND if isinstance(error, LookupError) else _BROKEN
+    with contextlib.suppress(BrokenPipeError):
+        stream.write(json.dumps(answer))
+        stream.flush()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""What the supervisor does: starts each job when its turn comes, and ends when none is left. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from atoll.core.errors import AtollError, ConfigError
+from atoll.tasks import record
+from atoll.tasks.logs import JobLog
+from atoll.tasks.loop import Loop
+from atoll.tasks.nodes import LocalNodes, NodeSource
+from atoll.tasks.ports import PortLocks
+from atoll.tasks.runner import JobRunner
+from atoll.tasks.schedule import turns
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
+from atoll.tasks.store import JobRow, Store
+from atoll.tasks.supervisor import PROBE_S, WAKE, take_lock
+from atoll.tasks.transitions import Log, SetStatus
+
+_LOOK_S = 0.05  # the store is looked at so often, should nobody wake us
+_RETRY_S = 1.0  # what could not be written is tried again
+_GIVE_UP_S = 60.0  # and given up after so long, once no job is left
+
+
+class Dispatcher:
+    """Runs the jobs of the cluster in ``folder``. Whoever makes one holds its supervisor's lock."""
+
+    def __init__(self, folder: Path, store: Store, lock: int) -> None:
+        self._folder = folder
+        self._lock = lock
+        self._store = store
+        self._loop = Loop()
+        self._wake = _open_wake(folder)
+        self._nodes: NodeSource | None = None
+        self._shape: ClusterSpec | None = None  # what `_nodes` were made for
+        self._notes: list[str] = []
+        self._runners: dict[int, JobRunner] = {}
+        self._ports: dict[int, PortLocks] = {}
+        self._owners: dict[int, int] = {}  # descriptors of processes whose end ends a job
+        self._waiting: dict[int, str] = {}  # what each pending job was last said to wait for
+        self._unwritten: list[tuple[int, Sequence[SetStatus | Log], float]] = []
+        self._unwritten_since = self._retry_at = 0.0
+        self._version = -1
+        self._look_at = 0.0
+        self._changed = True  # look at once
+        self._port_awaited = False
+        self._told_to_end = False
+
+    def run(self) -> None:
+        """Work until nothing is left to do."""
+        signal.set_wakeup_fd(self._loop.wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._terminated)
+        self._loop.watch(self._wake, self._woken)
+        try:
+            while not (self._idle() and self._leave()):
+                self._loop.turn(self._timeout_s())
+                for runner in list(self._runners.values()):
+                    if runner.deadline is not None and runner.deadline <= time.monotonic():
+                        runner.tick()
+                self._clear_finished()
+                self._look()
+        finally:
+            self._close()
+
+    # ------------------------------------------------------------------------------------------- the loop's business
+    def _timeout_s(self) -> float:
+        now = time.monotonic()
+        dues = [runner.deadline for runner in self._runners.values()]
+        return max(0.0, min([self._look_at, *(due for due in dues if due is not None)]) - now)
+
+    def _woken(self, _readable: bool, _writable: bool) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+        self._changed = True
+
+    def _terminated(self, _number: int, _frame: object) -> None:
+        self._told_to_end = self._changed = True
+
+    def _clear_finished(self) -> None:
+        for job_id, runner in list(self._runners.items()):
+            if runner.finished:
+                runner.close()
+                del self._runners[job_id]
+                self._forget(job_id)
+                self._changed = True
+
+    def _forget(self, job_id: int) -> None:
+        if job_id in self._ports:
+            self._ports.pop(job_id).free()
+        if job_id in self._owners:
+            owner = self._owners.pop(job_id)
+            self._loop.unwatch(owner)
+            os.close(owner)
+
+    def _look(self) -> None:
+        """See what others wrote into the store, and start what may start."""
+        now = time.monotonic()
+        if now < self._look_at and not self._changed:
+            return
+        self._look_at = now + _LOOK_S
+        self._write_again(now)
+        version = self._store.version()
+        if version == self._version and not self._changed and not self._port_awaited:
+            return
+        self._version, self._changed, self._port_awaited = version, False, False
+        if self._told_to_end:
+            self._store.ask_cancel(None)
+        jobs = self._store.jobs(newest_first=False, unfinished=True)
+        ownerless = {job.id for job in jobs if not self._watch_owner(job)}
+        for job in jobs:
+            if job.cancel_asked and job.id in self._runners:
+                self._cancel(job)
+        unfinished = {job.id for job in jobs}
+        for job_id in [each for each in self._owners if each not in unfinished and each not in self._runners]:
+            self._forget(job_id)
+        seen_to = {*self._runners, *ownerless, *(job_id for job_id, _, _ in self._unwritten)}
+        pending = [job for job in jobs if job.status is JobStatus.PENDING and job.id not in seen_to]
+        if pending:
+            self._start_some(pending)
+
+    def _cancel(self, job: JobRow) -> None:
+        runner = self._runners[job.id]
+        if runner.cancelled:
+            return
+        why = "cancelled"
+        if self._told_to_end:
+            why = "the supervisor was told to end"
+        elif job.id in self._owners and _has_ended(self._owners[job.id]):
+            why = f"the process that started it, {job.spec.owner_pid}, ended"
+        runner.cancel(why)
+
+    def _watch_owner(self, job: JobRow) -> bool:
+        """End the job when the process it belongs to does; False where that has ended before."""
+        if job.spec.owner_pid is None or job.id in self._owners:
+            return True
+        try:
+            owner = self._owners[job.id] = os.pidfd_open(job.spec.owner_pid)
+        except ProcessLookupError:
+            self._store.ask_cancel([job.id])
+            self._changed = True
+            return False
+
+        def ended(_readable: bool, _writable: bool) -> None:
+            self._loop.unwatch(owner)
+            self._store.ask_cancel([job.id])
+            self._changed = True
+
+        self._loop.watch(owner, ended)
+        return True
+
+    # ------------------------------------------------------------------------------------------- starting jobs
+    def _start_some(self, pending: Sequence[JobRow]) -> None:
+        cluster = record.load(self._folder)
+        try:
+            nodes = self._nodes_of(cluster)
+        except AtollError as error:
+            for job in pending:
+                self._refuse(job, str(error))
+            return
+        if nodes is None:
+            return
+        running = [runner.job for runner in self._runners.values()]  # one that has ended may not be gone yet
+        for turn in turns(cluster, pending, running):
+            why = turn.why or self._take_ports(turn.job, cluster, nodes)
+            if why is None:
+                self._start(turn.job, cluster, nodes)
+            elif self._waiting.get(turn.job.id) != why:
+                self._waiting[turn.job.id] = why
+                self._say(turn.job.id, why)
+                self._record(turn.job.id, [Log("waiting", why)])
+
+    def _nodes_of(self, cluster: ClusterSpec) -> NodeSource | None:
+        """Where the cluster's nodes come from; None while jobs still run on it as it was before it changed."""
+        same = {"status": ClusterStatus.UP, "setup_done": (), "autostop_minutes": None, "autodown": False, "notes": ()}
+        shape = dataclasses.replace(cluster, **same)  # type: ignore[arg-type]  # of as many types as fields
+        if self._nodes is None or shape != self._shape:
+            if self._runners:
+                self._changed = True
+                return None
+            if self._nodes is not None:
+                self._nodes.close()
+                self._nodes = None
+            nodes = _node_source(cluster, self._folder)
+            self._notes = nodes.open()
+            self._nodes, self._shape = nodes, shape
+        return self._nodes
+
+    def _take_ports(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
+        if not job.spec.ports or nodes.shared_network is None:
+            return None
+        folder = self._folder.parent.parent / "ports" / nodes.shared_network
+        locks = PortLocks(folder, f"job {job.id} of cluster {cluster.name}")
+        held = locks.take(job.spec.ports)
+        if held is not None:
+            self._port_awaited = True  # nobody tells us when it is free
+            return f"waiting for {held}"
+        self._ports[job.id] = locks
+        return None
+
+    def _start(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> None:
+        self._waiting.pop(job.id, None)
+        try:
+            runner = JobRunner(job, cluster, nodes, self._folder, self._loop, self._record, self._notes)
+        except ConfigError as error:
+            self._forget(job.id)
+            self._refuse(job, str(error))
+            return
+        self._runners[job.id] = runner
+        runner.start()
+
+    def _refuse(self, job: JobRow, reason: str) -> None:
+        self._say(job.id, f"✗ Job {job.id} failed (status: {JobStatus.FAILED_DRIVER}): {reason}")
+        self._record(job.id, [SetStatus(JobStatus.FAILED_DRIVER, reason)])
+
+    def _say(self, job_id: int, text: str) -> None:
+        log = JobLog(self._folder / "jobs" / str(job_id))
+        log.say(text)
+        log.close(time.monotonic())
+
+    # ------------------------------------------------------------------------------------------- the store
+    def _record(self, job_id: int, actions: Sequence[SetStatus | Log]) -> JobStatus:
+        """Write what happened; what can't be written now, on a full disk say, is kept and tried again."""
+        now_s = time.time()
+        if self._unwritten:
+            self._unwritten.append((job_id, actions, now_s))
+            return self._runners[job_id].status if job_id in self._runners else JobStatus.PENDING
+        try:
+            status = self._store.apply(job_id, actions, now_s)
+        except AtollError as error:
+            with contextlib.suppress(OSError):  # the supervisor's own log may be on the same disk
+                os.write(2, f"{error}\n".encode())
+            self._unwritten.append((job_id, actions, now_s))
+            self._unwritten_since = time.monotonic()
+            return self._runners[job_id].status if job_id in self._runners else JobStatus.PENDING
+        self._note_setup(job_id, actions)
+        return status
+
+    def _write_again(self, now: float) -> None:
+        if not self._unwritten or now < self._retry_at:
+            return
+        self._retry_at = now + _RETRY_S
+        try:
+            while self._unwritten:
+                self._store.apply(*self._unwritten[0])
+                del self._unwritten[0]
+        except AtollError:
+            if not self._runners and now - self._unwritten_since > _GIVE_UP_S:
+                raise
+
+    def _note_setup(self, job_id: int, actions: Sequence[SetStatus | Log]) -> None:
+        """The first status after a setup tells that it succeeded, on every node."""
+        if job_id not in self._runners or self._runners[job_id].job.spec.setup is None:
+            return
+        after = {each.status for each in actions if isinstance(each, SetStatus)}
+        if after & {JobStatus.RUNNING, JobStatus.SUCCEEDED} and self._shape is not None:
+            with contextlib.suppress(OSError):  # it only saves the next launch a setup
+                record.change(self._folder, setup_done=tuple(range(self._shape.num_nodes)))
+
+    # ------------------------------------------------------------------------------------------- the end
+    def _idle(self) -> bool:
+        if self._runners or self._unwritten or self._changed:
+            return False
+        return not self._store.jobs(limit=1, unfinished=True)
+
+    def _leave(self) -> bool:
+        """Let go of the lock for good, unless a job came meanwhile.
+
+        Whoever adds a job does so before looking at the lock. So they either find it free and start a supervisor, or
+        it was free only after that, and then the job is seen here.
+        """
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if not self._store.jobs(limit=1, unfinished=True):
+            return True
+        if not take_lock(self._lock, PROBE_S):  # somebody found it free, and sees to the job
+            return True
+        self._look_at, self._changed = 0.0, True
+        return False
+
+    def _close(self) -> None:
+        for job_id in [*self._ports, *self._owners]:
+            self._forget(job_id)
+        if self._nodes is not None:
+            self._nodes.close()
+        signal.set_wakeup_fd(-1)
+        self._loop.close()
+        os.close(self._wake)
+
+
+def _node_source(cluster: ClusterSpec, folder: Path) -> NodeSource:
+    if cluster.infra == "local":
+        return LocalNodes(cluster, folder)
+    from atoll.tasks.ssh_nodes import SSHNodes  # local jobs start without what that needs
+
+    return SSHNodes(cluster, folder)
+
+
+def _has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def _open_wake(folder: Path) -> int:
+    """The pipe that others wake us by. Opened for both, so that it never ends."""
+    path = folder / WAKE
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

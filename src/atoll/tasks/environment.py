@@ -1,0 +1,162 @@
+"""The variables of a job's processes: SkyPilot's names and formats for scripts, torchrun's beside them for commands.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from atoll.tasks.spec import ClusterSpec, JobSpec
+from atoll.tasks.transitions import Phase
+
+_SECRET_NAME = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
+_CREDENTIALS = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
+_OF_PLACE = ("HOME", "TMPDIR")  # what a node says about these holds, whatever else was said
+_LINE_BY_LINE = {"PYTHONUNBUFFERED": "1"}  # a log that follows its program
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all processes of one job have in common.
+
+    Attributes:
+        spec, cluster: the job and where it runs.
+        job_id, task_id, user: as in the job's row.
+        addresses: of every node of the cluster, head first.
+        secrets: values of ``spec.secret_names``.
+    """
+
+    spec: JobSpec
+    cluster: ClusterSpec
+    job_id: int
+    task_id: str
+    user: str
+    addresses: Sequence[str]
+    secrets: Mapping[str, str]
+
+
+def task_id(cluster: str, job_id: int, now: datetime) -> str:
+    """``sky-2026-11-28-05-30-00-123456_train_3``: stays the same when the job is started again."""
+    return f"sky-{now:%Y-%m-%d-%H-%M-%S-%f}_{cluster}_{job_id}"
+
+
+def script_environment(task: Task, phase: Phase, node: int, place: Mapping[str, str]) -> dict[str, str]:
+    """Variables of ``setup`` or ``run`` on one node; ``place`` is what the node itself adds."""
+    ours = _setup_variables(task, node) if phase == "setup" else _run_variables(task, node)
+    return _layered(task, place, _LINE_BY_LINE, ours)
+
+
+def command_environment(
+    task: Task, node: int, process: int, place: Mapping[str, str], *, master_port: int, restarts: int
+) -> dict[str, str]:
+    """Variables of one process of a ``command`` job: those of ``run``, and every one that ``torchrun`` sets.
+
+    Args:
+        task: the job.
+        node, process: which of its processes; ``process`` counts from 0 on its node.
+        place: what the node itself adds.
+        master_port: where rank 0 will listen.
+        restarts: how often the job was started again.
+    """
+    spec = task.spec
+    rank, world = node * spec.num_processes + process, spec.num_nodes * spec.num_processes
+    ours = {
+        "RANK": rank,
+        "LOCAL_RANK": process,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": spec.num_processes,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": spec.num_nodes,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": task.addresses[0],
+        "MASTER_PORT": master_port,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": spec.restarts.on_errors,
+        "TORCHELASTIC_RUN_ID": spec.run_id or task.task_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    defaults = {**_LINE_BY_LINE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if spec.num_processes > 1:
+        defaults["OMP_NUM_THREADS"] = "1"  # else each of them takes every core
+    return _layered(task, place, defaults, {**_run_variables(task, node), **_texts(ours)})
+
+
+def _layered(
+    task: Task, place: Mapping[str, str], defaults: Mapping[str, str], ours: Mapping[str, str]
+) -> dict[str, str]:
+    """Later wins: what we would have, the caller's, the node's, the user's, and last what is a fact."""
+    spec = task.spec
+    facts = {name: place[name] for name in _OF_PLACE if name in place}
+    return {**defaults, **spec.base_env, **place, **spec.env, **task.secrets, **facts, **ours}
+
+
+def _common_variables(task: Task) -> dict[str, str]:
+    cloud, _, region = task.cluster.infra.partition("/")
+    info = {"cluster_name": task.cluster.name, "cloud": cloud, "region": region or None, "zone": None}
+    variables = {
+        "SKYPILOT_TASK_ID": task.task_id,
+        "SKYPILOT_CLUSTER_INFO": json.dumps(info),
+        "SKYPILOT_USER": task.user,
+    }
+    if task.spec.group is not None:
+        variables["SKYPILOT_JOB_RANK"] = str(task.spec.rank_in_group)
+        variables["SKYPILOT_NUM_JOBS"] = str(task.spec.num_in_group)
+    return variables
+
+
+def _setup_variables(task: Task, node: int) -> dict[str, str]:
+    return {
+        **_common_variables(task),
+        "SKYPILOT_NUM_NODES": str(task.spec.num_nodes),
+        "SKYPILOT_SETUP_NODE_IPS": "\n".join(task.addresses),
+        "SKYPILOT_SETUP_NODE_RANK": str(node),
+        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": str(task.spec.num_accelerators),
+    }
+
+
+def _run_variables(task: Task, node: int) -> dict[str, str]:
+    return {
+        **_common_variables(task),
+        "SKYPILOT_NUM_NODES": str(task.spec.num_nodes),
+        "SKYPILOT_NODE_IPS": "\n".join(task.addresses[: task.spec.num_nodes]),
+        "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(task.spec.num_accelerators),
+        "SKYPILOT_INTERNAL_JOB_ID": str(task.job_id),
+    }
+
+
+def _texts(values: Mapping[str, str | int]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+def script_arguments(strict: bool) -> list[str]:
+    """The argument list that a script's path is appended to.
+
+    The user's text is the whole file, so that the line numbers in Bash's messages are theirs, and ``pkill -f`` with a
+    word of the script does not find its own shell.
+    """
+    return ["bash", "-e"] if strict else ["bash"]
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Is this variable one whose value nobody may see: by its name, or because it is a URL with a password?"""
+    return _SECRET_NAME.search(name) is not None or _CREDENTIALS.search(value) is not None
+
+
+def without_secrets(spec: JobSpec, secrets: Mapping[str, str]) -> tuple[JobSpec, dict[str, str]]:
+    """The job with no secret left in it, and all its secrets: those given, and those found among its variables."""
+    found = {n: v for each in (spec.base_env, spec.env) for n, v in each.items() if is_secret(n, v)}
+    found |= secrets
+    return replace(
+        spec,
+        base_env={name: value for name, value in spec.base_env.items() if name not in found},
+        env={name: value for name, value in spec.env.items() if name not in found},
+        secret_names=tuple(sorted({*spec.secret_names, *found})),
+    ), found

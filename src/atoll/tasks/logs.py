@@ -1,0 +1,338 @@
+"""A job's logs: one file that people read, with a prefix before each line, and one of raw bytes for each process.
+
+Everything here works on whole chunks, never line by line: a job that prints 80 MB/s must not be slowed by its log.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+RUN_LOG = "run.log"
+_BAR_S = 0.5  # of lines that a progress bar overdraws, one is shown so often
+_LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut: it must not be kept in memory
+_SHORTEST_SECRET = 6  # shorter values would be found everywhere
+_HIDDEN = b"****"
+_OVERDRAWN = re.compile(rb"^[^\n]*\r", re.M)
+_LINE_ENDS = re.compile(rb"\r+\n")
+_BLOCK_BYTES = 1 << 20
+_POLL_S = (0.01, 0.03)  # a follower looks so often: while lines come, and when it is quiet
+
+
+class Redactor:
+    """Replaces secret values in streams of bytes."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        # Of a key with several lines, each line is a secret: output is looked at line by line.
+        values = {line for value in secrets for line in (value, *value.splitlines()) if len(line) >= _SHORTEST_SECRET}
+        ordered = sorted((value.encode() for value in values), key=len, reverse=True)
+        self._pattern = re.compile(b"|".join(map(re.escape, ordered))) if ordered else None
+        self.longest_bytes = len(ordered[0]) if ordered else 0
+
+    def hide(self, data: bytes) -> bytes:
+        """``data`` with every secret value in it as ``****``."""
+        return data if self._pattern is None else self._pattern.sub(_HIDDEN, data)
+
+    def hide_text(self, text: str) -> str:
+        """The same for text."""
+        return text if self._pattern is None else self.hide(text.encode()).decode()
+
+
+class _Redacted:
+    """One stream without its secrets. Output is held back to the end of its line: a value may come in two parts."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        if not self._redactor.longest_bytes:
+            return data
+        data = self._held + data
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not cut and len(data) > _LONGEST_LINE_BYTES:
+            data = self._redactor.hide(data)
+            cut = len(data) - self._redactor.longest_bytes
+        self._held = data[cut:]
+        return self._redactor.hide(data[:cut])
+
+    def flush(self) -> bytes:
+        held, self._held = self._held, b""
+        return self._redactor.hide(held)
+
+
+class Prefixer:
+    """Makes what one process writes into whole lines that begin with its prefix. No I/O."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._joint = b"\n" + prefix
+        self._open = b""  # a line without its end
+        self._ended = False  # the state of a bar was shown up to its \r: a \n that comes next is the same line's
+        self._bar_shown = 0.0
+
+    @property
+    def bar_due(self) -> float | None:
+        """When the state of a progress bar that is waiting may be shown (monotonic), or None."""
+        return self._bar_shown + _BAR_S if b"\r" in self._open and self._open.strip(b"\r") else None
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Lines that are whole now. ``\\r\\n`` becomes ``\\n``; of what a lone ``\\r`` overdraws the last is kept."""
+        if self._ended and data:
+            self._ended = False
+            data = data.removeprefix(b"\n")
+        data = self._open + data if self._open else data
+        cut = data.rfind(b"\n") + 1
+        self._open = data[cut:]
+        lines = self._lines(data[: cut - 1]) if cut else b""
+        if len(self._open) > _LONGEST_LINE_BYTES:
+            lines += self.flush()
+        return lines + self.tick(now)
+
+    def tick(self, now: float) -> bytes:
+        """The state of an open progress bar, where it is time to show one."""
+        due = self.bar_due
+        if due is None or now < due:
+            return b""
+        states, _, self._open = self._open.rpartition(b"\r")
+        state = next((each for each in reversed(states.split(b"\r")) if each), None)
+        if state is None:  # a bar whose first state is still being written
+            return b""
+        self._ended = not self._open
+        self._bar_shown = now
+        return self._lines(state)
+
+    def flush(self) -> bytes:
+        """The last line, where it was left without an end."""
+        rest, self._open = self._open.rstrip(b"\r"), b""
+        return self._lines(rest) if rest else b""
+
+    def _lines(self, body: bytes) -> bytes:
+        if b"\r" in body:
+            body = _OVERDRAWN.sub(b"", _LINE_ENDS.sub(b"\n", body.rstrip(b"\r")))
+        return b"".join((self._prefix, body.replace(b"\n", self._joint), b"\n"))
+
+
+class LogFile:
+    """A file that is only added to. Where it can't be written, output is lost, never the job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        self._lost_bytes = 0
+        self._whole = True  # does what is written end with a line's end?
+        self.problem: str | None = None
+
+    def write(self, data: bytes) -> None:
+        """Add to it; after output was lost, first a line that says how much."""
+        if not data:
+            return
+        if self._lost_bytes:
+            end = b"" if self._whole else b"\n"
+            gap = f"atoll: {self._lost_bytes} bytes of output are missing here: {self.problem}\n"
+            if self._put(end + gap.encode()):
+                self._lost_bytes += len(data)
+                return
+            self._lost_bytes = 0
+        self._lost_bytes = self._put(data)
+
+    def _put(self, data: bytes) -> int:
+        """Write; returns how many bytes could not be."""
+        view = memoryview(data)
+        try:
+            if self._fd is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._fd = os.open(self._path, flags, 0o600)
+            while view:
+                num = os.write(self._fd, view)
+                self._whole = view[num - 1] == 10
+                view = view[num:]
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+        return len(view)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # a network file system tells only now that it was full
+                os.close(self._fd)
+            self._fd = None
+
+
+class Stream:
+    """What one process writes: into its raw file, and as prefixed lines into the job's."""
+
+    def __init__(self, run_log: LogFile, raw: LogFile, prefix: str, redactor: Redactor) -> None:
+        self._run_log = run_log
+        self._raw = raw
+        self._redacted = _Redacted(redactor)
+        self._prefixer = Prefixer(prefix.encode())
+
+    @property
+    def due(self) -> float | None:
+        """When ``tick`` has something to do (monotonic), or None."""
+        return self._prefixer.bar_due
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Bytes that it wrote."""
+        data = self._redacted.feed(data)
+        self._raw.write(data)
+        self._run_log.write(self._prefixer.feed(data, now))
+
+    def tick(self, now: float) -> None:
+        """Show the state of a progress bar where it is time."""
+        self._run_log.write(self._prefixer.tick(now))
+
+    def close(self, now: float) -> None:
+        """It ended: what it left without an end of line is shown too."""
+        data = self._redacted.flush()
+        self._raw.write(data)
+        self._run_log.write(self._prefixer.feed(data, now) + self._prefixer.flush())
+        self._raw.close()
+
+
+class JobLog:
+    """All logs of one job, in its folder."""
+
+    def __init__(self, folder: Path, secrets: Iterable[str] = ()) -> None:
+        self.redactor = Redactor(secrets)
+        self._folder = folder
+        self._run_log = LogFile(folder / RUN_LOG)
+        self._streams: set[Stream] = set()
+
+    @property
+    def problem(self) -> str | None:
+        """Why lines are missing from the job's log, where some are."""
+        return self._run_log.problem
+
+    def say(self, text: str) -> None:
+        """A line of our own."""
+        self._run_log.write(self.redactor.hide(text.encode(errors="replace")) + b"\n")
+
+    def stream(self, prefix: str, raw: str) -> Stream:
+        """For one process; ``raw`` is its file's name in the job's folder."""
+        stream = Stream(self._run_log, LogFile(self._folder / raw), prefix, self.redactor)
+        self._streams.add(stream)
+        return stream
+
+    def end(self, stream: Stream, now: float) -> None:
+        """Its process ended."""
+        stream.close(now)
+        self._streams.discard(stream)
+
+    def tick(self, now: float) -> float | None:
+        """Show progress bars whose time has come; returns when the next one's comes."""
+        waiting = [stream for stream in self._streams if stream.due is not None]
+        for stream in waiting:
+            stream.tick(now)
+        return min((stream.due for stream in waiting if stream.due is not None), default=None)
+
+    def close(self, now: float) -> None:
+        """Nothing more comes."""
+        for stream in list(self._streams):
+            self.end(stream, now)
+        self._run_log.close()
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def only_rank(rank: int, *, several: bool) -> re.Pattern[bytes]:
+    """Which lines of a job's log are of this rank; where it has only one process, which are its process's."""
+    return re.compile(rb"^\((?:head|worker\d+), rank=%d, [^\n]*\n" % rank if several else rb"^\([^\n]*\n", re.M)
+
+
+def tail_start(fd: int, num_lines: int) -> int:
+    """Where the last so many lines of a file begin."""
+    at = end = os.fstat(fd).st_size
+    while at > 0:
+        start = max(0, at - _BLOCK_BYTES)
+        block = os.pread(fd, at - start, start)
+        cut = len(block) - 1 if at == end and block.endswith(b"\n") else len(block)
+        while (cut := block.rfind(b"\n", 0, cut)) >= 0:
+            num_lines -= 1
+            if num_lines <= 0:
+                return start + cut + 1
+        at = start
+    return 0
+
+
+class Follower:
+    """Reads a log that may not exist yet and may still grow, and hands on its bytes, or the lines that match."""
+
+    def __init__(self, path: Path, write: Callable[[bytes], None], only: re.Pattern[bytes] | None = None) -> None:
+        self._path = path
+        self._write = write
+        self._only = only
+        self._open = b""  # of a line that is looked at, what there is
+        self._fd: int | None = None
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def drain(self) -> bool:
+        """Hand on all there is now; was there anything?"""
+        any_came = False
+        for block in self._blocks():
+            any_came = True
+            self._write(block)
+        return any_came
+
+    def tail(self, num_lines: int) -> None:
+        """Hand on the last so many lines of what there is now."""
+        if self._only is None:
+            if self._found() is not None and self._fd is not None:
+                os.lseek(self._fd, tail_start(self._fd, num_lines), os.SEEK_SET)
+            self.drain()
+            return
+        lines: deque[bytes] = deque(maxlen=num_lines)
+        for block in self._blocks():
+            lines.extend(block.splitlines(keepends=True))
+        if lines:
+            self._write(b"".join(lines))
+
+    def _found(self) -> int | None:
+        if self._fd is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._fd
+
+    def _blocks(self) -> Iterator[bytes]:
+        fd = self._found()
+        while fd is not None and (block := os.read(fd, _BLOCK_BYTES)):
+            if self._only is not None:
+                block = self._open + block
+                cut = block.rfind(b"\n") + 1
+                block, self._open = b"".join(self._only.findall(block, 0, cut)), block[cut:]
+            if block:
+                yield block
+
+
+def follow_log(follower: Follower, ended: Callable[[], bool], wait: Callable[[float], None]) -> None:
+    """Hand on a log as it grows, until its job has ended and all of it is read.
+
+    Args:
+        follower: the log.
+        ended: has the job ended? Asked before each look at the file, so that nothing written before is missed.
+        wait: sleeps for so many seconds; may raise to stop.
+    """
+    wait_s = _POLL_S[0]
+    while True:
+        over = ended()
+        if follower.drain():
+            wait_s = _POLL_S[0]
+        elif not over:
+            wait(wait_s)
+            wait_s = min(wait_s * 1.2, _POLL_S[1])
+        if over:
+            return

@@ -1,0 +1,52 @@
+"""Ports that jobs fix in their scripts: a lock file for each, so that two jobs on one network take turns.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class PortLocks:
+    """The ports that one job holds.
+
+    Args:
+        folder: where the lock files of its network lie.
+        holder: what others are told who has them.
+    """
+
+    def __init__(self, folder: Path, holder: str) -> None:
+        self._folder = folder
+        self._holder = holder
+        self._held: list[int] = []
+
+    def take(self, ports: Sequence[int]) -> str | None:
+        """Take all of them, or none: then says who holds the first that is not free."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for port in ports:
+            fd = os.open(self._folder / f"{port}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, 4096, 0).decode(errors="replace") or "another job"
+                os.close(fd)
+                self.free()
+                return f"port {port}, held by {holder}"
+            self._held.append(fd)
+        for fd in self._held:
+            os.ftruncate(fd, 0)
+            with contextlib.suppress(OSError):  # on a full disk others are told less
+                os.pwrite(fd, self._holder.encode(), 0)
+        return None
+
+    def free(self) -> None:
+        """Give all of them up. The files stay: removing one that another job waits for would let two in."""
+        while self._held:
+            fd = self._held.pop()
+            os.ftruncate(fd, 0)
+            os.close(fd)

@@ -1,0 +1,432 @@
+"""One job's nodes: the state machine's actions become frames to agents, frames and timers become its inputs.
+
+Everything runs in the supervisor's loop, except what blocks: nodes are started and stopped in threads. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from atoll.core.errors import AtollError
+from atoll.tasks import environment
+from atoll.tasks.channel import Channel
+from atoll.tasks.logs import JobLog, Stream
+from atoll.tasks.loop import Loop
+from atoll.tasks.machine import JobMachine
+from atoll.tasks.nodes import NodeSource, StartedNode
+from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
+from atoll.tasks.store import JobRow, take_secrets
+from atoll.tasks.transitions import (
+    Action,
+    CancelAsked,
+    Input,
+    Log,
+    NodeDown,
+    NodeUp,
+    Phase,
+    ProcessEnded,
+    ProcessStarted,
+    SetStatus,
+    StartNode,
+    StartProcess,
+    StopNode,
+    Terminate,
+    Tick,
+)
+from atoll.wire import frames
+from atoll.wire.frames import RawFrame
+
+T = TypeVar("T")
+Record = Callable[[int, Sequence[SetStatus | Log]], JobStatus]
+
+_ANSWER_S = 60.0  # an agent that was started says so within this time
+# Not where the kernel takes ports for outgoing connections from.
+_FIRST_PORT, _LAST_PORT = 20_000, 32_000
+_TAIL_LINES = 5  # of the culprit's last lines, which stand further up as well
+_MOST_STARTS = 64  # nodes that are started at the same time
+
+
+@dataclass
+class _Place:
+    """One node of the job in one attempt."""
+
+    node: int
+    attempt: int
+    started: StartedNode | None = None
+    channel: Channel | None = None
+    answer_due: float | None = None
+    stopped: bool = False
+    running: dict[int, tuple[Phase, int]] = field(default_factory=dict)  # by number: phase, process
+    streams: dict[int, Stream] = field(default_factory=dict)
+
+
+class JobRunner:
+    """Runs one job from its first node to its end.
+
+    Args:
+        job: its row.
+        cluster: where it runs.
+        nodes: starts them.
+        folder: of the cluster.
+        loop: the supervisor's.
+        record: writes events and status into the store; says what the status is then.
+        notes: lines to begin the job's log with.
+
+    Raises:
+        ConfigError: the job wants more nodes than the cluster has.
+    """
+
+    def __init__(
+        self,
+        job: JobRow,
+        cluster: ClusterSpec,
+        nodes: NodeSource,
+        folder: Path,
+        loop: Loop,
+        record: Record,
+        notes: Sequence[str],
+    ) -> None:
+        spec = job.spec
+        self.job = job
+        self.cancelled = False
+        self._machine = JobMachine(spec, num_cluster_nodes=cluster.num_nodes, setup_needed=spec.setup is not None)
+        secrets = take_secrets(folder, job.id)
+        self._task = environment.Task(spec, cluster, job.id, job.task_id, job.user, nodes.addresses, secrets)
+        self._log = JobLog(folder / "jobs" / str(job.id), secrets.values())
+        self._nodes = nodes
+        self._loop = loop
+        self._record = record
+        self._notes = list(notes)
+        self._inputs: deque[Input] = deque()
+        self._places: dict[int, _Place] = {}
+        self._threads = ThreadPoolExecutor(min(cluster.num_nodes, _MOST_STARTS), f"job{job.id}")
+        self._turns: dict[int, deque[Callable[[], None]]] = {}  # blocking work of a node, one piece after another
+        self._culprit: Log | None = None
+        self._ports: dict[int, int] = {}  # by attempt
+        self._bar_due: float | None = None
+        self._told_of_gaps = False
+
+    # ------------------------------------------------------------------------------------------- for the supervisor
+    @property
+    def status(self) -> JobStatus:
+        """Where the job stands."""
+        return self._machine.status
+
+    @property
+    def finished(self) -> bool:
+        """Has the job ended, and is nothing left of it?"""
+        return self._machine.done and not self._turns and not self._inputs
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``tick`` must be called at the latest (monotonic), or None."""
+        dues = [self._machine.deadline, self._bar_due, *(place.answer_due for place in self._places.values())]
+        return min((due for due in dues if due is not None), default=None)
+
+    def start(self) -> None:
+        """Begin."""
+        for note in self._notes:
+            self._log.say(note)
+        self._do(self._machine.start(time.monotonic()))
+        self._handle_inputs()
+
+    def cancel(self, why: str) -> None:
+        """End it before its time."""
+        self.cancelled = True
+        self._tell(CancelAsked(why))
+
+    def tick(self) -> None:
+        """Time passed."""
+        now = time.monotonic()
+        self._bar_due = self._log.tick(now)
+        for place in list(self._places.values()):
+            if place.answer_due is not None and now >= place.answer_due:
+                self._lost(place, f"its agent did not answer within {_ANSWER_S:.0f} s")
+        if self._machine.deadline is not None and now >= self._machine.deadline:
+            self._tell(Tick())
+
+    def close(self) -> None:
+        """Give up threads and files; the job has finished."""
+        self._threads.shutdown()
+        self._log.close(time.monotonic())
+
+    # ------------------------------------------------------------------------------------------- inputs and actions
+    def _tell(self, event: Input) -> None:
+        self._inputs.append(event)
+        if len(self._inputs) == 1:  # else it is seen to after the one that led to it
+            self._handle_inputs()
+
+    def _handle_inputs(self) -> None:
+        while self._inputs:
+            self._do(self._machine.handle(self._inputs[0], time.monotonic()))
+            self._inputs.popleft()
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        rows: list[SetStatus | Log] = []
+        for action in actions:
+            match action:
+                case StartNode():
+                    self._start_node(action)
+                case StartProcess():
+                    self._start_process(action)
+                case Terminate():
+                    if (place := self._places.get(action.node)) is not None and place.channel is not None:
+                        place.channel.send(frames.pack(frames.TERM, frames.EVERY))
+                case StopNode():
+                    self._stop_node(action.node)
+                case Log():
+                    rows.append(action)
+                    if action.text:
+                        self._log.say(action.text)
+                    if action.kind in ("failed", "lost"):
+                        self._culprit = action
+                case SetStatus():
+                    rows.append(action)
+                    if action.status.ended:
+                        self._say_end(action)
+        if rows and self._record(self.job.id, rows).ended and not self._machine.done:
+            self._inputs.append(CancelAsked())  # it was cancelled before it began
+
+    def _say_end(self, end: SetStatus) -> None:
+        if end.status is JobStatus.SUCCEEDED:
+            self._log.say("✓ Job finished (status: SUCCEEDED).")
+            return
+        if end.status is JobStatus.CANCELLED:
+            why = "" if end.reason in ("", "cancelled") else f": {end.reason}"
+            self._log.say(f"✗ Job {self.job.id} was cancelled (status: CANCELLED){why}.")
+            return
+        line = f"✗ Job {self.job.id} failed (status: {end.status}): {end.reason.removesuffix('.')}."
+        tail = str(dict(self._culprit.data).get("tail") or "") if self._culprit is not None else ""
+        if tail:
+            line += " Its last lines:\n" + "\n".join(f"    {each}" for each in tail.splitlines()[-_TAIL_LINES:])
+        if self._culprit is not None and self.job.spec.num_nodes * self.job.spec.num_processes > 1:
+            line += "\n  The others were stopped by the launcher." if tail else " The others were stopped."
+        self._log.say(line)
+
+    # ------------------------------------------------------------------------------------------- nodes
+    def _start_node(self, action: StartNode) -> None:
+        place = self._places[action.node] = _Place(action.node, action.attempt)
+
+        def started(result: StartedNode | AtollError | OSError) -> None:
+            if isinstance(result, (AtollError, OSError)):
+                if not place.stopped:
+                    self._tell(NodeDown(place.node, place.attempt, str(result), started=False))
+            elif place.stopped:
+                self._in_turn(place.node, result.handle.stop, _ignore, first=True)
+            else:
+                place.started = result
+                place.answer_due = time.monotonic() + _ANSWER_S
+                self._listen(place, result)
+                place.channel = Channel(
+                    self._loop,
+                    result.handle,
+                    lambda frame: self._frame(place, frame),
+                    lambda reason: self._lost(place, reason),
+                )
+
+        def start() -> StartedNode | AtollError | OSError:
+            try:
+                return self._nodes.start(self.job.id, place.node, place.attempt, self._visible())
+            except (AtollError, OSError) as error:
+                return error
+
+        self._in_turn(place.node, start, started)
+
+    def _listen(self, place: _Place, started: StartedNode) -> None:
+        """A host's channel tells, in a thread of its own, when the host falls silent and when it answers again."""
+        listen = getattr(started.handle, "listen", None)
+        if listen is not None:
+            listen(lambda line: self._loop.post(lambda: self._note(place, line)))
+
+    def _note(self, place: _Place, line: str) -> None:
+        if not place.stopped:
+            self._do([Log("note", line, place.node)])
+
+    def _visible(self) -> list[str]:
+        """Paths that the processes need although they may lie below /tmp: where they work, and their programs."""
+        spec = self.job.spec
+        path = {**spec.base_env, **spec.env}.get("PATH", "").split(":")
+        return [each for each in (spec.cwd, spec.base_env.get("VIRTUAL_ENV"), *path) if each]
+
+    def _stop_node(self, node: int) -> None:
+        place = self._places.pop(node, None)
+        if place is None:
+            return
+        place.stopped = True
+        if place.channel is not None:
+            place.channel.drain()  # what it has said counts, and belongs into the log before the job's end does
+        self._end_streams(place)
+        if place.channel is not None:
+            place.channel.close()
+        if place.started is not None:  # else it is stopped as soon as it has
+            self._in_turn(node, place.started.handle.stop, _ignore)
+
+    def _lost(self, place: _Place, reason: str) -> None:
+        if place.stopped:
+            return
+        started = place.answer_due is None
+        place.answer_due = None
+        # Its place stays: the machine knows of the loss and stops what is left of the attempt, without this node.
+        self._stop_node(place.node)
+        self._tell(NodeDown(place.node, place.attempt, reason, started))
+
+    def _in_turn(self, node: int, work: Callable[[], T], then: Callable[[T], None], *, first: bool = False) -> None:
+        """Do blocking work for a node in a thread, after what it is busy with; then go on in the loop."""
+
+        def done(future: Future[T]) -> None:
+            self._loop.post(lambda: after(future))
+
+        def after(future: Future[T]) -> None:
+            then(future.result())  # what work doesn't expect ends the supervisor, which says so
+            turns.popleft()
+            if turns:
+                turns[0]()
+            else:
+                del self._turns[node]
+
+        def begin() -> None:
+            self._threads.submit(work).add_done_callback(done)
+
+        turns = self._turns.setdefault(node, deque())
+        if first and turns:
+            turns.insert(1, begin)  # the one at the front is being done
+        else:
+            turns.append(begin)
+        if len(turns) == 1:
+            begin()
+
+    # ------------------------------------------------------------------------------------------- processes
+    def _start_process(self, action: StartProcess) -> None:
+        place = self._places.get(action.node)
+        if place is None or place.channel is None or place.started is None:
+            return  # it was lost just now, which the machine will hear next
+        spec, started = self.job.spec, place.started
+        number = action.process + (action.phase == "run")  # setup is process 0 of its agent
+        place.running[number] = (action.phase, action.process)
+        cwd = started.workdir if action.phase == "setup" else spec.cwd or started.workdir
+        meta: dict[str, object] = {"cwd": cwd}
+        if action.phase == "run" and spec.command is not None:
+            env = environment.command_environment(
+                self._task,
+                action.node,
+                action.process,
+                started.env,
+                master_port=self._master_port(action.attempt),
+                restarts=action.attempt - 1,
+            )
+            meta["argv"] = list(spec.command)
+        else:
+            env = environment.script_environment(self._task, action.phase, action.node, started.env)
+            text = spec.setup if action.phase == "setup" else spec.run
+            meta["argv"] = environment.script_arguments(spec.strict)
+            meta["script"] = {"name": f"{action.phase}.sh", "text": text}
+        meta["env"] = {**env, "PWD": cwd}
+        place.channel.send(frames.pack(frames.START, number, meta=meta))
+
+    def _frame(self, place: _Place, frame: RawFrame) -> None:
+        match frame.kind:
+            case frames.LOG:
+                if (stream := place.streams.get(frame.rank)) is not None:
+                    stream.feed(bytes(frame.parsed().rest), time.monotonic())
+                    self._bar_due = self._bar_due or stream.due
+                    self._tell_of_gaps()
+            case frames.AGENT:
+                self._answered(place, frame)
+            case frames.STARTED if frame.rank in place.running:
+                phase, process = place.running[frame.rank]
+                pid = int(frame.parsed().meta["pid"])
+                raw, prefix = self._names(place, phase, process, pid)
+                place.streams[frame.rank] = self._log.stream(prefix, raw)
+                self._tell(ProcessStarted(place.node, process, phase, place.attempt, pid))
+            case frames.EXIT if frame.rank in place.running:
+                self._exited(place, frame)
+
+    def _tell_of_gaps(self) -> None:
+        if self._log.problem is not None and not self._told_of_gaps:
+            self._told_of_gaps = True
+            self._do([Log("note", f"this log is incomplete: {self._log.problem}")])
+
+    def _answered(self, place: _Place, frame: RawFrame) -> None:
+        meta = frame.parsed().meta
+        if place.answer_due is None:
+            return
+        if meta.get("version") != frames.VERSION:
+            self._lost(place, f"its agent speaks version {meta.get('version')} of the protocol, not {frames.VERSION}")
+            return
+        place.answer_due = None
+        for note in (meta.get("place") or {}).get("notes", ()):
+            if not any(note.partition(": ")[2] in said for said in self._notes):  # the cause, perhaps of more
+                self._notes.append(note)
+                self._note(place, note)
+        self._tell(NodeUp(place.node, place.attempt))
+
+    def _exited(self, place: _Place, frame: RawFrame) -> None:
+        meta = frame.parsed().meta
+        phase, process = place.running.pop(frame.rank)
+        if (stream := place.streams.pop(frame.rank, None)) is not None:
+            self._log.end(stream, time.monotonic())
+        tail = tuple(self._log.redactor.hide_text(line) for line in meta.get("tail") or ())
+        self._tell(
+            ProcessEnded(
+                place.node,
+                process,
+                phase,
+                place.attempt,
+                meta["exit_code"],
+                meta.get("signal"),
+                bool(meta.get("oom")),
+                tail,
+            )
+        )
+
+    def _end_streams(self, place: _Place) -> None:
+        for stream in place.streams.values():
+            self._log.end(stream, time.monotonic())
+        place.streams.clear()
+
+    def _names(self, place: _Place, phase: Phase, process: int, pid: int) -> tuple[str, str]:
+        """A process's raw log, and the prefix of its lines."""
+        spec, name, addr = self.job.spec, node_name(place.node), self._task.addresses[place.node]
+        if phase == "setup":
+            alone = len(self._task.addresses) == 1
+            return f"setup-{name}.log", f"(setup pid={pid}) " if alone else f"(setup pid={pid}, ip={addr}) "
+        num_processes = spec.num_processes if spec.command is not None else 1
+        rank = place.node * num_processes + process
+        raw = f"tasks/{rank}-{name}.log"
+        if spec.num_nodes * num_processes == 1:
+            return raw, f"({spec.name or 'task'}, pid={pid}) "
+        return (
+            raw,
+            f"({name}, rank={rank}, pid={pid}) " if not place.node else f"({name}, rank={rank}, pid={pid}, ip={addr}) ",
+        )
+
+    def _master_port(self, attempt: int) -> int:
+        """Where rank 0 of this attempt will listen: as asked, or a port that is free on this machine at least."""
+        if attempt not in self._ports:
+            self._ports[attempt] = self.job.spec.master_port or _free_port(self._task.addresses[0])
+        return self._ports[attempt]
+
+
+def _free_port(addr: str) -> int:
+    for _ in range(100):
+        port = random.randint(_FIRST_PORT, _LAST_PORT)
+        with socket.socket() as probe:
+            try:
+                probe.bind((addr, port))
+            except OSError:  # taken, or the address is another machine's
+                continue
+            return port
+    return random.randint(_FIRST_PORT, _LAST_PORT)
+
+
+def _ignore(_result: object) -> None:
+    """What a node's end returns."""

@@ -1,0 +1,61 @@
+"""Which job of a cluster may start now, and what each of the others waits for. No I/O; standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from atoll.tasks.spec import ClusterSpec
+from atoll.tasks.store import JobRow
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one pending job may do: start, or wait for what ``why`` says."""
+
+    job: JobRow
+    why: str | None
+
+
+def turns(cluster: ClusterSpec, pending: Sequence[JobRow], running: Iterable[JobRow]) -> list[Turn]:
+    """For each pending job, oldest first, whether it may start beside those that run and those before it.
+
+    Jobs without accelerators start at once, and so do those of other sweeps; those with accelerators keep their order,
+    so that a large one is not passed by small ones for ever.
+    """
+    going = list(running)
+    found = []
+    queued = False
+    for job in pending:
+        why = _sweep_is_full(job, going)
+        if why is None and job.spec.num_accelerators:
+            why = _no_accelerators(cluster, job, going)
+            if why is None and queued:
+                why = "waiting for its turn: jobs before it wait for accelerators"
+            queued = queued or why is not None
+        if why is None:
+            going.append(job)
+        found.append(Turn(job, why))
+    return found
+
+
+def _sweep_is_full(job: JobRow, going: Sequence[JobRow]) -> str | None:
+    if job.spec.group is None:
+        return None
+    same = [other.id for other in going if other.spec.group == job.spec.group]
+    if len(same) < job.spec.parallel:
+        return None
+    return f"waiting for its turn in the sweep: {_jobs(same)} running, {job.spec.parallel} at once"
+
+
+def _no_accelerators(cluster: ClusterSpec, job: JobRow, going: Sequence[JobRow]) -> str | None:
+    holders = [other for other in going if other.spec.num_accelerators]
+    taken = sum(other.spec.num_accelerators for other in holders)
+    if not holders or taken + job.spec.num_accelerators <= cluster.num_accelerators:
+        return None
+    what = f"{job.spec.num_accelerators} × {job.spec.accelerator or 'accelerator'} a node"
+    return f"waiting for {what}: {_jobs([other.id for other in holders])} has {taken} of {cluster.num_accelerators}"
+
+
+def _jobs(ids: Sequence[int]) -> str:
+    return f"job{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"

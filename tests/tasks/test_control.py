@@ -1,0 +1,261 @@
+"""What clients ask of a cluster: logs from any point, its queue, its end; in this process and through the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.core.errors import AtollError, ConfigError
+from atoll.tasks import supervisor
+from atoll.tasks.remote_control import ProgramControl
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
+from local_cluster import LocalCluster, processes_with, until
+
+SUCCEEDED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.CANCELLED
+PROGRAM = [sys.executable, "-m", "atoll.tasks.control"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def program_control(cluster: str = "train") -> ProgramControl:
+    return ProgramControl(lambda operation: [*PROGRAM, operation], cluster)
+
+
+# ------------------------------------------------------------------------------------------------- logs
+def test_the_last_lines_of_a_quiet_running_job(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("seq 100; sleep 300")
+    cluster.wait_for(job, ") 100\n")
+    status, log = cluster.follow(job, follow=False, tail=5)
+    assert status is JobStatus.RUNNING
+    assert re.findall(r"\) (\d+)\n", log) == ["96", "97", "98", "99", "100"]
+    assert cluster.follow(job, follow=False)[1].count("(task, pid=") == 100
+    cluster.control.cancel([job])
+    status, log = cluster.follow(job, tail=2)
+    assert status is CANCELLED
+    assert "was cancelled" in log
+    cluster.wait_until_idle()
+    assert cluster.follow(job, tail=1) == (CANCELLED, f"✗ Job {job} was cancelled (status: CANCELLED).\n")
+
+
+def test_lines_are_seen_soon(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("for i in 1 2 3 4 5; do sleep 0.2; date +%s.%N; done")
+    late_s = []
+
+    def write(data: bytes) -> None:
+        now = time.time()
+        late_s.extend(now - float(at) for at in re.findall(rb"\) (\d+\.\d+)\n", data))
+
+    assert cluster.control.follow(job, write) is SUCCEEDED
+    assert len(late_s) == 5
+    assert min(late_s) < 0.5
+
+
+def test_one_rank_only(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    job = cluster.submit("echo I am $SKYPILOT_NODE_RANK", num_nodes=2)
+    _, log = cluster.follow(job, rank=1)
+    assert re.fullmatch(r"\(worker1, rank=1, pid=\d+, ip=127.0.0.2\) I am 1\n", log)
+    with pytest.raises(ConfigError, match="rank 2: job 1 has ranks 0 to 1"):
+        cluster.follow(job, rank=2)
+
+
+def test_no_such_job(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    with pytest.raises(LookupError, match="no job yet"):
+        cluster.control.job(None)
+    job = cluster.submit("true")
+    assert cluster.follow(job)[0] is SUCCEEDED
+    assert cluster.control.job(None).id == job
+    for ask in (cluster.control.job, cluster.follow):
+        with pytest.raises(LookupError, match="99"):
+            ask(99)
+
+
+def test_no_line_of_a_flood_is_lost_or_torn(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    num = 60_000
+    text = f"import sys; sys.stdout.writelines(f'{{i}} {{chr(97 + i % 26) * (i % 100)}}\\n' for i in range({num}))"
+    job = cluster.submit(f'{sys.executable} -c "{text}"', num_nodes=2)
+    status, log = cluster.follow(job)
+    assert status is SUCCEEDED
+    expected = [f"{i} {chr(97 + i % 26) * (i % 100)}" for i in range(num)]
+    for name in (r"\(head, rank=0, pid=\d+\) ", r"\(worker1, rank=1, pid=\d+, ip=127.0.0.2\) "):
+        assert re.findall(f"^{name}(.*)$", log, re.M) == expected
+    raw = (cluster.folder / "jobs" / str(job) / "tasks" / "1-worker1.log").read_text()
+    assert raw.splitlines() == expected
+
+
+def test_a_progress_bar_does_not_flood(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    _, log = cluster.run(r"for i in $(seq 300); do printf '\r%d/300' $i; sleep 0.003; done; echo; printf 'a\r\nb\r\n'")
+    lines = [line.partition(") ")[2] for line in log.splitlines() if line.startswith("(")]
+    assert lines[-3:] == ["300/300", "a", "b"]
+    assert len(lines) < 15
+    assert "\r" not in log
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("cluster", "job", "message"),
+    [
+        ({"status": ClusterStatus.STOPPED}, {}, "atoll start train"),
+        ({"status": ClusterStatus.DOWN}, {}, "atoll launch -c train"),
+        ({"num_nodes": 2}, {"num_nodes": 3}, "wants 3 nodes and cluster train has 2"),
+        ({"num_accelerators": 1}, {"num_accelerators": 2}, "wants 2 accelerators a node and cluster train has 1"),
+    ],
+)
+def test_what_a_cluster_can_not_take(home: Path, cluster: dict[str, object], job: dict[str, int], message: str) -> None:
+    made = LocalCluster.make(home, **cluster)
+    with pytest.raises(ConfigError, match=message):
+        made.submit("true", **job)
+    assert made.control.queue() == []
+
+
+def test_a_supervisor_that_can_not_start_is_an_error(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    (cluster.folder / "supervisor.lock").mkdir()
+    with pytest.raises(AtollError, match="IsADirectoryError"):
+        cluster.submit("true")
+    assert [job.status for job in cluster.control.queue()] == [CANCELLED]
+
+
+# ------------------------------------------------------------------------------------------------- the end
+def test_stop_and_down_end_what_runs(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    word = f"STOPPED_{os.getpid()}_{time.monotonic_ns()}"
+    job = cluster.submit(f"echo kept > file; export {word}=1; echo going; sleep 300")
+    cluster.wait_for(job, "going")
+    assert cluster.control.change(status=ClusterStatus.STOPPED).status is ClusterStatus.STOPPED
+    assert processes_with(word) == []
+    assert cluster.control.job(job).status is CANCELLED
+    file = cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "file"
+    assert file.read_text() == "kept\n"
+    cluster.control.change(status=ClusterStatus.UP)
+    job = cluster.submit("cat file; mkdir -p shut/in; chmod 500 shut; sleep 300")
+    cluster.wait_for(job, "kept")
+    cluster.control.remove_nodes()
+    assert not (cluster.folder / "nodes").exists()
+    assert cluster.control.job(job).status is CANCELLED
+    assert "kept" in cluster.follow(job)[1]
+
+
+def test_pending_jobs_get_a_new_supervisor(home: Path) -> None:
+    cluster = LocalCluster.make(home, accelerator="L4", num_accelerators=1, simulated=True)
+    first = cluster.submit("echo going; sleep 300", num_accelerators=1)
+    second = cluster.submit("echo mine", num_accelerators=1)
+    cluster.wait_for(first, "going")
+    os.kill(cluster.supervisor_pid(), 9)
+    until(lambda: not supervisor.is_running(cluster.folder), "the supervisor's end")
+    assert cluster.follow(second)[0] is SUCCEEDED
+    assert cluster.control.job(first).status is JobStatus.FAILED_DRIVER
+
+
+def test_nodes_that_start_in_any_order(home: Path) -> None:
+    """A supervisor whose nodes take different times to start: ranks stay what they are, and setup is a barrier."""
+    cluster = LocalCluster.make(home, num_nodes=4)
+    program = (
+        "import sys, time; from atoll.tasks import dispatcher, supervisor; from atoll.tasks.nodes import LocalNodes\n"
+        "class Slow(LocalNodes):\n"
+        "    def start(self, job_id, node, *more):\n"
+        "        time.sleep((0.3, 0.1, 0.4, 0.0)[node])\n"
+        "        return super().start(job_id, node, *more)\n"
+        "dispatcher._node_source = Slow\n"
+        "supervisor.main(sys.argv[1], 2)\n"
+    )
+    lock = supervisor.open_lock(cluster.folder)  # else a supervisor of the usual kind is started
+    assert supervisor.take_lock(lock, 1.0)
+    job = cluster.submit(
+        "date +%s.%N; echo rank $SKYPILOT_NODE_RANK; echo $SKYPILOT_NODE_IPS", setup="date +%s.%N", num_nodes=4
+    )
+    os.close(lock)
+    with open(home / "err", "w") as errors:
+        process = subprocess.Popen([sys.executable, "-c", program, str(cluster.folder)], stderr=errors)
+    status, log = cluster.follow(job)
+    assert process.wait() == 0
+    assert status is SUCCEEDED
+    for node, name in enumerate(("head", "worker1", "worker2", "worker3")):
+        assert re.search(rf"^\({name}, rank={node}, pid=\d+[^)]*\) rank {node}$", log, re.M)
+    assert log.count("127.0.0.1 127.0.0.2 127.0.0.3 127.0.0.4") == 4
+    setups = [float(at) for at in re.findall(r"^\(setup .*\) (\d+\.\d+)$", log, re.M)]
+    runs = [float(at) for at in re.findall(r"rank=.*\) (\d+\.\d+)$", log, re.M)]
+    assert len(setups) == len(runs) == 4
+    assert max(setups) < min(runs)
+
+
+# ------------------------------------------------------------------------------------------------- as a program
+def test_everything_through_the_program(home: Path) -> None:
+    control = program_control()
+    control.create(ClusterSpec("train", created_s=time.time()))
+    spec = JobSpec(name="far", run="echo my $API_TOKEN; echo é; exit 3", base_env={"PATH": os.environ["PATH"]})
+    job = control.submit(spec, {"API_TOKEN": "0123456789"})
+    got: list[bytes] = []
+    assert control.follow(job, got.append) is JobStatus.FAILED
+    log = b"".join(got).decode()
+    assert "my ****" in log
+    assert ") é\n" in log
+    assert control.job(None).exit_code == 3
+    assert [row.id for row in control.queue()] == [job]
+    assert control.cancel(None) == []
+    assert control.change(autostop_minutes=5, status=ClusterStatus.STOPPED).status is ClusterStatus.STOPPED
+    assert control.cluster().autostop_minutes == 5
+    control.remove_nodes()
+    with pytest.raises(ConfigError, match="is stopped"):
+        control.submit(spec, {})
+    with pytest.raises(LookupError, match="99"):
+        control.job(99)
+    with pytest.raises(LookupError, match="99"):
+        control.follow(99, got.append)
+    with pytest.raises(LookupError, match="no cluster 'other'"):
+        program_control("other").cluster()
+    with pytest.raises(ConfigError, match="no name of a cluster"):
+        program_control("../x").cluster()
+    broken = ProgramControl(lambda operation: ["sh", "-c", "echo no route >&2; exit 255"], "train")
+    for ask in (broken.cluster, lambda: broken.follow(1, got.append)):
+        with pytest.raises(AtollError, match=r"exit code 255.*no route"):
+            ask()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_reader_that_goes_away_ends_the_program(home: Path, quiet: bool) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo going; sleep 300" if quiet else "while true; do echo going; done")
+    cluster.wait_for(job, "going")
+    pipe = subprocess.PIPE
+    follower = subprocess.Popen([*PROGRAM, "follow"], stdin=pipe, stdout=pipe, stderr=pipe)
+    assert follower.stdin is not None
+    assert follower.stdout is not None
+    assert follower.stderr is not None
+    wish = {"cluster": "train", "job_id": job, "follow": True, "tail": 0, "rank": None}
+    follower.stdin.write(json.dumps(wish).encode())
+    follower.stdin.close()
+    assert follower.stdout.readline()
+    follower.stdout.close()
+    assert follower.wait(10) == 120
+    assert follower.stderr.read() == b""
+    follower.stderr.close()
+    assert cluster.control.job(job).status is JobStatus.RUNNING  # it only watched
+    cluster.control.cancel(None)
+    cluster.wait_until_idle()
+
+
+def test_a_bare_python_is_enough() -> None:
+    """As on a host that has nothing but a Python: no site-packages, no environment."""
+    root = str(Path(supervisor.__file__).parents[2])
+    program = (
+        f"import sys; sys.path.insert(0, {root!r});"
+        "import atoll.tasks.dispatcher, atoll.tasks.control, atoll.tasks.remote_control, atoll.tasks.ssh_nodes"
+    )
+    subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True, env={})

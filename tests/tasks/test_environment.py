@@ -1,0 +1,140 @@
+"""The variables of setup, run and commands: names and formats as SkyPilot and torchrun have them."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from atoll.tasks.environment import (
+    Task,
+    command_environment,
+    is_secret,
+    script_environment,
+    task_id,
+    without_secrets,
+)
+from atoll.tasks.spec import ClusterSpec, JobSpec, Restarts
+
+ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+
+
+def task(infra: str = "local", secrets: dict[str, str] | None = None, **spec: Any) -> Task:
+    cluster = ClusterSpec("train", infra=infra, num_nodes=3)
+    return Task(JobSpec(**spec), cluster, 7, "sky-x_train_7", "ada", ADDRESSES, secrets or {})
+
+
+def test_task_id() -> None:
+    assert task_id("train", 3, datetime(2026, 1, 2, 3, 4, 5, 67)) == "sky-2026-01-02-03-04-05-000067_train_3"
+
+
+def test_run_has_skypilots_variables_over_the_jobs_nodes() -> None:
+    env = script_environment(task(num_nodes=2, num_accelerators=4), "run", 1, {})
+    assert env == {
+        "PYTHONUNBUFFERED": "1",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+        "SKYPILOT_TASK_ID": "sky-x_train_7",
+        "SKYPILOT_INTERNAL_JOB_ID": "7",
+        "SKYPILOT_CLUSTER_INFO": env["SKYPILOT_CLUSTER_INFO"],
+        "SKYPILOT_USER": "ada",
+    }
+    assert json.loads(env["SKYPILOT_CLUSTER_INFO"]) == {
+        "cluster_name": "train",
+        "cloud": "local",
+        "region": None,
+        "zone": None,
+    }
+
+
+def test_setup_has_its_own_over_all_nodes_of_the_cluster() -> None:
+    env = script_environment(task("ssh/lab", num_nodes=2, num_accelerators=1), "setup", 2, {})
+    assert env["SKYPILOT_SETUP_NODE_IPS"] == "127.0.0.1\n127.0.0.2\n127.0.0.3"
+    assert env["SKYPILOT_SETUP_NODE_RANK"] == "2"
+    assert env["SKYPILOT_SETUP_NUM_GPUS_PER_NODE"] == "1"
+    assert env["SKYPILOT_NUM_NODES"] == "2"
+    assert not {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_GPUS_PER_NODE"} & env.keys()
+    info = json.loads(env["SKYPILOT_CLUSTER_INFO"])
+    assert (info["cloud"], info["region"]) == ("ssh", "lab")
+
+
+def test_a_jobs_rank_in_its_sweep() -> None:
+    env = script_environment(task(group="s1", rank_in_group=2, num_in_group=5), "run", 0, {})
+    assert (env["SKYPILOT_JOB_RANK"], env["SKYPILOT_NUM_JOBS"]) == ("2", "5")
+    assert "SKYPILOT_JOB_RANK" not in script_environment(task(), "run", 0, {})
+
+
+def test_what_wins() -> None:
+    place = {"HOME": "/nodes/0/home", "TMPDIR": "/tmp/n0", "CUDA_VISIBLE_DEVICES": "0"}
+    base = {"HOME": "/home/ada", "PATH": "/bin", "A": "base", "B": "base"}
+    user = {"A": "user", "TMPDIR": "/mine", "CUDA_VISIBLE_DEVICES": "1", "SKYPILOT_NODE_RANK": "9"}
+    env = script_environment(task(base_env=base, env=user, secrets={"C": "secret"}), "run", 0, place)
+    assert (env["A"], env["B"], env["C"], env["PATH"]) == ("user", "base", "secret", "/bin")
+    assert (env["HOME"], env["TMPDIR"]) == ("/nodes/0/home", "/tmp/n0")  # the node's own
+    assert env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert env["SKYPILOT_NODE_RANK"] == "0"
+    assert "OMP_NUM_THREADS" not in env
+
+
+def test_commands_have_torchruns_variables() -> None:
+    job = task(num_nodes=2, command=("x",), num_processes=4, restarts=Restarts(on_errors=3), run_id="101")
+    env = command_environment(job, 1, 2, {}, master_port=29500, restarts=1)
+    expected = {
+        "RANK": "6",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "6",
+        "ROLE_WORLD_SIZE": "8",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "101",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": "1",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("num", "given", "expected"), [(1, {}, None), (2, {}, "1"), (2, {"OMP_NUM_THREADS": "3"}, "3")]
+)
+def test_threads_of_commands(num: int, given: dict[str, str], expected: str | None) -> None:
+    job = task(command=("x",), num_processes=num, base_env=given)
+    assert command_environment(job, 0, 0, {}, master_port=1, restarts=0).get("OMP_NUM_THREADS") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("HF_TOKEN", "x", True),
+        ("WANDB_API_KEY", "x", True),
+        ("db_password", "x", True),
+        ("AWS_SECRET", "x", True),
+        ("DATABASE_URL", "postgres://ada:pw@host/db", True),
+        ("TOKENIZERS_PARALLELISM", "false", False),
+        ("HOMEPAGE", "https://host/path", False),
+        ("KEYBOARD", "x", False),
+    ],
+)
+def test_which_variables_are_secret(name: str, value: str, secret: bool) -> None:
+    assert is_secret(name, value) is secret
+
+
+def test_secrets_leave_the_job() -> None:
+    job = JobSpec(env={"HF_TOKEN": "hf_abc", "LR": "0.1"}, base_env={"API_KEY": "k1", "HF_TOKEN": "old"})
+    clean, secrets = without_secrets(job, {"PW": "p"})
+    assert secrets == {"HF_TOKEN": "hf_abc", "API_KEY": "k1", "PW": "p"}
+    assert clean.env == {"LR": "0.1"}
+    assert clean.base_env == {}
+    assert clean.secret_names == ("API_KEY", "HF_TOKEN", "PW")

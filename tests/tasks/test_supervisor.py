@@ -1,0 +1,437 @@
+"""Jobs on real local nodes: what their processes get, how they fail, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.tasks import supervisor
+from atoll.tasks.spec import JobStatus, Restarts
+from atoll.tasks.store import Store
+from local_cluster import LocalCluster, descendants, processes_with, until
+
+SUCCEEDED, FAILED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------- what runs
+def test_setup_then_run_on_two_nodes(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    job = cluster.submit(
+        "cat mark; echo rank $SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES in $PWD",
+        setup="echo setup $SKYPILOT_SETUP_NODE_RANK; echo marked > mark",
+        num_nodes=2,
+        name="two",
+    )
+    status, log = cluster.follow(job)
+    assert status is SUCCEEDED
+    lines = log.splitlines()
+    assert lines[-1] == "✓ Job finished (status: SUCCEEDED)."
+    assert "Waiting for task resources on 2 nodes." in lines
+    found = sorted(re.sub(r"pid=\d+", "pid=P", line) for line in lines if line.startswith("("))
+    homes = [cluster.folder / "nodes" / str(node) / "home" / "sky_workdir" for node in range(2)]
+    assert found == [
+        "(head, rank=0, pid=P) marked",
+        f"(head, rank=0, pid=P) rank 0 of 2 in {homes[0]}",
+        "(setup pid=P, ip=127.0.0.1) setup 0",
+        "(setup pid=P, ip=127.0.0.2) setup 1",
+        "(worker1, rank=1, pid=P, ip=127.0.0.2) marked",
+        f"(worker1, rank=1, pid=P, ip=127.0.0.2) rank 1 of 2 in {homes[1]}",
+    ]
+    files = {path.name: path.read_text() for path in (cluster.folder / "jobs" / str(job)).rglob("*.log")}
+    assert files["setup-worker1.log"] == "setup 1\n"
+    assert files["0-head.log"] == f"marked\nrank 0 of 2 in {homes[0]}\n"
+    cluster.wait_until_idle()
+    row = cluster.control.job(job)
+    assert (row.status, row.exit_code, row.name) == (SUCCEEDED, None, "two")
+    assert re.fullmatch(r"sky-\d{4}(-\d\d){5}-\d{6}_train_1", row.task_id)
+    assert cluster.control.cluster().setup_done == (0, 1)
+
+
+def test_one_node_is_called_by_its_task(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    _, log = cluster.run("echo hello", name="greet", setup="echo prepared")
+    assert re.search(r"^\(setup pid=\d+\) prepared$", log, re.M)
+    assert re.search(r"^\(greet, pid=\d+\) hello$", log, re.M)
+    _, log = cluster.run("printf 'no end'")
+    assert re.search(r"^\(task, pid=\d+\) no end$", log, re.M)
+
+
+def test_only_the_last_exit_code_counts_unless_strict(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    assert cluster.run("false\necho on")[0] is SUCCEEDED
+    job = cluster.submit("true\nfalse\necho on", strict=True)
+    status, log = cluster.follow(job)
+    assert status is FAILED
+    assert ") on" not in log
+    assert cluster.run("echo $0; nonsense-command")[0] is FAILED
+    assert "line 1: nonsense-command" in cluster.log(job + 1)  # the lines are the user's own
+
+
+def test_a_job_of_commands_has_torchruns_variables(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    text = "import os; e = os.environ; print(*(e[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')))"
+    job = cluster.submit(command=(sys.executable, "-c", text), num_nodes=2, num_processes=2, cwd=str(home))
+    status, log = cluster.follow(job)
+    assert status is SUCCEEDED, log
+    found = sorted(re.findall(r"\((\w+), rank=(\d), pid=\d+[^)]*\) (\d) (\d) (\d) (\d+)", log))
+    port = found[0][-1]
+    assert found == [
+        ("head", "0", "0", "0", "4", port),
+        ("head", "1", "1", "1", "4", port),
+        ("worker1", "2", "2", "0", "4", port),
+        ("worker1", "3", "3", "1", "4", port),
+    ]
+    assert 1024 < int(port) < 32768
+    assert cluster.follow(job, follow=False, rank=3)[1].count("\n") == 1
+
+
+def test_setup_only(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    status, log = cluster.run(None, setup="echo only setup")
+    assert status is SUCCEEDED
+    assert "only setup" in log
+
+
+# ------------------------------------------------------------------------------------------------- failures
+@pytest.mark.parametrize("again", range(3))
+def test_the_first_that_fails_ends_the_job_within_two_seconds(home: Path, again: int) -> None:
+    cluster = LocalCluster.make(home, num_nodes=3)
+    job = cluster.submit(
+        "if [ $SKYPILOT_NODE_RANK = 2 ]; then echo about to fail; date +%s.%N; exit 1; fi; sleep 60", num_nodes=3
+    )
+    status, log = cluster.follow(job)
+    ended = time.time()
+    assert status is FAILED
+    failed_at = float(re.search(r"rank=2, .*\) (\d+\.\d+)", log)[1])  # type: ignore[index]
+    assert ended - failed_at < 2.0
+    row = cluster.control.job(job)
+    assert (row.culprit_node, row.culprit_rank, row.exit_code) == (2, 2, 1)
+    assert "rank 2 on worker2 exited with code 1" in row.reason
+    end = log[log.index("✗") :]
+    assert end.startswith(f"✗ Job {job} failed (status: FAILED): rank 2 on worker2 exited with code 1")
+    assert "about to fail" in end
+    assert "stopped by the launcher" in end
+
+
+def test_a_shell_that_kills_itself(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    job = cluster.submit("[ $SKYPILOT_NODE_RANK = 1 ] && kill -9 $$; sleep 60", num_nodes=2)
+    assert cluster.follow(job)[0] is FAILED
+    row = cluster.control.job(job)
+    assert "rank 1 on worker1 was killed by SIGKILL" in row.reason
+    assert row.exit_code == 137
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_one_ends_well_at_once_and_the_other_fails_later(home: Path, early: int) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    job = cluster.submit(f"[ $SKYPILOT_NODE_RANK = {early} ] && exit 0; sleep 0.5; exit 3", num_nodes=2)
+    assert cluster.follow(job)[0] is FAILED
+    row = cluster.control.job(job)
+    assert (row.culprit_rank, row.exit_code) == (1 - early, 3)
+
+
+def test_setup_fails(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    status, log = cluster.run("echo never", setup="[ $SKYPILOT_SETUP_NODE_RANK = 1 ] && exit 5; true", num_nodes=2)
+    assert status is JobStatus.FAILED_SETUP
+    assert "setup on worker1 exited with code 5" in log
+    assert "never" not in log
+
+
+def test_a_program_that_is_not_there(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit(command=("no-such-program",))
+    status, log = cluster.follow(job)
+    assert status is FAILED
+    assert cluster.control.job(job).exit_code == 127
+    assert "no-such-program" in log
+
+
+def test_no_bash_is_named(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    (home / "empty").mkdir()
+    status, log = cluster.run("echo hi", base_env={"PATH": str(home / "empty")})
+    assert status is FAILED
+    assert "bash" in log
+
+
+def test_restarts_at_the_same_task_id(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit(
+        "echo id $SKYPILOT_TASK_ID; [ -e again ] || { touch again; exit 9; }", restarts=Restarts(on_errors=1)
+    )
+    status, log = cluster.follow(job)
+    assert status is SUCCEEDED
+    ids = re.findall(r"\) id (\S+)", log)
+    assert len(ids) == 2
+    assert ids[0] == ids[1] == cluster.control.job(job).task_id
+    assert cluster.control.job(job).restarts == 1
+
+
+def test_an_agent_that_is_killed_is_a_lost_node(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    job = cluster.submit("echo up; sleep 60", num_nodes=2, restarts=Restarts(on_lost_nodes=0))
+    cluster.wait_for(job, "(worker1, rank=1")
+
+    def agents() -> list[int]:
+        return [pid for pid in descendants(cluster.supervisor_pid()) if _command(pid).startswith(b"atoll-agent")]
+
+    until(lambda: len(agents()) == 2, "two agents")
+    os.kill(agents()[-1], signal.SIGKILL)
+    status, _ = cluster.follow(job)
+    assert status is FAILED
+    assert "was lost" in cluster.control.job(job).reason
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------- the end
+def test_cancel_leaves_no_grandchild(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    word = f"GRANDCHILD_{os.getpid()}_{time.monotonic_ns()}"
+    job = cluster.submit(
+        f"trap '' TERM; (export {word}=1; setsid nohup sleep 300 >/dev/null 2>&1 & setsid sh -c 'sleep 300 & wait' &)\n"
+        "echo going; while true; do sleep 1; done",
+        num_nodes=2,
+    )
+    cluster.wait_for(job, "rank=1")
+    until(lambda: len(processes_with(word)) >= 2, "the grandchildren")
+    assert cluster.control.cancel([job]) == [job]
+    status, log = cluster.follow(job)
+    assert status is CANCELLED
+    assert log.endswith(f"✗ Job {job} was cancelled (status: CANCELLED).\n")
+    cluster.wait_until_idle()
+    assert processes_with(word) == []
+    assert cluster.control.cancel([job]) == []
+
+
+def test_what_a_job_leaves_in_the_background_ends_with_it(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    word = f"BACKGROUND_{os.getpid()}_{time.monotonic_ns()}"
+    assert cluster.run(f"export {word}=1; setsid sleep 300 >/dev/null 2>&1 & sleep 0.1; echo left it")[0] is SUCCEEDED
+    cluster.wait_until_idle()
+    assert processes_with(word) == []
+
+
+def test_a_killed_supervisor_takes_its_job_along(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    word = f"ORPHAN_{os.getpid()}_{time.monotonic_ns()}"
+    job = cluster.submit(f"export {word}=1; setsid sleep 300 & echo going; sleep 300", num_nodes=2)
+    cluster.wait_for(job, "rank=1")
+    until(lambda: len(processes_with(word)) >= 2, "the job's processes")
+    os.kill(cluster.supervisor_pid(), signal.SIGKILL)
+    until(lambda: not processes_with(word), "the end of everything", within_s=5.0)
+    row = cluster.control.job(job)
+    assert row.status is JobStatus.FAILED_DRIVER
+    assert "supervisor" in row.reason
+    assert cluster.run("echo next")[0] is SUCCEEDED
+    assert "✗ Job 1 failed (status: FAILED_DRIVER)" in cluster.log(job)
+
+
+def test_sigterm_cancels_and_ends(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    jobs = [cluster.submit("echo going; sleep 300", num_accelerators=0) for _ in range(2)]
+    for job in jobs:
+        cluster.wait_for(job, "going")
+    os.kill(cluster.supervisor_pid(), signal.SIGTERM)
+    cluster.wait_until_idle()
+    for job in jobs:
+        assert cluster.control.job(job).status is CANCELLED
+        assert "supervisor was told to end" in cluster.log(job)
+
+
+def test_a_job_ends_with_the_process_it_belongs_to(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    owner = subprocess.Popen(["sleep", "300"])
+    job = cluster.submit("echo going; sleep 300", owner_pid=owner.pid)
+    cluster.wait_for(job, "going")
+    owner.kill()
+    status, log = cluster.follow(job)  # its end is seen before anybody has waited for it
+    owner.wait()
+    assert status is CANCELLED
+    assert f"the process that started it, {owner.pid}, ended" in log
+    job = cluster.submit("echo never", owner_pid=owner.pid)
+    assert cluster.follow(job) == (CANCELLED, "")
+
+
+def test_a_closed_terminal_ends_nothing(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    program = (
+        "import os, sys; from pathlib import Path; from atoll.tasks.control import LocalControl;"
+        "from atoll.tasks.spec import JobSpec; control = LocalControl(Path(sys.argv[1]));"
+        "job = control.submit(JobSpec(run='sleep 1; echo lived on', base_env=dict(PATH=os.environ['PATH'])), {});"
+        "control.follow(job, lambda data: None)"
+    )
+    client = subprocess.Popen([sys.executable, "-c", program, str(cluster.folder)], start_new_session=True)
+    until(lambda: "Waiting" in cluster.log(1), "the job")
+    os.killpg(client.pid, signal.SIGHUP)  # as a terminal does when it is closed
+    client.wait()
+    status, log = cluster.follow(1)
+    assert status is SUCCEEDED
+    assert "lived on" in log
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.06, 0.1])
+def test_cancel_at_any_moment(home: Path, after_s: float) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    word = f"EARLY_{os.getpid()}_{time.monotonic_ns()}"
+    job = cluster.submit("sleep 300", setup="sleep 300", num_nodes=2, env={word: "1"})
+    time.sleep(after_s)
+    cluster.control.cancel([job])
+    assert cluster.follow(job)[0] is CANCELLED
+    cluster.wait_until_idle()
+    assert processes_with(word) == []
+
+
+def test_a_node_that_can_not_start(home: Path) -> None:
+    cluster = LocalCluster.make(home, num_nodes=2)
+    (cluster.folder / "nodes").mkdir()
+    (cluster.folder / "nodes" / "1").write_text("in the way")
+    job = cluster.submit("echo never", num_nodes=2)
+    assert cluster.follow(job)[0] is JobStatus.FAILED_DRIVER
+    row = cluster.control.job(job)
+    assert row.culprit_node == 1
+    assert "worker1 could not be started" in row.reason
+
+
+# ------------------------------------------------------------------------------------------------- many jobs
+def test_many_quick_submits_lose_no_job(home: Path) -> None:
+    """The supervisor ends when nothing is left; a job that comes at that moment must still be seen to."""
+    cluster = LocalCluster.make(home)
+    program = (
+        "import os, sys, time; from pathlib import Path; from atoll.tasks.control import LocalControl\n"
+        "from atoll.tasks.spec import JobSpec\n"
+        "control = LocalControl(Path(sys.argv[1]))\n"
+        "for i in range(6):\n"
+        "    time.sleep(0.03 * (i % 4))\n"
+        "    job = control.submit(JobSpec(run='true', base_env={'PATH': os.environ['PATH']}), {})\n"
+        "    assert control.follow(job, lambda data: None) == 'SUCCEEDED'\n"
+    )
+    clients = [subprocess.Popen([sys.executable, "-c", program, str(cluster.folder)]) for _ in range(3)]
+    assert [client.wait() for client in clients] == [0, 0, 0]
+    cluster.wait_until_idle()
+    assert [job.status for job in cluster.control.queue()] == [SUCCEEDED] * 18
+    assert (cluster.folder / supervisor.LOG).read_text() == ""
+
+
+def test_jobs_with_accelerators_take_turns(home: Path) -> None:
+    cluster = LocalCluster.make(home, accelerator="L4", num_accelerators=2, simulated=True)
+    script = "echo start $(date +%s%N); sleep 0.4; echo end $(date +%s%N)"
+    gpu = {"accelerator": "L4", "simulated": True}
+    jobs = [cluster.submit(script, num_accelerators=num, **gpu) for num in (2, 1, 1)]
+    free = cluster.submit(script)
+    times = []
+    for job in (*jobs, free):
+        status, log = cluster.follow(job)
+        assert status is SUCCEEDED
+        times.append(tuple(int(n) for n in re.findall(r"\) (?:start|end) (\d+)", log)))
+    assert times[1][0] >= times[0][1]  # the second waits for the first,
+    assert times[2][0] < times[1][1]  # the third runs beside the second,
+    assert times[3][0] < times[0][1]  # the one without accelerators beside the first
+    assert "waiting for 1 × L4 a node: job 1 has 2 of 2" in cluster.log(2)
+
+
+def test_a_sweep_runs_so_many_at_once(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    script = "echo start $(date +%s%N); sleep 0.3; echo end $(date +%s%N) $SKYPILOT_JOB_RANK/$SKYPILOT_NUM_JOBS"
+    jobs = [
+        cluster.submit(script, group="sweep", rank_in_group=i, num_in_group=4, parallel=2, labels={"lr": str(i)})
+        for i in range(4)
+    ]
+    logs = [cluster.follow(job)[1] for job in jobs]
+    spans = [tuple(int(n) for n in re.findall(r"\) (?:start|end) (\d+)", log)) for log in logs]
+    assert max(sum(a <= start < b for a, b in spans) for start, _ in spans) == 2
+    assert all(f" {i}/4" in log for i, log in enumerate(logs))
+
+
+def test_jobs_that_fix_a_port_take_turns_on_one_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_NETWORK_NAMESPACE", "0")
+    first, second = LocalCluster.make(home, "one"), LocalCluster.make(home, "two")
+    holder = first.submit("echo going; sleep 300", ports=(8008,))
+    first.wait_for(holder, "going")
+    waiting = second.submit("echo mine", ports=(8007, 8008))
+    second.wait_for(waiting, "waiting for port 8008, held by job 1 of cluster one")
+    assert second.run("echo others go on", ports=(8007,))[0] is SUCCEEDED
+    first.control.cancel([holder])
+    assert second.follow(waiting)[0] is SUCCEEDED
+
+
+def test_a_pending_job_is_cancelled_at_once(home: Path) -> None:
+    cluster = LocalCluster.make(home, accelerator="L4", num_accelerators=1, simulated=True)
+    first = cluster.submit("sleep 300", num_accelerators=1)
+    second = cluster.submit("echo never", num_accelerators=1)
+    cluster.wait_for_status(first, JobStatus.RUNNING)
+    assert cluster.control.cancel([second]) == [second]
+    assert cluster.control.job(second).status is CANCELLED
+    cluster.control.cancel(None)
+    assert cluster.follow(first)[0] is CANCELLED
+
+
+# ------------------------------------------------------------------------------------------------- secrets
+def test_secrets_are_nowhere(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    values = {"HF_TOKEN": "hf_0123456789abc", "PLAIN": "given-as-a-secret"}
+    job = cluster.submit(
+        "echo token $HF_TOKEN; echo plain $PLAIN; printf %s $HF_TOKEN; sleep 0.5; echo; ps -ef; exit 4",
+        secrets={"PLAIN": values["PLAIN"]},
+        env={"HF_TOKEN": values["HF_TOKEN"]},
+    )
+    cluster.wait_for(job, "token")
+    shown = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout
+    status, log = cluster.follow(job)
+    assert status is FAILED
+    assert "token ****" in log
+    assert "plain ****" in log
+    cluster.wait_until_idle()
+    texts = [shown, json.dumps(cluster.control.job(job).to_json())]
+    for path in cluster.folder.rglob("*"):
+        if path.is_file():
+            texts.append(path.read_bytes().decode(errors="replace"))
+    for value in values.values():
+        assert not [text for text in texts if value in text]
+    with Store(cluster.folder) as store:
+        assert all(value not in repr(store.events(job)) for value in values.values())
+    assert not (cluster.folder / "jobs" / str(job) / "secrets.json").exists()
+
+
+# ------------------------------------------------------------------------------------------------- full disks
+def test_a_full_disk_does_not_end_the_job(home: Path) -> None:
+    """The supervisor's files may not grow for a while, which is what a full disk is to it."""
+    cluster = LocalCluster.make(home)
+    job = cluster.submit(
+        "echo before; until [ -e go ]; do sleep 0.05; done; seq 20000; until [ -e on ]; do sleep 0.05; done"
+    )
+    cluster.wait_for(job, "before")
+    pid = cluster.supervisor_pid()
+    size = (cluster.folder / "jobs" / str(job) / "run.log").stat().st_size
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + 1000, before[1]))
+    workdir = cluster.folder / "nodes" / "0" / "home" / "sky_workdir"
+    (workdir / "go").touch()
+    until(lambda: (cluster.folder / "supervisor.log").read_text() != "", "a write that failed")
+    assert supervisor.is_running(cluster.folder)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    (workdir / "on").touch()
+    status, log = cluster.follow(job)
+    assert status is SUCCEEDED
+    assert "bytes of output are missing here" in log
+    with Store(cluster.folder) as store:
+        assert "this log is incomplete" in " ".join(event.text for event in store.events(job))
