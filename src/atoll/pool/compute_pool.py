@@ -37,6 +37,7 @@ from atoll.pool.logs import LogRouter, Logs
 from atoll.pool.mapping import Mapped, zip_items
 from atoll.pool.members import GangSpec, sweep_stale
 from atoll.pool.overlay import Environment, resolve
+from atoll.pool.remote import LocalModules, OneUseArena, is_remote, prepare, starts_elsewhere
 from atoll.pool.retention import prune_jobs, prune_logs
 from atoll.pool.shipping import encode, name_of, pack_arguments, ship, unwrap
 from atoll.providers.accelerators import AcceleratorSpec
@@ -63,7 +64,7 @@ class ComputePool:
 
     Args:
         provider: where nodes come from; this machine by default.
-        nodes: how many.
+        nodes: how many; every host of ``SSH(hosts=…)`` by default, else one.
         accelerator: accelerators of each node, in any spelling: ``"A100"``, ``"A100:2"``, ``sky.NVIDIA.A100``. None
             takes what the machine has.
         image: packages and variables of the ranks.
@@ -90,7 +91,7 @@ class ComputePool:
     def __init__(
         self,
         provider: Provider | None = None,
-        nodes: int = 1,
+        nodes: int | None = None,
         accelerator: str | AcceleratorSpec | Mapping[str, int] | None = None,
         image: Image | None = None,
         pip: str | Sequence[str] | None = None,
@@ -115,7 +116,7 @@ class ComputePool:
                 )
             workers_per_node = nproc_per_node
         self.provider: Provider = settings.provider(provider)
-        self.nodes = settings.count("nodes", nodes, 1)
+        self.nodes = settings.count("nodes", getattr(self.provider, "num_nodes", 1) if nodes is None else nodes, 1)
         self.accelerator = AcceleratorSpec.parse(accelerator)
         if self.accelerator is not None and self.accelerator.mig is not None:
             raise ConfigError(
@@ -144,6 +145,7 @@ class ComputePool:
         self._pid = os.getpid()
         self._backend: _Stoppable | None = None
         self._node_of: list[int] = []
+        self._local_modules: LocalModules | None = None  # of a pool on other machines
         self._lock = threading.Lock()
         self._entered = 0
         self._finalizer: weakref.finalize[[], ComputePool] | None = None
@@ -191,6 +193,7 @@ class ComputePool:
         self._leave()
 
     def _start(self) -> _Stoppable:
+        self._local_modules = LocalModules(self.image) if starts_elsewhere(self.provider) else None
         if self.name is None:
             spec = self._spec()
             gang = Gang(spec, self._router(self._node_of.__getitem__, len(self._node_of)), self._on_event)
@@ -201,6 +204,8 @@ class ComputePool:
         attached = Attached(self.name, self._wishes, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
         self._set_python(attached.python, attached.extra_path)
+        if self._local_modules is not None:
+            attached.arena = OneUseArena()
         return attached
 
     def _settings_asked_for(self) -> dict[str, str]:
@@ -228,7 +233,13 @@ class ComputePool:
         plan = self.plan()
         for line in plan.lines:
             self._say(line)
-        environment = resolve(self.image, pip=self.pip, env=self.env, has_gpu=plan.has_gpu, progress=self._say)
+        remote = is_remote(plan)
+        if remote:
+            plan, variables = prepare(plan, self.image, self.pip, self.env)
+            environment = Environment(sys.executable, (), variables, ())
+        else:
+            environment = resolve(self.image, pip=self.pip, env=self.env, has_gpu=plan.has_gpu, progress=self._say)
+        path = self._rank_path(environment)
         for line in environment.lines:
             self._say(line)
         self._node_of = [node.node for node in plan.nodes for _ in range(node.num_ranks)]
@@ -242,8 +253,8 @@ class ComputePool:
             plan=plan,
             pool_id=self.id,
             python=environment.python,
-            env=_environment(environment, plan.world_size),
-            path=self._rank_path(environment),
+            env=environment.env if remote else _environment(environment, plan.world_size),
+            path=() if remote else path,
             cwd=cwd,
             log_dir=str(home / "logs" / self.id),
             job_dir=str(home / "jobs"),
@@ -407,8 +418,11 @@ class ComputePool:
         raw = unwrap(function)
         if not callable(raw):
             raise UsageError(_no_function(raw))
-        arguments = pack_arguments(raw, args, kwargs)  # before anything is laid out that would have to be let go
-        shipped = ship(raw, backend.arena)
+        local = self._local_modules
+        with local.by_value() if local is not None else contextlib.nullcontext():
+            arguments = pack_arguments(raw, args, kwargs)  # before anything is laid out that would have to be let go
+            away = local is not None and local.covers(getattr(raw, "__module__", None))
+            shipped = ship(raw, backend.arena, by_value=away)
         timeout = getattr(options, "timeout", None)
         retries = getattr(options, "retries", None)
         request = Request(
@@ -418,7 +432,7 @@ class ComputePool:
             name=name_of(raw),
             timeout_s=timeout if timeout is not None else self.timeout,
             retries=retries if retries is not None else self.retries,
-            path=self._path(),
+            path=self._path() if local is None else None,
         )
         return CallFuture(backend, request, self._node_of, self._on_event)
 

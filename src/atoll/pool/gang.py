@@ -13,7 +13,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 from atoll.core import events
 from atoll.core.errors import (
@@ -31,8 +32,11 @@ from atoll.pool.job import Failure, Job
 from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec, NodeState, RankState, agent_command, node_setup
 from atoll.pool.outgoing import call_frames
+from atoll.pool.remote import OneUseArena, RankFiles, is_remote
 from atoll.pool.scheduler import Scheduler
 from atoll.pool.timers import Timer, Timers
+from atoll.providers.base import Node
+from atoll.providers.remote import RemoteHandle, RemotePlan, RemoteProvider
 from atoll.wire import frames
 from atoll.wire.frames import Frame, Parser, RawFrame, WireError, pack, receive, send_all
 from atoll.wire.poller import Poller
@@ -54,7 +58,9 @@ class Gang:
 
     def __init__(self, spec: GangSpec, logs: LogRouter, on_event: Watcher | None = None) -> None:
         self.spec = spec
-        self.arena = Arena()
+        self._remote = is_remote(spec.plan)
+        self.arena = OneUseArena() if self._remote else Arena()
+        self._log_files = RankFiles(spec.log_dir) if self._remote else None  # local agents write them themselves
         self.logs = logs
         self._on_event = on_event
         self.world_size = spec.plan.world_size
@@ -70,6 +76,7 @@ class Gang:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closing = False
+        self._given_up = False  # it did not start
         self._broken: BaseException | None = None
         self._timers = Timers()
         self._hangs = HangWatch(spec.hang_timeout_s)
@@ -80,6 +87,7 @@ class Gang:
         self._pid = os.getpid()
         self._reader: threading.Thread | None = None
         self._reviver: threading.Thread | None = None
+        self._releasing: list[threading.Thread] = []  # nodes of other machines that were lost or have ended
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -87,15 +95,7 @@ class Gang:
         """Start every node and wait until each rank is ready; on any failure release all and raise."""
         started = time.monotonic()
         try:
-            for node in self.nodes:
-                try:
-                    self._start_node(node)
-                except Exception as error:
-                    raise ProvisionError(
-                        f"node {node.plan.node} of {len(self.nodes)} could not be started on "
-                        f"{self.spec.provider.name}: {error}",
-                        node=node.plan.node,
-                    ) from error
+            self._start_nodes()
             self._reader = threading.Thread(target=self._read, name=f"atoll-{self.spec.pool_id}", daemon=True)
             self._reader.start()
             self._wait_ready(started + self.spec.start_timeout_s)
@@ -109,10 +109,51 @@ class Gang:
             )
         )
 
+    def _start_nodes(self) -> None:
+        """Nodes of this machine one by one, which takes milliseconds; others all at once."""
+
+        def start(node: NodeState) -> None:
+            try:
+                self._start_node(node)
+            except Exception as error:
+                raise ProvisionError(
+                    f"node {node.plan.node} of {len(self.nodes)} could not be started on "
+                    f"{self.spec.provider.name}: {error}",
+                    node=node.plan.node,
+                ) from error
+
+        if not self._remote:
+            for node in self.nodes:
+                start(node)
+            return
+        with ThreadPoolExecutor(len(self.nodes), thread_name_prefix="atoll-start") as threads:
+            futures = [threads.submit(start, node) for node in self.nodes]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                self._given_up = True  # those that are still to come are stopped as they come
+                self._abandon()
+                raise
+
+    def _abandon(self) -> None:
+        if self._remote:
+            cast("RemoteProvider", self.spec.provider).abandon(self.spec.plan.nodes)
+
     def _start_node(self, state: NodeState) -> None:
         handle = self.spec.provider.start(state.plan, agent_command(self.spec.source_root))
+        with self._lock:
+            wanted = not self._closing and not self._given_up
+            if wanted:
+                self._adopt(state, handle)
+        if not wanted:
+            handle.stop()
+
+    def _adopt(self, state: NodeState, handle: Node) -> None:
         state.handle, state.parser, state.ended = handle, Parser(), None
         state.silent, state.asked_s = None, 0.0
+        if isinstance(state.plan, RemotePlan):
+            cast("RemoteHandle", handle).listen(self.logs.note)
         with state.send_lock:
             send_all(handle.channel, pack(frames.SETUP, meta=node_setup(self.spec, state.plan, self.ranks)))
         self._poller.watch(handle.channel.fileno(), state)
@@ -154,6 +195,7 @@ class Gang:
         for node in self.nodes:
             self._send(node, pack(frames.SHUTDOWN))
         if self._reviver is not None:
+            self._abandon()
             self._reviver.join(_LEAVE_S)
         if self._reader is not None:
             self._poke()
@@ -168,12 +210,16 @@ class Gang:
             handle, node.handle = node.handle, None
             if handle is not None:
                 handle.stop()
+        for releasing in self._releasing:
+            releasing.join(_FORCE_S)
         if first:
             self._poller.close()
             with self._lock:
                 os.close(self._wake)
                 self._wake = -1
             self.arena.close()
+            if self._log_files is not None:
+                self._log_files.close()
             self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
 
     def _let_end(self) -> None:
@@ -296,14 +342,20 @@ class Gang:
         ):
             job.timers.append(self._after(delay_s, action))
         number = job.number
-        self._after(_DEAF_S, lambda: self._lose_deaf(job, number))
+        self._after(max(map(self._deaf_s, self.nodes)), lambda: self._lose_deaf(job, number))
 
     def _lose_deaf(self, job: Job, number: int) -> None:
         """A rank that was to be killed long ago still counts as running: its agent does not hear us."""
         if job.number == number:
             for rank in job.unfinished:
                 if self._scheduler.running.get(rank) is job:
-                    self._lose(self._node_of(rank), f"its agent did not stop rank {rank} within {_DEAF_S:g} s")
+                    node = self._node_of(rank)
+                    self._lose(node, f"its agent did not stop rank {rank} within {self._deaf_s(node):g} s")
+
+    @staticmethod
+    def _deaf_s(node: NodeState) -> float:
+        """How long an agent may owe an answer: over a connection that may be lost, longer than it may be."""
+        return _DEAF_S + (node.plan.grace_s if isinstance(node.plan, RemotePlan) else 0.0)
 
     def _lose(self, node: NodeState, reason: str) -> None:
         """Give a node up that no longer answers; the reader sees the end of its channel."""
@@ -390,7 +442,7 @@ class Gang:
     def _ask_stacks(self, node: NodeState, job: Job) -> None:
         now = time.monotonic()
         node.asked_s = node.asked_s or now
-        if now - node.asked_s > _DEAF_S:
+        if now - node.asked_s > self._deaf_s(node):
             self._lose(node, f"its agent has not answered for {now - node.asked_s:.0f} s")
         else:
             self._send(node, pack(frames.STACKS, 0, job.number))
@@ -550,6 +602,8 @@ class Gang:
         data = bytes(frame.rest)
         if job is not None:
             job.saw(frame.rank)
+        if self._log_files is not None:
+            self._log_files.write(frame.rank, bool(frame.flags), data)
         if self.log_job is None or not self.log_job(job, frame.rank, bool(frame.flags), data):
             self.logs.feed(frame.rank, bool(frame.flags), data)
 
@@ -640,7 +694,7 @@ class Gang:
             assert handle is not None
             self._poller.unwatch(handle.channel.fileno())
             node.parser.close()
-            reason = node.ended or node.silent or reason
+            reason = node.ended or node.silent or handle.reason or reason
             ranks = [state for state in self.ranks if state.node == node.plan.node]
             came_up = all(state.starts for state in ranks)
             lost = NodeLost(node.plan.node, reason)
@@ -657,9 +711,14 @@ class Gang:
                 if job is not None and not job.done and state.rank not in job.ended:
                     self._fail(job, Failure(state.rank, state.node, error=lost))
                     self._rank_ended(job, state.rank)
-        handle.stop()
-        if not closing or os.path.exists(self.spec.tmp_dir(node.plan)):  # it did not end by itself
-            self._sweep(node)
+        if self._remote:  # logging out takes its time, and others wait for what comes over here
+            self._releasing = [thread for thread in self._releasing if thread.is_alive()]
+            self._releasing.append(threading.Thread(target=handle.stop, name="atoll-release", daemon=True))
+            self._releasing[-1].start()
+        else:
+            handle.stop()
+            if not closing or os.path.exists(self.spec.tmp_dir(node.plan)):  # it did not end by itself
+                self._sweep(node)
         if not closing and self._broken is None:
             self._reviver = threading.Thread(target=self._revive, args=(node,), name="atoll-revive", daemon=True)
             self._reviver.start()
@@ -672,12 +731,12 @@ class Gang:
     def _revive(self, node: NodeState) -> None:
         node.restarts += 1
         try:
+            if self._closing:
+                return
+            if node.restarts > _MAX_EARLY_DEATHS:
+                raise NodeLost(node.plan.node, f"{node.restarts} times in a row before a rank came up")
+            self._start_node(node)
             with self._lock:
-                if self._closing:
-                    return
-                if node.restarts > _MAX_EARLY_DEATHS:
-                    raise NodeLost(node.plan.node, f"{node.restarts} times in a row before a rank came up")
-                self._start_node(node)
                 self._expect([state for state in self.ranks if state.node == node.plan.node])
         except Exception as error:  # noqa: BLE001 - whatever a provider raises ends the pool with its reason
             self._break(PoolClosed(f"node {node.plan.node} was lost and could not be started again: {error}"))

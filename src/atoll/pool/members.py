@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.providers.base import Node, NodePlan, Plan, Provider
+from atoll.providers.remote import RemotePlan
 from atoll.wire.frames import Parser
 
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+_REMOTE_BOOT = "import sys; sys.path[:0] = {path!r}; from atoll.pool.worker.main import main; main()"
 _STARTING_S = 60.0  # a folder younger than this may be one whose agent has yet to lock it
 
 
@@ -43,7 +45,8 @@ class GangSpec:
 
     def tmp_dir(self, plan: NodePlan) -> str:
         """The folder of a node's temporary files; it goes with the node."""
-        return os.path.join(self.tmp_root, f"atoll-{self.pool_id}-n{plan.node}")
+        root = plan.tmp if isinstance(plan, RemotePlan) else self.tmp_root
+        return os.path.join(root, f"atoll-{self.pool_id}-n{plan.node}")
 
     def node_tag(self, plan: NodePlan) -> str:
         """What every process of a node has in its environment."""
@@ -108,15 +111,22 @@ def agent_command(source_root: str) -> list[str]:
 def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> dict[str, Any]:
     """What an agent is told to start: the body of its SETUP frame."""
     mine = [state for state in ranks if state.node == plan.node]
+    tmp_dir = spec.tmp_dir(plan)
+    if isinstance(plan, RemotePlan):
+        boot = _REMOTE_BOOT.format(path=plan.import_path)
+        place = {"python": plan.python, "cwd": plan.home, "log_dir": f"{tmp_dir}/logs"}
+        env = {**plan.base_env, **spec.env, **plan.env}
+    else:
+        boot = _BOOT.format(root=spec.source_root, module="atoll.pool.worker.main")
+        place = {"python": spec.python, "cwd": spec.cwd, "log_dir": spec.log_dir}
+        env = {**spec.env, **plan.env}
     return {
         "node": plan.node,
         "tag": spec.pool_id,
-        "python": spec.python,
-        "argv": ["-c", _BOOT.format(root=spec.source_root, module="atoll.pool.worker.main")],
-        "env": {**spec.env, **plan.env},
-        "cwd": spec.cwd,
-        "log_dir": spec.log_dir,
-        "tmp_dir": spec.tmp_dir(plan),
+        **place,
+        "argv": ["-c", boot],
+        "env": env,
+        "tmp_dir": tmp_dir,
         "ttl_s": spec.ttl_s,
         "ranks": [
             {"rank": state.rank, "local_rank": local, "env": _rank_env(spec, plan, state.rank, local, len(mine))}
@@ -141,9 +151,10 @@ def _rank_env(spec: GangSpec, plan: NodePlan, rank: int, local_rank: int, local_
         "simulated": spec.plan.simulated,
         "pool_id": spec.pool_id,
         "path": list(spec.path),
-        "job_dir": spec.job_dir,
+        "job_dir": os.path.join(plan.folder, "jobs") if isinstance(plan, RemotePlan) else spec.job_dir,
     }
     tmp = spec.env.get("TMPDIR")
-    if tmp is None or tmp == os.environ.get("TMPDIR"):  # not what the user gave the pool: ours, removed at the end
-        tmp = spec.tmp_dir(plan)
+    own = not isinstance(plan, RemotePlan) and tmp == os.environ.get("TMPDIR")  # not what the user gave the pool
+    if tmp is None or own:
+        tmp = spec.tmp_dir(plan)  # removed at the end
     return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}

@@ -74,8 +74,13 @@ def unwrap(function: Any) -> Callable[..., Any]:
     return raw
 
 
-def ship(function: Callable[..., Any], arena: Arena) -> Shipped:
-    """Make a function ready to send; raises ``SerializationError`` naming what in it can't travel."""
+def ship(function: Callable[..., Any], arena: Arena, *, by_value: bool = False) -> Shipped:
+    """Make a function ready to send; raises ``SerializationError`` naming what in it can't travel.
+
+    ``by_value``: not by its name, though a rank on this machine could import it.
+    """
+    if by_value:
+        return _shipped(dumps(function, what=f"the function {name_of(function)}"), arena, pure=False)
     if not isinstance(function, FunctionType) or not _is_pure(function):
         return _shipped(_payload(function), arena, pure=False)
     state = (function.__code__, function.__defaults__, function.__kwdefaults__)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from atoll.providers.accelerators import canonical_gpu_name
 
-_QUERY = ["--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+# What parse_line reads the answer to; asked on ssh hosts too.
+QUERY = ["--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 # A driver in trouble answers late or never; without persistence mode a healthy one takes seconds.
 _TIMEOUT_S = 30.0
 
@@ -70,7 +71,7 @@ def _look(program: str | None, visible: str | None) -> GpuReport:
         return GpuReport((), "nvidia-smi is not on PATH")
     try:
         answer = subprocess.run(
-            [program, *_QUERY],
+            [program, *QUERY],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -85,14 +86,15 @@ def _look(program: str | None, visible: str | None) -> GpuReport:
     if answer.returncode != 0:
         said = (answer.stderr.strip() or answer.stdout.strip() or "no output").splitlines()[-1]
         return GpuReport((), f"nvidia-smi failed with exit code {answer.returncode}: {said}")
-    gpus = tuple(gpu for gpu in map(_parse_line, answer.stdout.splitlines()) if gpu is not None)
+    gpus = tuple(gpu for gpu in map(parse_line, answer.stdout.splitlines()) if gpu is not None)
     if not gpus:
         return GpuReport((), f"nvidia-smi lists no GPU: {answer.stdout.strip() or 'no output'}")
     chosen = gpus if visible is None else _visible(gpus, visible)
     return GpuReport(chosen, None if chosen else f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU of this machine")
 
 
-def _parse_line(line: str) -> Gpu | None:
+def parse_line(line: str) -> Gpu | None:
+    """The GPU of one line that nvidia-smi answers ``QUERY`` with; None where it is none."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != 4 or not fields[0].isdigit():
         return None

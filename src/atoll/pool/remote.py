@@ -1,0 +1,186 @@
+"""Pools on other machines: what of this machine's things has to travel, and what can't be had there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import platform
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
+
+from atoll.core.errors import ConfigError, ProvisionError
+from atoll.pool.image import Image, check_env
+from atoll.pool.local_files import include_paths
+from atoll.providers.base import Plan, Provider
+from atoll.providers.remote import RemotePlan
+from atoll.providers.ssh.bundle import folder_files, pack
+from atoll.wire.segments import Arena, Segment
+
+_MOST_BYTES = 100 << 20
+
+
+class OneUseArena(Arena):
+    """Memory files as large as their payload: over a connection every byte of them is sent."""
+
+    def give_back(self, segment: Segment) -> None:
+        """It is not used again."""
+        segment.close()
+
+
+class RankFiles:
+    """What ranks on other machines print, kept here as local agents keep it: ``rank{N}.out`` and ``rank{N}.err``."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._files: dict[tuple[int, bool], BinaryIO] = {}
+
+    def write(self, rank: int, is_stderr: bool, data: bytes) -> None:
+        """Add what a rank printed. A full disk must not stop training."""
+        with contextlib.suppress(OSError):
+            file = self._files.get((rank, is_stderr))
+            if file is None:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path = self._folder / f"rank{rank}.{'err' if is_stderr else 'out'}"
+                file = self._files[rank, is_stderr] = path.open("ab", buffering=0)
+            file.write(data)
+
+    def close(self) -> None:
+        """Close them all."""
+        for file in self._files.values():
+            file.close()
+
+
+def starts_elsewhere(provider: Provider) -> bool:
+    """Does a provider start nodes on other machines?"""
+    return callable(getattr(provider, "abandon", None))
+
+
+def is_remote(plan: Plan) -> bool:
+    """Are its nodes on other machines?"""
+    return any(isinstance(node, RemotePlan) for node in plan.nodes)
+
+
+def prepare(
+    plan: Plan, image: Image, pip: Sequence[str] | None, env: Mapping[str, object] | None
+) -> tuple[Plan, dict[str, str]]:
+    """The plan with the modules that the image includes, and the variables of its ranks.
+
+    Raises:
+        ConfigError: the image asks for what can't be had there.
+        ProvisionError: a host's Python is not this one.
+    """
+    own = ".".join(platform.python_version_tuple()[:2])
+    if image.python not in (None, own):
+        raise ConfigError(f'Image(python="{image.python}"): ranks on other hosts run what python= of SSH(...) names')
+    if image.apt or image.pip or pip:
+        wanted = [*image.apt, *image.pip, *(pip or ())]
+        raise ConfigError(
+            f"{', '.join(wanted)}: packages are not installed on ssh hosts by this version. Install them into an "
+            f"environment there and name its interpreter: SSH(python='~/venv/bin/python')"
+        )
+    remote = [node for node in plan.nodes if isinstance(node, RemotePlan)]
+    other = [node for node in remote if node.minor != own]
+    if other:
+        raise ProvisionError(
+            f"{', '.join(f'{node.host} has Python {node.minor}' for node in other)}, this process {own}: functions "
+            f"travel between equal minor versions only. Name a Python {own} there with SSH(python=...), or run this "
+            f"with {other[0].minor}",
+            node=other[0].node,
+        )
+    files = included_files(image.includes)
+    if files:
+        code = pack(files)
+        nodes = (dataclasses.replace(node, bundles=(*node.bundles, code)) for node in remote)
+        plan = dataclasses.replace(plan, nodes=tuple(nodes))
+    variables = {**check_env("Image(env=)", image.env), **check_env("env=", env)}
+    return plan, variables
+
+
+def included_files(includes: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]]:
+    """Files of ``Image(includes=)`` with the names that they are imported under.
+
+    Raises:
+        ConfigError: an entry that is neither a path nor a module, or more than modules usually are.
+    """
+    include_paths(includes)  # refuses what can't be included
+    files = [found for entry in includes for found in _files_of(os.fspath(entry))]
+    size = sum(path.stat().st_size for _, path in files)
+    if size > _MOST_BYTES:
+        raise ConfigError(
+            f"Image(includes=) has {size >> 20} MiB in {len(files)} files: name the modules rather than the folder "
+            f"they are in; data is passed as an argument, or lies on the hosts already"
+        )
+    return files
+
+
+def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
+    path = Path(entry).expanduser().absolute()
+    if not path.exists():
+        spec = importlib.util.find_spec(entry.partition(".")[0])
+        places = list(spec.submodule_search_locations or []) if spec is not None else []
+        path = Path(places[0] if places else (spec.origin or "") if spec is not None else "")
+    if path.is_file():
+        yield path.name, path
+    elif path.is_dir():
+        yield from folder_files(path, path.name if (path / "__init__.py").exists() else "")
+
+
+class LocalModules:
+    """The user's own modules, which no other machine has: what they define travels by value."""
+
+    def __init__(self, image: Image) -> None:
+        tops = {name.partition("/")[0].removesuffix(".py") for name, _ in included_files(image.includes)}
+        self._shipped = frozenset(tops) | {"atoll", "cloudpickle", "__main__"}
+        places = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+        self._installed = tuple({os.path.realpath(place) + os.sep for place in places})
+        self._lock = threading.Lock()  # what is registered with cloudpickle holds for the whole process
+        self._known: dict[str, bool] = {}
+        self._num_modules = 0
+        self._names: list[str] = []
+
+    def covers(self, name: str | None) -> bool:
+        """Does this module travel by value?"""
+        if name is None or name.partition(".")[0] in self._shipped:
+            return False
+        if name not in self._known:
+            self._known[name] = self._is_local(sys.modules.get(name))
+        return self._known[name]
+
+    def _is_local(self, module: ModuleType | None) -> bool:
+        file = getattr(module, "__file__", None)
+        if file is None:
+            return False
+        parts = Path(file).parts
+        installed = "site-packages" in parts or "dist-packages" in parts
+        return not installed and not os.path.realpath(file).startswith(self._installed)
+
+    @contextlib.contextmanager
+    def by_value(self) -> Iterator[None]:
+        """While this lasts, cloudpickle sends what they define."""
+        import cloudpickle
+
+        with self._lock:
+            for name in self._found():
+                cloudpickle.register_pickle_by_value(sys.modules[name])
+            try:
+                yield
+            finally:
+                for name in self._names:
+                    cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def _found(self) -> list[str]:
+        import cloudpickle
+
+        if len(sys.modules) != self._num_modules:  # looked at again only where something was imported
+            self._num_modules = len(sys.modules)
+            already = cloudpickle.list_registry_pickle_by_value()
+            self._names = [name for name in list(sys.modules) if name not in already and self.covers(name)]
+        self._names = [name for name in self._names if name in sys.modules]
+        return self._names

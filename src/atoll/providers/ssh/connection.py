@@ -1,0 +1,258 @@
+"""One host over the user's own OpenSSH: one login, and every further session through it without another.
+
+What the user's ssh config says holds: keys, agents, jump hosts, Match blocks. Host keys are checked, never accepted
+for the user. Where there is a terminal, ssh asks there for what it needs: a passphrase, a code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TypeVar
+
+from atoll.core.errors import ProvisionError
+from atoll.core.paths import atoll_home
+from atoll.providers.ssh.errors import LoginDenied, explain, silent
+from atoll.providers.ssh.hosts import Target
+
+R = TypeVar("R")
+LOGIN_S = 15.0  # what logging in, or a short command, may take
+_PROMPT_S = 180.0  # the same where a person types
+_LOOK_S = 0.2
+_CONNECT_S = 10
+_ALIVE_S, _ALIVE_COUNT = 2, 3  # a host that is silent for their product is given up by ssh
+_PERSIST_S = 60  # a login that nobody uses ends by itself
+_LONGEST_PATH = 104 - 18 - 16  # of a Unix socket, less what ssh and we put behind the folder
+_FAILED = 255  # ssh's own exit code
+_prompts = threading.Lock()  # one question at a time on the terminal
+
+
+class Connection:
+    """A login to one host that commands share, also those of other processes of this user."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._ssh = _program()
+        key = hashlib.blake2b(repr((target.host, target.options, _program())).encode(), digest_size=6).hexdigest()
+        self._socket = _folder() / key
+        self._lock_file = os.open(f"{self._socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_file, fcntl.LOCK_SH)  # as long as somebody uses the login: see close()
+        self._login = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, command: str, data: bytes = b"", *, limit_s: float = LOGIN_S) -> subprocess.CompletedProcess[bytes]:
+        """Run a command there with ``data`` as its input; logs in first where nobody has.
+
+        Raises:
+            ProvisionError: the host can't be reached, does not let us in, or says nothing within ``limit_s`` seconds.
+        """
+        with self._login:  # the first makes the login, those after it share it
+            try:
+                return self._run(command, data, limit_s, ask=False)
+            except LoginDenied:
+                if not _has_terminal():
+                    raise
+            with _prompts:
+                return self._run(command, data, _PROMPT_S, ask=True)
+
+    def _run(self, command: str, data: bytes, limit_s: float, *, ask: bool) -> subprocess.CompletedProcess[bytes]:
+        process = self._start(command, ask=ask)
+        self._running.add(process)
+        try:
+            out, said = self._communicate(process, data, limit_s)
+        finally:
+            self._end(process)
+        if process.returncode == _FAILED:
+            raise explain(self.target, said.decode(errors="replace"), self._ssh)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, said)
+
+    def _communicate(self, process: subprocess.Popen[bytes], data: bytes, limit_s: float) -> tuple[bytes, bytes]:
+        deadline = time.monotonic() + limit_s
+        given: bytes | None = data
+        while True:
+            try:
+                return process.communicate(given, min(_LOOK_S, limit_s))
+            except subprocess.TimeoutExpired:
+                given = None  # it goes on with what it was given
+            if process not in self._running:  # killed; the login may hold its pipes open for long
+                raise ProvisionError(f"{self.target}: interrupted")
+            if time.monotonic() > deadline:
+                raise silent(self.target, limit_s)
+
+    def open(self, command: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+        """Start a command whose input and output are pipes; the caller ends it."""
+        return self._start(command, stderr, ask=False)
+
+    def _start(self, command: str, stderr: int = subprocess.PIPE, *, ask: bool) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [self._ssh, *self._options(ask), "--", self.target.host, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=not ask,  # Ctrl-C is ours to handle; only one that asks needs the terminal
+        )
+
+    def _options(self, ask: bool) -> list[str]:
+        settings = {
+            "BatchMode": "no" if ask else "yes",
+            "StrictHostKeyChecking": "yes",
+            "UpdateHostKeys": "no",
+            "ConnectTimeout": _CONNECT_S,
+            "ServerAliveInterval": _ALIVE_S,
+            "ServerAliveCountMax": _ALIVE_COUNT,
+            "ControlMaster": "auto",
+            "ControlPath": self._socket,
+            "ControlPersist": _PERSIST_S,
+            "LogLevel": "INFO" if ask else "ERROR",
+            "ClearAllForwardings": "yes",
+            "RemoteCommand": "none",
+            "PermitLocalCommand": "no",
+        }
+        # What comes first wins over the user's config.
+        options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+        return [*options, "-T", "-e", "none", *self.target.options]
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._running.discard(process)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def abort(self) -> None:
+        """End every command that runs, from any thread; their callers see it fail."""
+        while self._running:
+            with contextlib.suppress(KeyError):  # it has ended meanwhile
+                self._running.pop().kill()
+
+    def close(self) -> None:
+        """Log out, unless another process uses the login too. Does nothing the second time."""
+        descriptor, self._lock_file = self._lock_file, -1
+        if descriptor < 0:
+            return
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._socket.exists():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    subprocess.run(
+                        [self._ssh, "-o", f"ControlPath={self._socket}", "-O", "exit", "--", self.target.host],
+                        stdin=subprocess.DEVNULL,
+                        capture_output=True,
+                        timeout=5,
+                    )
+        os.close(descriptor)
+
+
+class Connections:
+    """Logins of this process, by target, with the number of their users: the last one logs out."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Target, tuple[Connection, int]] = {}
+        self._pid = os.getpid()
+
+    def get(self, target: Target) -> Connection:
+        """A login that stays until ``close_idle``: for questions before anything is started."""
+        return self._get(target, more_users=0)
+
+    def hold(self, target: Target) -> Connection:
+        """The login, counted: give it back with ``release``."""
+        return self._get(target, more_users=1)
+
+    def _get(self, target: Target, more_users: int) -> Connection:
+        with self._lock:
+            connection, users = self._open.get(target) or (Connection(target), 0)
+            self._open[target] = (connection, users + more_users)
+            return connection
+
+    def release(self, target: Target) -> None:
+        """One user less; logs out of every host that nobody uses."""
+        with self._lock:
+            connection, users = self._open[target]
+            self._open[target] = (connection, users - 1)
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Log out of every host that nobody uses."""
+        if os.getpid() != self._pid:  # a forked child's copy, which may run this when it ends: the logins are not its
+            return
+        with self._lock:
+            idle = [target for target, (_, users) in self._open.items() if users <= 0]
+            closing = [self._open.pop(target)[0] for target in idle]
+        for connection in closing:
+            connection.close()
+
+
+connections = Connections()
+atexit.register(connections.close_idle)
+
+
+def on_each(open_ones: Sequence[Connection], work: Callable[[Connection], R]) -> list[R]:
+    """Do something with several hosts at once; a Ctrl-C ends it everywhere.
+
+    Raises:
+        ProvisionError: it failed for some: all of them are named.
+    """
+    if not open_ones:
+        return []
+    with ThreadPoolExecutor(len(open_ones), thread_name_prefix="atoll-ssh") as threads:
+        futures = [threads.submit(work, connection) for connection in open_ones]
+        try:
+            wait(futures)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            while wait(futures, 0.05).not_done:
+                for connection in open_ones:
+                    connection.abort()
+            raise
+    failed = [error for future in futures if (error := future.exception()) is not None]
+    for error in failed:
+        if not isinstance(error, ProvisionError):
+            raise error
+    if len(failed) > 1:
+        raise ProvisionError(
+            f"{len(failed)} of {len(futures)} hosts failed:\n" + "\n".join(f"  {each}" for each in failed)
+        )
+    if failed:
+        raise failed[0]
+    return [future.result() for future in futures]
+
+
+def _program() -> str:
+    found = shutil.which("ssh")
+    if found is None:
+        raise ProvisionError(
+            "this machine has no ssh: install OpenSSH's client (on Debian: apt-get install openssh-client)"
+        )
+    return found
+
+
+def _has_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _folder() -> Path:
+    """Where the sockets lie: nobody else may enter, and its path is short enough for a socket's."""
+    folder = atoll_home() / "ssh"
+    if len(os.fsencode(folder)) > _LONGEST_PATH:
+        folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp", f"atoll-{os.getuid()}-ssh")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o077 or folder.is_symlink():
+        raise ProvisionError(f"{folder} belongs to somebody else or others may enter it: remove it, or set ATOLL_HOME")
+    return folder

@@ -1,0 +1,191 @@
+"""What a host says about itself: its Python, where it can be written to, its GPUs and its address."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.core.errors import ProvisionError
+from atoll.providers.gpus import QUERY, Gpu, parse_line
+from atoll.providers.ssh.connection import Connection
+from atoll.providers.ssh.hosts import Target
+
+LEAST_PYTHON = (3, 11)
+_ASK_S = 30.0  # nvidia-smi of a driver without persistence mode takes seconds
+_MARK = "atoll-facts:"  # login scripts may print before and after
+
+# Understood by every Python since 3.4, so that an old one can say what it is.
+_ASK = """
+import json, os, platform, socket, subprocess, sys, tempfile
+wanted, query = json.loads(sys.argv[1])
+home = os.path.expanduser('~')
+runtime = os.environ.get('XDG_RUNTIME_DIR')
+places = [os.environ.get('ATOLL_HOME') or os.path.join(home, '.atoll')]
+places += [os.path.join(runtime, 'atoll')] if runtime else []
+places += ['/tmp/atoll-%d' % os.getuid()]
+def writable(place):
+    try:
+        folder = os.path.join(place, 'bundle')
+        os.makedirs(folder, 0o700, exist_ok=True)
+        about = os.lstat(place)
+        if about.st_uid != os.getuid() or about.st_mode & 0o022:
+            return place + ': belongs to somebody else'
+        handle, name = tempfile.mkstemp(dir=folder)
+        os.close(handle)
+        os.unlink(name)
+    except OSError as error:
+        return str(error)
+found, refused = None, []
+for place in places:
+    why = writable(place)
+    if why is None:
+        found = place
+        break
+    refused.append(why)
+def here(name):
+    path = os.path.join(found or '/', 'bundle', name)
+    try:
+        os.utime(path)
+        return True
+    except OSError:
+        return False
+def route():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(('192.0.2.1', 9))
+            return probe.getsockname()[0]
+        except OSError:
+            return ''
+def gpus():
+    try:
+        return subprocess.check_output(['nvidia-smi'] + query, stderr=subprocess.STDOUT, timeout=10).decode()
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        return 'failed: %s' % error
+print('atoll-facts:' + json.dumps({
+    'python': sys.version_info[:3], 'executable': sys.executable, 'hostname': socket.gethostname(), 'home': home,
+    'place': found, 'refused': refused, 'bundles': [digest for digest, name in wanted if here(name)],
+    'cpus': len(os.sched_getaffinity(0)), 'gpus': gpus(), 'machine': platform.machine(), 'tmp': tempfile.gettempdir(),
+    'addr': (os.environ.get('SSH_CONNECTION') or '').split()[2:3], 'route': route(), 'env': dict(os.environ)}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One host as it describes itself.
+
+    Attributes:
+        target: how it is reached.
+        python: its interpreter's version; ``executable`` its path.
+        hostname, home, tmp: as there.
+        place: a folder of the user's that can be written to, for bundles and logs.
+        bundles: digests of those asked for that it has.
+        cpus: cores our processes may use.
+        gpus: its GPUs; ``gpu_problem`` says why none could be listed though there is a driver.
+        addr: address that it is reached at, seen from itself.
+        env: environment of a command there.
+    """
+
+    target: Target
+    python: tuple[int, ...]
+    executable: str
+    hostname: str
+    home: str
+    tmp: str
+    place: str
+    bundles: frozenset[str]
+    cpus: int
+    gpus: tuple[Gpu, ...]
+    gpu_problem: str | None
+    addr: str
+    env: dict[str, str]
+
+    @property
+    def minor(self) -> str:
+        """``3.12`` of 3.12.1."""
+        return ".".join(map(str, self.python[:2]))
+
+
+def python_command(python: str, code: str, *arguments: str) -> str:
+    """The shell command that runs some Python, its standard library alone, in whatever shell the user has."""
+    words = ["-I", "-c", f"exec({code!r})", *arguments]  # one line: csh takes no others
+    return f"exec {_quoted(python)} {shlex.join(words)}"
+
+
+def _quoted(python: str) -> str:
+    """``~/`` stays for the shell to fill in."""
+    return f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)
+
+
+def ask(connection: Connection, digests: Sequence[tuple[str, str]]) -> Facts:
+    """Ask a host about itself, and which bundles (digest, file name) it has.
+
+    Raises:
+        ProvisionError: it can't be reached, its Python is missing or too old, or nothing there can be written to.
+    """
+    target = connection.target
+    python = target.python or "python3"
+    connection.run("true")  # logging in has its own, shorter limit
+    answer = connection.run(python_command(python, _ASK, json.dumps([list(digests), QUERY])), limit_s=_ASK_S)
+    line = next((line for line in answer.stdout.decode(errors="replace").splitlines() if line.startswith(_MARK)), None)
+    if line is None:
+        raise ProvisionError(f"{target}: {_no_python(connection, python, answer.stderr.decode(errors='replace'))}")
+    said: dict[str, Any] = json.loads(line[len(_MARK) :])
+    version = tuple(said["python"])
+    if version < LEAST_PYTHON:
+        raise ProvisionError(f"{target}: {_too_old('.'.join(map(str, version)), python)}")
+    if said["place"] is None:
+        raise ProvisionError(f"{target}: no folder there can be written to: {'; '.join(said['refused'])}")
+    gpus, problem = _gpus(said["gpus"])
+    addr = (said["addr"] or [""])[0].removeprefix("::ffff:")
+    if not addr or ":" in addr or addr.startswith("127."):  # peers need an IPv4 address that is not loopback
+        addr = said["route"] or addr or "127.0.0.1"
+    return Facts(
+        target=target,
+        python=version,
+        executable=said["executable"],
+        hostname=said["hostname"],
+        home=said["home"],
+        tmp=said["tmp"],
+        place=said["place"],
+        bundles=frozenset(said["bundles"]),
+        cpus=said["cpus"],
+        gpus=gpus,
+        gpu_problem=problem,
+        addr=addr,
+        env={name: value for name, value in said["env"].items() if not name.startswith("SSH_")},
+    )
+
+
+def _gpus(said: str | None) -> tuple[tuple[Gpu, ...], str | None]:
+    if said is None:
+        return (), None
+    if said.startswith("failed: "):
+        return (), f"nvidia-smi {said}"
+    return tuple(gpu for gpu in map(parse_line, said.splitlines()) if gpu is not None), None
+
+
+def _no_python(connection: Connection, python: str, said: str) -> str:
+    """Why the question was not understood: no such program, or one so old that it knows none of the options."""
+    shown = connection.run(f"{_quoted(python)} -V")
+    version = re.search(rb"Python (\d\S*)", shown.stdout + shown.stderr)
+    if version is not None:
+        return _too_old(version[1].decode(), python)
+    last = said.strip().splitlines()
+    return f"has no {python} ({last[-1] if last else 'it said nothing'}): {_HOW}"
+
+
+def _too_old(version: str, python: str) -> str:
+    least = ".".join(map(str, LEAST_PYTHON))
+    return f"has Python {version} as {python}, and Atoll needs {least} or newer there: {_HOW}"
+
+
+_HOW = (
+    "install one (`uv python install 3.12`, or a package) and name it: SSH(python='~/.local/bin/python3.12'), or "
+    'python = "…" in config.toml'
+)

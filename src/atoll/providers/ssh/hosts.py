@@ -1,0 +1,219 @@
+"""Which hosts are meant: spellings, patterns over ``~/.ssh/config``, and groups declared in ``config.toml``."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.core.hints import check_seconds, nearest
+from atoll.core.paths import atoll_home, shown_path
+
+GRACE_S = 30.0
+_WILD = re.compile(r"[*?\[]")
+_PORT = re.compile(r"(.*?):(\d{1,5})")
+_DEEPEST_INCLUDE = 16  # as ssh has it
+_KEYS = ("hosts", "key", "jump", "python", "grace_s", "workdir")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One host, as ``ssh`` is given it.
+
+    Attributes:
+        host: a ``Host`` of the user's config, a name or an address, with ``user@`` before it where given.
+        port: or None for what the config says.
+        key: path of a private key, or None.
+        jump: a jump host, as ``ssh -J`` takes it, or None.
+        python: the interpreter there, as its shell finds it, or None for ``python3``.
+    """
+
+    host: str
+    port: int | None = None
+    key: str | None = None
+    jump: str | None = None
+    python: str | None = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What ``ssh`` needs before the host's name."""
+        port = ("-p", str(self.port)) if self.port is not None else ()
+        key = ("-i", os.path.expanduser(self.key)) if self.key is not None else ()
+        return (*port, *key, *(("-J", self.jump) if self.jump is not None else ()))
+
+    @property
+    def command(self) -> str:
+        """What a person types to log in there."""
+        return shlex.join(["ssh", *self.options, self.host])
+
+    def __str__(self) -> str:
+        return self.host if self.port is None else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What ``ssh/NAME`` stands for.
+
+    Attributes:
+        name: how it is called.
+        targets: its hosts, head first.
+        grace_s: how long a lost connection may last before its node counts as lost, in seconds.
+        workdir: where a task's workdir goes on the hosts, or None for the usual place.
+    """
+
+    name: str
+    targets: tuple[Target, ...]
+    grace_s: float = GRACE_S
+    workdir: str | None = None
+
+
+def find_group(name: str) -> Group:
+    """The hosts behind ``ssh/NAME``: a group of ``config.toml``, or Hosts of the user's ssh config.
+
+    Raises:
+        ConfigError: there is no such group or Host, or its declaration has a mistake.
+    """
+    path = atoll_home() / "config.toml"
+    declared = _declared(path)
+    if name in declared:
+        return _group(name, declared[name], path)
+    known = config_hosts()
+    if name in known:
+        return Group(name, (Target(name),))
+    if _WILD.search(name) and fnmatch.filter(known, name):
+        return Group(name, targets([name]))
+    hint = nearest(name, [*declared, *known])
+    raise ConfigError(
+        f"ssh/{name}: no group of that name in {path}, and no Host in ~/.ssh/config{hint}. Declare it with\n"
+        f'  [ssh.{name}]\n  hosts = ["user@gpu-1", "gpu-2:2222"]\n'
+        f"in {path}, or add `Host {name}` to ~/.ssh/config"
+    )
+
+
+def targets(
+    hosts: Sequence[str], *, key: str | None = None, jump: str | None = None, python: str | None = None
+) -> tuple[Target, ...]:
+    """Hosts in any spelling: ``gpu-1``, ``user@a``, ``b:2222``, ``[::1]:22``, and ``gpu-*`` for Hosts of the config.
+
+    Raises:
+        ConfigError: one that can't be a host, or a pattern that no Host of the config fits.
+    """
+    found: list[Target] = []
+    for spelling in hosts:
+        user, host, port = _split(spelling)
+        names = [host]
+        if _WILD.search(host) and not host.startswith("["):
+            known = config_hosts()
+            names = fnmatch.filter(known, host)
+            if not names:
+                have = f"it has {', '.join(known[:8])}" if known else "it has no Host, or is not there"
+                raise ConfigError(f"{spelling!r} fits no Host of ~/.ssh/config{nearest(host, known)}: {have}")
+        found += [Target(user + each.strip("[]"), port, key, jump, python) for each in names]
+    return tuple(found)
+
+
+def _split(spelling: object) -> tuple[str, str, int | None]:
+    """``user@`` (or nothing), host, port."""
+    if not isinstance(spelling, str) or not re.fullmatch(r"[^\s-]\S*", spelling):
+        raise ConfigError(f"hosts: {spelling!r} is no host; expected 'gpu-1', 'user@gpu-1', 'gpu-1:2222' or 'gpu-*'")
+    user, at, host = spelling.removeprefix("ssh://").rpartition("@")
+    port: int | None = None
+    found = _PORT.fullmatch(host)
+    if found and (":" not in found[1] or found[1].endswith("]")):  # an IPv6 address without brackets has no port
+        host, port = found[1], int(found[2])
+    if not host.strip("[]") or host.startswith("-") or (port is not None and not 0 < port < 65536):
+        raise ConfigError(f"hosts: {spelling!r} is no host; expected 'gpu-1', 'user@gpu-1' or 'gpu-1:2222'")
+    return user + at, host, port
+
+
+# -- config.toml ----------------------------------------------------------------------------------------------------
+
+
+def _declared(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    try:
+        found = tomllib.loads(text).get("ssh", {})
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{shown_path(str(path))}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{shown_path(str(path))}: ssh = {found!r}: expected sections such as [ssh.lab]")
+    return found
+
+
+def _group(name: str, given: object, path: Path) -> Group:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{path}: ssh.{name} = {given!r}: expected a section [ssh.{name}] with hosts = [...]")
+    for key in given:
+        if key not in _KEYS:
+            hint = nearest(key, _KEYS) or f": it takes {', '.join(_KEYS)}"
+            raise ConfigError(f"{path}{_line_of(path, name, key)}: [ssh.{name}] has no key {key!r}{hint}")
+
+    def wrong(key: str, expected: str) -> ConfigError:
+        line = _line_of(path, name, key)
+        return ConfigError(f"{path}{line}: [ssh.{name}] {key} = {given.get(key)!r}: expected {expected}")
+
+    hosts = given.get("hosts")
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+        raise wrong("hosts", 'a list such as ["user@gpu-1", "gpu-2:2222"]')
+    texts: dict[str, str | None] = {}
+    for key in ("key", "jump", "python", "workdir"):
+        texts[key] = given.get(key)
+        if texts[key] is not None and not isinstance(texts[key], str):
+            raise wrong(key, "text")
+    try:
+        grace_s = check_seconds("grace_s", given.get("grace_s", GRACE_S))
+    except ConfigError:
+        raise wrong("grace_s", "seconds, more than 0") from None
+    found = targets(hosts, key=texts["key"], jump=texts["jump"], python=texts["python"])
+    return Group(name, found, grace_s or GRACE_S, texts["workdir"])
+
+
+def _line_of(path: Path, name: str, key: str) -> str:
+    """``:12`` for the line where a section has a key; nothing where it is written in another way."""
+    inside = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.strip()
+        if text.startswith("["):
+            inside = re.fullmatch(rf"""\[\s*ssh\s*\.\s*["']?{re.escape(name)}["']?\s*\].*""", text) is not None
+        elif inside and re.match(rf"""["']?{re.escape(key)}["']?\s*=""", text):
+            return f":{number}"
+    return ""
+
+
+# -- ~/.ssh/config --------------------------------------------------------------------------------------------------
+
+
+def config_hosts() -> list[str]:
+    """Every ``Host`` of the user's ssh config that is a name rather than a pattern, in the order it stands there."""
+    path = Path("~/.ssh/config").expanduser()
+    return list(dict.fromkeys(_hosts_in(path, path.parent, _DEEPEST_INCLUDE)))
+
+
+def _hosts_in(path: Path, folder: Path, depth: int) -> Iterator[str]:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:  # not there, or not for us: ssh itself will say so
+        return
+    for line in lines:
+        keyword, _, rest = re.sub(r"^\s*(\w+)\s*(=|\s)\s*", r"\1 ", line).partition(" ")
+        try:
+            words = shlex.split(rest, comments=True)
+        except ValueError:  # an open quote: ssh will refuse the file
+            continue
+        if keyword.lower() == "host":
+            yield from (word for word in words if not _WILD.search(word) and not word.startswith("!"))
+        elif keyword.lower() == "include" and depth:
+            for word in words:
+                for found in sorted(glob.glob(os.path.join(folder, os.path.expanduser(word)))):
+                    yield from _hosts_in(Path(found), folder, depth - 1)

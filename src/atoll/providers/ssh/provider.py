@@ -1,0 +1,250 @@
+"""``SSH``: nodes on hosts that the user can log in to. Nothing has to be installed there but Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import posixpath
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.hints import check_seconds, suggests_fields
+from atoll.providers.accelerators import AcceleratorSpec
+from atoll.providers.base import NodePlan, Plan
+from atoll.providers.gpus import Gpu
+from atoll.providers.remote import RemotePlan
+from atoll.providers.ssh import bundle, facts
+from atoll.providers.ssh.connection import Connection, connections, on_each
+from atoll.providers.ssh.facts import Facts, python_command
+from atoll.providers.ssh.hosts import GRACE_S, Target, targets
+from atoll.wire.linked import LinkedChannel
+
+_BOOT = "import sys; sys.path.insert(0, {bundle!r}); from atoll.pool.agent.{module} import main; main()"
+
+
+@suggests_fields
+@dataclass(frozen=True, slots=True)
+class SSH:
+    """Nodes on hosts reached with the user's own ``ssh``: one a host, the first is the head.
+
+    Args:
+        hosts: ``"gpu-1"``, ``"user@a"``, ``"b:2222"``, or ``"gpu-*"`` for the Hosts of ``~/.ssh/config`` it fits.
+        key: path of a private key; None leaves it to ssh.
+        jump: a jump host, as ``ssh -J`` takes it.
+        python: the interpreter there; ``python3`` by default. It needs the minor version of this one.
+        grace_s: how long a connection may be lost before its node counts as lost, in seconds.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    hosts: Sequence[str] | str
+    key: str | None = None
+    jump: str | None = None
+    python: str | None = None
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
+        hosts = (self.hosts,) if isinstance(self.hosts, str) else tuple(self.hosts)
+        if not hosts:
+            raise ConfigError("SSH(hosts=[]): expected at least one host, such as SSH(hosts=['gpu-1', 'user@gpu-2'])")
+        for name in ("key", "jump", "python"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"SSH({name}={value!r}): expected text or None")
+        check_seconds("SSH(grace_s=)", self.grace_s)
+        object.__setattr__(self, "hosts", hosts)
+        self.targets()
+
+    @property
+    def name(self) -> str:
+        """``ssh``."""
+        return "ssh"
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes a pool gets that does not say how many."""
+        return len(self.targets())
+
+    def targets(self) -> tuple[Target, ...]:
+        """Its hosts, with patterns filled in from the ssh config as it is now."""
+        return targets(self.hosts, key=self.key, jump=self.jump, python=self.python)
+
+    def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
+        """Ask the hosts, all at once, and plan one node on each.
+
+        Raises:
+            ConfigError: more nodes than hosts, or accelerators that a host lacks.
+            ProvisionError: a host can't be used; the message says why and what to do.
+        """
+        found = self.targets()
+        if nodes > len(found):
+            raise ConfigError(f"nodes={nodes}: SSH(hosts={list(self.hosts)!r}) has {len(found)}; name more hosts")
+        code = bundle.atoll_bundle()
+        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)])
+        try:
+            said = on_each([connections.get(target) for target in found[:nodes]], ask)
+        except BaseException:
+            connections.close_idle()
+            raise
+        planned = [self._node(node, each, accelerator, workers_per_node) for node, each in enumerate(said)]
+        lines = tuple(
+            f"{each.target}: {each.gpu_problem}; it is used without GPUs" for each in said if each.gpu_problem
+        )
+        return Plan(self.name, tuple(planned), has_gpu=any(plan.num_accelerators for plan in planned), lines=lines)
+
+    def _node(
+        self, node: int, host: Facts, accelerator: AcceleratorSpec | None, workers_per_node: int | str
+    ) -> RemotePlan:
+        gpus = _chosen(host, accelerator)
+        ranks = workers_per_node if isinstance(workers_per_node, int) else max(1, len(gpus))
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus)} if gpus else {}
+        plan = remote_plan(host, node, num_ranks=ranks, grace_s=self.grace_s)
+        name = gpus[0].name if gpus else None
+        return dataclasses.replace(plan, accelerator=name, num_accelerators=len(gpus), env=env)
+
+    def start(self, node: NodePlan, agent: Sequence[str]) -> SSHNode:
+        """Bring the code to the host where it lacks it, and start its agent; ``agent`` is for this machine only.
+
+        Raises:
+            ProvisionError: the host can't be reached, or the agent does not start.
+        """
+        if not isinstance(node, RemotePlan):
+            raise ProvisionError(f"node {node.node} was not planned by this provider")
+        return start_agent(self.targets()[node.node], node)
+
+    def abandon(self, plans: Sequence[NodePlan]) -> None:
+        """Have starts of these nodes that are on their way fail soon."""
+        for plan in plans:
+            if (stop := _starting.get(id(plan))) is not None:
+                stop()
+
+
+def _chosen(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]:
+    if accelerator is None:
+        return host.gpus
+    fitting = tuple(gpu for gpu in host.gpus if gpu.name == accelerator.name)
+    if len(fitting) < accelerator.count:
+        have = ", ".join(gpu.name for gpu in host.gpus) or host.gpu_problem or "no GPU"
+        raise ConfigError(
+            f"accelerator={accelerator.name}:{accelerator.count} can't be had on {host.target}: it has {have}. Leave "
+            f"accelerator out to use what is there"
+        )
+    return fitting[: accelerator.count]
+
+
+def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> RemotePlan:
+    """A node on a host, without accelerators; its ranks share the cores, and find programs beside their Python."""
+    programs, path = posixpath.dirname(host.executable), host.env.get("PATH", "")
+    if programs not in path.split(":"):
+        path = f"{programs}:{path}" if path else programs
+    return RemotePlan(
+        node=node,
+        addr=host.addr,
+        num_ranks=num_ranks,
+        host=str(host.target),
+        python=host.executable,
+        python_version=host.python,
+        home=host.home,
+        folder=host.place,
+        tmp=host.tmp,
+        base_env={"OMP_NUM_THREADS": str(max(1, host.cpus // num_ranks)), **host.env, "PATH": path},
+        bundles=(bundle.atoll_bundle(),),
+        present=host.bundles,
+        grace_s=grace_s,
+    )
+
+
+def start_agent(target: Target, plan: RemotePlan) -> SSHNode:
+    """Start an agent on a host, with the code it needs brought there first; returns once the host has answered.
+
+    Raises:
+        ProvisionError: the host can't be reached, its disk is full, or the agent does not start.
+    """
+    connection = connections.hold(target)
+    try:
+        _starting[id(plan)] = connection.abort
+        for each in plan.bundles:
+            bundle.put(connection, plan, each)
+        node = SSHNode(connection, plan)
+        _starting[id(plan)] = node.end
+        node.start()
+    except BaseException:
+        connections.release(target)
+        raise
+    finally:
+        del _starting[id(plan)]
+    return node
+
+
+_starting: dict[int, Callable[[], None]] = {}  # by the id of its plan: what ends a start that is on its way
+
+
+class SSHNode:
+    """A running agent on a host."""
+
+    def __init__(self, connection: Connection, plan: RemotePlan) -> None:
+        self._on_note: Callable[[str], object] = lambda line: None
+        self._connection = connection
+        self._plan = plan
+        self._folder = f"{plan.tmp}/atoll-link-{secrets.token_hex(8)}"  # never on a shared disk: it holds a socket
+        self._stopped = False
+        self._link = LinkedChannel(
+            self._connect,
+            grace_s=plan.grace_s,
+            name=plan.host,
+            on_silent=self._went_quiet,
+            on_back=lambda: self._on_note(f"{plan.host} (node {plan.node}) answers again"),
+        )
+        self.channel: socket.socket = self._link.socket
+
+    def start(self) -> None:
+        """Start it, and wait for its answer.
+
+        Raises:
+            ProvisionError: there was none.
+        """
+        self._link.start()
+
+    def listen(self, on_note: Callable[[str], object]) -> None:
+        """From now on, tell a line when the host is not heard for a while, and when it is again."""
+        self._on_note = on_note
+
+    def _connect(self, first: bool) -> subprocess.Popen[bytes]:
+        plan = self._plan
+        code = plan.import_path[0]
+        arguments = ["attach", self._folder]
+        if first:
+            boot = _BOOT.format(bundle=code, module="main")
+            agent = {"argv": [plan.python, "-I", "-S", "-c", boot], "pid_namespace": True}
+            arguments = ["start", self._folder, f"{plan.grace_s:g}", json.dumps(agent)]
+        return self._connection.open(python_command(plan.python, _BOOT.format(bundle=code, module="link"), *arguments))
+
+    def _went_quiet(self, seconds: float) -> None:
+        plan = self._plan
+        self._on_note(
+            f"{plan.host} (node {plan.node}) has not been heard for {seconds:.0f} s: frozen, cut off or switched off? "
+            f"It counts as lost after {plan.grace_s:g} s"
+        )
+
+    @property
+    def reason(self) -> str | None:
+        """Why the host was lost."""
+        return self._link.reason
+
+    def end(self) -> None:
+        """End the agent."""
+        self._link.stop()
+
+    def stop(self) -> None:
+        """End the agent, and log out where nobody else uses the login."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self.end()
+        connections.release(self._connection.target)

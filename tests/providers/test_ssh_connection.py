@@ -1,0 +1,286 @@
+"""Logging in to real sshds, and every way in which that fails: one line each, with what to do."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import leaks
+from atoll.core.errors import ProvisionError
+from atoll.providers.remote import RemotePlan
+from atoll.providers.ssh import bundle, facts
+from atoll.providers.ssh.connection import Connection, connections, on_each
+from atoll.providers.ssh.hosts import targets
+from testbed.hosts import Testbed, make_key
+
+pytestmark = pytest.mark.serial
+PYENV = Path("/root/.pyenv/versions")
+
+
+@pytest.fixture
+def connect(bed: Testbed) -> Iterator[Callable[..., Connection]]:
+    """A connection to a host of the testbed, closed at the end."""
+    made: list[Connection] = []
+
+    def make(host: str = "h1", **options: str) -> Connection:
+        made.append(Connection(targets([host], **options)[0]))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+Connect = Callable[..., Connection]
+
+
+def refusal(connection: Connection, limit_s: float = 15.0) -> str:
+    """What the user is told."""
+    with pytest.raises(ProvisionError) as caught:
+        connection.run("true", limit_s=limit_s)
+    return str(caught.value)
+
+
+def ask(connection: Connection) -> facts.Facts:
+    return facts.ask(connection, [])
+
+
+def test_one_login_serves_many_commands_and_ends_when_closed(bed: Testbed, connect: Connect) -> None:
+    h1 = connect()
+    assert h1.run("cat; hostname; exit 3", b"given\n").stdout == b"given\nh1\n"
+    before = bed.hosts[0].run("pgrep -c sshd")
+    assert h1.run("exit 3").returncode == 3
+    assert bed.hosts[0].run("pgrep -c sshd") == before
+    masters = [pid for pid in leaks.descendants() if b"[mux]" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(masters) == 1
+    h1.close()
+    deadline = time.monotonic() + 5
+    while leaks.is_running(masters[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_last_user_of_a_login_ends_it(connect: Connect) -> None:
+    one, two = connect(), connect()
+    assert one.run("hostname").stdout == two.run("hostname").stdout == b"h1\n"
+    (login,) = (path for path in Path(os.environ["ATOLL_HOME"], "ssh").iterdir() if path.is_socket())
+    one.close()
+    assert login.exists()
+    two.close()
+    assert not login.exists()
+
+
+def test_a_login_with_a_long_home_finds_a_short_path(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / ("long" * 25)))
+    h1 = connect()
+    assert h1.run("hostname").stdout == b"h1\n"
+    assert f"atoll-{os.getuid()}-ssh" in str(h1._socket)
+    h1.close()
+    h1._socket.with_name(h1._socket.name + ".lock").unlink()
+    h1._socket.parent.rmdir()
+
+
+def test_an_unknown_host_key_is_refused_with_its_fingerprint(bed: Testbed, connect: Connect) -> None:
+    known = bed.home / ".ssh" / "known_hosts"
+    known.write_text("")
+    said = refusal(connect())
+    key = bed.folder / "keys" / "h1" / "ssh_host_ed25519_key.pub"
+    printed = subprocess.run(["ssh-keygen", "-lf", str(key)], capture_output=True, text=True).stdout
+    assert "its host key is not known" in said
+    assert printed.split()[1] in said
+    assert "`ssh h1` once" in said
+    assert f"`ssh-keyscan -p 22 10.77.0.11 >> {known}`" in said
+    assert known.read_text() == ""  # nothing is written for the user
+
+
+def test_a_changed_host_key_is_refused_with_both_steps(bed: Testbed, connect: Connect, tmp_path: Path) -> None:
+    make_key(tmp_path / "other")
+    known = bed.home / ".ssh" / "known_hosts"
+    known.write_text(f"10.77.0.11 {(tmp_path / 'other.pub').read_text()}")
+    said = refusal(connect())
+    assert "its host key has CHANGED" in said
+    assert f"{known}:1" in said
+    assert "SHA256:" in said
+    assert "`ssh-keygen -R '10.77.0.11'`, then `ssh h1` once" in said
+
+
+def test_a_key_that_is_not_taken(connect: Connect, tmp_path: Path, bed: Testbed) -> None:
+    config = bed.home / ".ssh" / "config"
+    config.write_text(config.read_text().replace("IdentityFile", "IdentitiesOnly yes\n    #"))
+    make_key(tmp_path / "mine")
+    said = refusal(connect("h1", key=str(tmp_path / "mine")))
+    assert "h1: does not let sky in with the keys" in said
+    assert str(tmp_path / "mine") in said
+    assert "`ssh-copy-id h1`" in said
+
+
+def test_a_name_nobody_knows(connect: Connect) -> None:
+    assert "h11: unknown host: did you mean 'h1'?" in refusal(connect("h11"))
+
+
+def test_a_port_where_nobody_listens(connect: Connect) -> None:
+    said = refusal(connect("h1:23"))
+    assert "h1:23: refuses connections" in said
+    assert "port 23: Connection refused" in said
+
+
+def test_an_address_that_nobody_has(connect: Connect) -> None:
+    assert "can't be reached: is it up" in refusal(connect("10.77.0.99"))
+
+
+def test_a_frozen_host_hangs_at_login(bed: Testbed, connect: Connect) -> None:
+    bed.hosts[0].freeze()
+    started = time.monotonic()
+    assert "h1: hangs at login" in refusal(connect(), limit_s=3.0)
+    assert time.monotonic() - started < 10
+    bed.hosts[0].thaw()
+
+
+@pytest.mark.parametrize("version", ["2.7.18", "3.9.18"])
+def test_a_python_that_is_too_old_is_named(connect: Connect, version: str) -> None:
+    python = PYENV / version / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"this machine has no Python {version} under {PYENV}")
+    with pytest.raises(ProvisionError, match=f"h1: has Python {version} as {python}, and Atoll needs 3.11 or newer"):
+        ask(connect("h1", python=str(python)))
+
+
+def test_no_python_at_all(connect: Connect) -> None:
+    with pytest.raises(ProvisionError, match=r"h1: has no nothere .*not found.*: install one \(`uv python"):
+        ask(connect("h1", python="nothere"))
+
+
+def test_facts_survive_noise_of_login_scripts(bed: Testbed, connect: Connect) -> None:
+    bed.hosts[0].run("printf 'echo welcome; echo oops >&2\\n' > /home/sky/.bashrc; chown sky /home/sky/.bashrc")
+    said = ask(connect())
+    assert (said.hostname, said.addr, said.home) == ("h1", "10.77.0.11", "/home/sky")
+    assert said.place == "/home/sky/.atoll"
+    assert not any(name.startswith("SSH_") for name in said.env)
+    assert said.gpus == ()
+
+
+def test_gpus_are_listed_as_nvidia_smi_says_them(bed: Testbed, connect: Connect) -> None:
+    answer = "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559\\n1, GPU-bb, NVIDIA H100 80GB HBM3, 81559\\n"
+    bed.hosts[0].run(
+        f"printf '#!/bin/sh\\nprintf \"{answer}\"\\n' > /usr/local/bin/nvidia-smi; chmod 755 /usr/local/bin/nvidia-smi"
+    )
+    assert [(gpu.name, gpu.uuid) for gpu in ask(connect()).gpus] == [("H100", "GPU-aa"), ("H100", "GPU-bb")]
+    bed.hosts[0].run("printf '#!/bin/sh\\necho driver broken; exit 9\\n' > /usr/local/bin/nvidia-smi")
+    said = ask(connect())
+    assert said.gpus == ()
+    assert "nvidia-smi failed" in str(said.gpu_problem)
+
+
+def test_a_home_that_is_read_only_leaves_the_next_place(bed: Testbed, connect: Connect) -> None:
+    bed.hosts[0].run("mount --bind /home/sky /home/sky && mount -o remount,ro,bind /home/sky")
+    assert ask(connect()).place == "/tmp/atoll-2000"
+
+
+def _plan(said: facts.Facts, code: bundle.Bundle) -> RemotePlan:
+    return RemotePlan(0, said.addr, 1, folder=said.place, python=said.executable, bundles=(code,), present=said.bundles)
+
+
+def test_the_bundle_goes_to_a_shared_home_once_when_all_hosts_get_it_together(bed: Testbed, connect: Connect) -> None:
+    code = bundle.atoll_bundle()
+    both = [connect("h1"), connect("h2")]
+    wanted = [(code.digest, code.name)]
+    said = on_each(both, lambda each: facts.ask(each, wanted))
+    assert [each.bundles for each in said] == [frozenset(), frozenset()]
+    on_each(both, lambda each: bundle.put(each, _plan(said[0], code), code))
+    assert bed.hosts[0].run("ls /home/sky/.atoll/bundle").split() == [code.name]
+    said = on_each(both, lambda each: facts.ask(each, wanted))
+    assert [each.bundles for each in said] == [frozenset([code.digest])] * 2
+    run = facts.python_command("python3", "import sys; sys.path.insert(0, sys.argv[1]); import atoll.pool.agent.link")
+    assert both[1].run(f"{run} {_plan(said[0], code).bundle_path(code)}").returncode == 0
+
+
+def test_a_disk_that_is_full_is_said(bed: Testbed, connect: Connect) -> None:
+    bed.hosts[0].run("mkdir -p /home/sky/.atoll && mount -t tmpfs -o size=100k,uid=2000,mode=700 x /home/sky/.atoll")
+    code = bundle.atoll_bundle()
+    said = ask(connect())
+    with pytest.raises(ProvisionError, match=rf"h1: could not write \S+{code.name} there: .*No space left"):
+        bundle.put(connect(), _plan(said, code), code)
+
+
+def test_a_jump_host(bed: Testbed, connect: Connect) -> None:
+    assert connect("h2", jump="h1").run("echo $SSH_CONNECTION").stdout.startswith(b"10.77.0.11 ")
+    said = refusal(connect("h2", jump="h1:23"))
+    assert "h2: its jump host can't be used: h1:23: refuses connections" in said
+    known = bed.home / ".ssh" / "known_hosts"
+    known.write_text("".join(known.read_text().splitlines(keepends=True)[1:]))
+    connections.close_idle()
+    said = refusal(connect("h2", jump="sky@10.77.0.11"))
+    assert "h2: its jump host can't be used: sky@10.77.0.11: its host key is not known" in said
+    assert "`ssh sky@10.77.0.11` once" in said
+
+
+def test_several_hosts_that_fail_are_all_named(bed: Testbed) -> None:
+    some = [connections.get(target) for target in targets(["h1", "h2:23", "nobody"])]
+    with pytest.raises(ProvisionError) as caught:
+        on_each(some, ask)
+    assert "2 of 3 hosts failed:\n  h2:23: refuses" in str(caught.value)
+    assert "\n  nobody: unknown host" in str(caught.value)
+
+
+def test_ctrl_c_ends_what_runs_on_every_host(bed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = [connections.get(target) for target in targets(["h1", "h2"])]
+    on_each(some, lambda each: each.run("true"))
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), 2))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        on_each(some, lambda each: each.run("sleep 60", limit_s=60))
+    timer.join()
+    assert time.monotonic() - started < 5
+
+
+def test_a_terminal_is_asked_when_no_key_is_taken(bed: Testbed, tmp_path: Path) -> None:
+    """A key with a passphrase: ssh asks for it on the terminal, once, and both commands go through that login."""
+    key = bed.home / ".ssh" / "id_ed25519"
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "open sesame", "-f", str(key)], check=True)
+    script = tmp_path / "login.py"
+    script.write_text(
+        "from atoll.providers.ssh.connection import Connection\nfrom atoll.providers.ssh.hosts import targets\n"
+        "c = Connection(targets(['h1'])[0])\nprint(c.run('hostname').stdout, c.run('hostname').stdout)\nc.close()\n"
+    )
+    said = talk([sys.executable, str(script)], [("Enter passphrase for key", "open sesame\n")])
+    assert said.count("b'h1") == 2
+    assert said.count("Enter passphrase") == 1
+
+
+def talk(command: list[str], answers: list[tuple[str, str]]) -> str:
+    """Run a program on a terminal of its own, and type each answer when its question is seen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        os.execv(command[0], command)
+    said = b""
+    deadline = time.monotonic() + 20
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([terminal], [], [], 0.1)[0]:
+                continue
+            try:
+                data = os.read(terminal, 4096)
+            except OSError:  # everybody on it has ended
+                break
+            if not data:
+                break
+            said += data
+            if answers and answers[0][0].encode() in said:
+                os.write(terminal, answers.pop(0)[1].encode())
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
+    return said.decode(errors="replace")

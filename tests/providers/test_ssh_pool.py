@@ -1,0 +1,265 @@
+"""Pools on hosts of the testbed: calls, failures, lost connections, and nothing left anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import atoll as sky
+from atoll.core.errors import ConfigError, NodeLost, ProvisionError, WorkerDied
+from testbed.fixtures import MakeBed
+from testbed.hosts import Host, Testbed
+
+pytestmark = pytest.mark.serial
+BOTH = ["h1", "h2"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(bed: Testbed) -> Iterator[None]:
+    """No process and no temporary file of ours is left on any host that still runs."""
+    yield
+    for host in bed.hosts:
+        if host.pids():
+            ended(host)
+            eventually(lambda host=host: not host.run("ls -A /tmp"), f"files in /tmp of {host.name} are gone")
+
+
+def ended(host: Host) -> None:
+    """Nothing of ours runs there any more, in time."""
+    eventually(lambda: not host.command_lines(), f"nothing runs on {host.name}")
+
+
+def eventually(condition: object, what: str, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]  # any callable
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+
+
+@sky.compute
+def whereabouts(value: int) -> tuple[str, int, int, str]:
+    import socket
+
+    print(f"value {value}")
+    info = sky.instance_info()
+    return socket.gethostname(), info.rank, value, os.environ["MASTER_ADDR"]
+
+
+@sky.compute
+def nap(seconds: float) -> str:
+    time.sleep(seconds)
+    return "rested"
+
+
+def test_a_call_runs_on_every_host_and_its_output_comes_back(bed: Testbed) -> None:
+    lines: list[str] = []
+    with sky.ComputePool(sky.SSH(BOTH), logs=lambda line: lines.append(f"{line.rank}: {line.text}")) as pool:
+        assert whereabouts(3) @ pool == [("h1", 0, 3, "10.77.0.11"), ("h2", 1, 3, "10.77.0.11")]
+        assert whereabouts(4) >> pool in [("h1", 0, 4, "10.77.0.11"), ("h2", 0, 4, "10.77.0.12")]
+        assert (pool.log_dir / "rank1.out").read_text().startswith("value 3\n")
+        assert list(pool.map(abs, range(-50, 0))) == list(range(50, 0, -1))
+    assert {"0: value 3", "1: value 3"} <= set(lines)
+
+
+def test_large_arguments_and_results_arrive_whole(bed: Testbed) -> None:
+    data = os.urandom(8 << 20)
+    with sky.ComputePool(sky.SSH(BOTH)) as pool:
+        for _ in range(2):
+            assert pool.run(bytes.__add__, data, b"!") == [data + b"!"] * 2
+
+
+def test_an_exception_comes_back_with_its_traceback(bed: Testbed) -> None:
+    def fail() -> None:
+        raise LookupError("not there")
+
+    with sky.ComputePool(sky.SSH("h1")) as pool:
+        with pytest.raises(LookupError, match="not there") as caught:
+            pool.run(fail)
+        assert "in fail" in str(caught.value.__cause__)
+        assert pool.run(len, "abc") == [3]
+
+
+def test_a_rank_that_is_killed_is_named_and_replaced(bed: Testbed) -> None:
+    def die(rank: int) -> None:
+        if sky.instance_info().rank == rank:
+            print("last words", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with sky.ComputePool(sky.SSH(BOTH)) as pool:
+        with pytest.raises(WorkerDied) as caught:
+            pool.run(die, 1)
+        assert (caught.value.rank, caught.value.node, caught.value.signal) == (1, 1, signal.SIGKILL)
+        assert caught.value.log_tail == ("last words",)
+        assert [host for host, *_ in whereabouts(1) @ pool] == BOTH
+
+
+def test_torch_trains_over_two_hosts(bed: Testbed) -> None:
+    def total() -> float:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.full((1000,), float(dist.get_rank() + 1))
+        dist.all_reduce(tensor)
+        return float(tensor.sum())
+
+    with sky.ComputePool(sky.SSH(BOTH, python=sys.executable)) as pool:
+        assert pool.run(total) == [3000.0, 3000.0]
+
+
+def test_modules_of_this_machine_travel_by_value_or_as_included(
+    bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "src" / "bed_parts"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from bed_parts.numbers import Box, twice\n")
+    (package / "numbers.py").write_text(
+        "FACTOR = 2\n\ndef twice(value):\n    return FACTOR * value\n\n"
+        "class Box:\n    def __init__(self, value):\n        self.value = value\n"
+        "    def doubled(self):\n        return Box(twice(self.value))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    import bed_parts  # type: ignore[import-not-found]  # made above
+
+    def imported() -> int:
+        import bed_parts
+
+        return int(bed_parts.twice(21))
+
+    with sky.ComputePool(sky.SSH("h1")) as pool:
+        assert pool.run(bed_parts.twice, 4) == [8]
+        (box,) = pool.run(bed_parts.Box.doubled, bed_parts.Box(5))
+        assert isinstance(box, bed_parts.Box)
+        assert box.value == 10
+        with pytest.raises(ModuleNotFoundError):
+            pool.run(imported)
+    with sky.ComputePool(sky.SSH("h1"), image=sky.Image(includes=["bed_parts"], env={"A": 1})) as pool:
+        assert pool.run(imported) == [42]
+        assert pool.run(os.getenv, "A") == ["1"]
+        assert pool.run(os.getenv, "HOME") == ["/home/sky"]
+
+
+def test_what_can_not_be_had_is_refused_with_what_to_do(bed: Testbed) -> None:
+    with pytest.raises(ConfigError, match=r"packages are not installed on ssh hosts .* SSH\(python="):
+        sky.ComputePool(sky.SSH("h1"), pip=["torch"]).up()
+    with pytest.raises(ConfigError, match="accelerator=A100:1 can't be had on h1: it has no GPU"):
+        sky.ComputePool(sky.SSH("h1"), accelerator="A100").up()
+    with pytest.raises(ProvisionError, match="2 of 2 hosts failed:\n  h1:23: refuses"):
+        sky.ComputePool(sky.SSH(["h1:23", "h2:23"])).up()
+
+
+def test_another_minor_version_of_python_is_refused(bed: Testbed) -> None:
+    other = "/root/.pyenv/versions/3.12.1/bin/python3"
+    if not os.path.exists(other) or sys.version_info[:2] == (3, 12):
+        pytest.skip(f"needs {other}, and another Python here")
+    with pytest.raises(ProvisionError, match=r"h1 has Python 3\.12, this process 3\.\d+: .* with SSH\(python=...\)"):
+        sky.ComputePool(sky.SSH("h1", python=other)).up()
+
+
+def test_a_named_pool_stays_up_for_the_next(bed: Testbed) -> None:
+    def pool() -> sky.ComputePool:
+        return sky.ComputePool(sky.SSH(BOTH), name="bed", idle=30)
+
+    with pool() as first:
+        pids = first.run(os.getpid)
+    with pool() as second:
+        assert second.run(os.getpid) == pids
+        data = os.urandom(1 << 20)
+        assert second.run(bytes.__add__, data, b"!") == [data + b"!"] * 2
+    second.down()
+
+
+def test_hosts_with_homes_of_their_own(make_bed: MakeBed) -> None:
+    bed = make_bed(3, shared_home=False)
+    with sky.ComputePool(sky.SSH("h[13]")) as pool:
+        assert [host for host, *_ in whereabouts(1) @ pool] == ["h1", "h3"]
+    assert bed.hosts[2].run("ls /home/sky/.atoll/bundle").endswith(".zip\n")
+
+
+def test_a_cut_shorter_than_the_grace_kills_nothing(bed: Testbed) -> None:
+    with sky.ComputePool(sky.SSH(BOTH, grace_s=30)) as pool:
+        call = pool.submit(nap, 1.0, everywhere=True)
+        time.sleep(0.3)
+        bed.hosts[1].cut()
+        time.sleep(3.0)
+        bed.hosts[1].heal()
+        assert call.result(20) == ["rested", "rested"]
+        assert [host for host, *_ in whereabouts(1) @ pool] == BOTH
+
+
+@pytest.mark.long
+def test_a_cut_that_breaks_the_connection_kills_nothing_either(bed: Testbed, capfd: pytest.CaptureFixture[str]) -> None:
+    data = os.urandom(30 << 20)
+    with sky.ComputePool(sky.SSH(BOTH, grace_s=60)) as pool:
+        bed.hosts[1].slow(50)
+        call = pool.submit(bytes.__add__, data, b"!", everywhere=True)  # some of it is on its way when the cable goes
+        time.sleep(1.0)
+        bed.hosts[1].cut()
+        time.sleep(12.0)
+        bed.hosts[1].heal()
+        assert call.result(60) == [data + b"!"] * 2
+        assert [host for host, *_ in whereabouts(1) @ pool] == BOTH
+    said = capfd.readouterr().err
+    assert "h2 (node 1) has not been heard for" in said
+    assert "h2 (node 1) answers again" in said
+
+
+def test_a_host_that_loses_power_is_named_in_time(bed: Testbed) -> None:
+    lost(bed.hosts[1], Host.power_off)
+
+
+def test_a_host_that_freezes_is_named_in_time(bed: Testbed) -> None:
+    lost(bed.hosts[1], Host.freeze)
+    bed.hosts[1].thaw()
+
+
+def lost(host: Host, happens: object) -> None:
+    with sky.ComputePool(sky.SSH(BOTH, grace_s=2)) as pool:
+        call = pool.submit(nap, 60.0, everywhere=True)
+        time.sleep(0.5)
+        happens(host)  # type: ignore[operator]  # a method of Host
+        started = time.monotonic()
+        with pytest.raises(NodeLost, match=r"node 1 was lost: no connection to h2 for 2 s"):
+            call.result(20)
+        assert time.monotonic() - started < 10
+        assert pool.submit(os.getpid).result(10) > 0  # the other one still works
+
+
+def test_a_driver_that_is_killed_leaves_nothing(bed: Testbed, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import atoll as sky, time\n"
+        "def sleep():\n    print('up', flush=True)\n    time.sleep(100)\n"
+        "with sky.ComputePool(sky.SSH(['h1', 'h2']), logs=lambda line: print(line.text, flush=True)) as pool:\n"
+        "    pool.run(sleep)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(sky.__file__).parents[1])},
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == b"up\n"
+        driver.kill()
+    for host in bed.hosts:
+        ended(host)
+
+
+def test_ctrl_c_while_nodes_start_ends_everything(bed: Testbed) -> None:
+    bed.hosts[1].run("printf '#!/bin/sh\\nsleep 3\\nexec /usr/bin/python3 \"$@\"\\n' > /usr/local/bin/python3")
+    bed.hosts[1].run("chmod 755 /usr/local/bin/python3")
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        sky.ComputePool(sky.SSH(BOTH)).up()
+    timer.join()
+    assert time.monotonic() - started < 6

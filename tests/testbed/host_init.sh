@@ -1,0 +1,49 @@
+#!/bin/bash
+# Makes one host of the testbed out of the namespaces it is started in, and stays as its PID 1.
+#   host_init.sh FOLDER NAME ADDRESS HOME     FOLDER has keys/NAME/, authorized_keys, hosts; HOME is seen as /home,
+#   or "own" for one that no other host sees.
+set -e
+folder=$1 name=$2 address=$3 home=$4
+state=$folder/state/$name
+read -r pid _ < /proc/self/stat  # the /proc of outside: the pid that others know us by
+echo "$pid" > "$state.pid"
+mount --make-rprivate /
+mount -t tmpfs -o size=4g "tb-$name" "$state"  # an upper layer can't lie on the file system of its lower one
+mkdir "$state/up" "$state/work" "$state/root"
+root=$state/root
+mount -t overlay -o "lowerdir=/,upperdir=$state/up,workdir=$state/work" "tb-$name" "$root"
+mount --rbind /dev "$root/dev"
+mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+mount -t proc proc "$root/proc"
+mount -t sysfs sysfs "$root/sys"
+mount -t tmpfs -o mode=1777 tmp "$root/tmp"
+mount -t tmpfs -o mode=755 run "$root/run"
+if [ "$home" = own ]; then mount -t tmpfs -o mode=755 home "$root/home"; else mount --bind "$home" "$root/home"; fi
+mkdir -p "$root/home/sky" && chown 2000:2000 "$root/home/sky"
+chmod 711 "$root/root"  # the login user may run interpreters that lie below
+hostname "$name"
+echo "$name" > "$root/etc/hostname"
+cp "$folder/hosts" "$root/etc/hosts"
+: > "$root/etc/resolv.conf"
+echo sky:x:2000:2000::/home/sky:/bin/bash >> "$root/etc/passwd"
+echo sky:x:2000: >> "$root/etc/group"
+echo 'sky:*:19000:0:99999:7:::' >> "$root/etc/shadow"
+rm -f "$root"/etc/ssh/ssh_host_*
+cp "$folder/keys/$name"/ssh_host_ed25519_key* "$root/etc/ssh/"
+cp "$folder/authorized_keys" "$root/etc/ssh/authorized_keys"
+printf '%s\n' 'Port 22' 'ListenAddress 0.0.0.0' 'HostKey /etc/ssh/ssh_host_ed25519_key' 'PasswordAuthentication no' \
+    'UsePAM no' 'UseDNS no' 'AuthorizedKeysFile /etc/ssh/authorized_keys' 'Subsystem sftp internal-sftp' \
+    'MaxStartups 100:30:200' 'MaxSessions 100' > "$root/etc/ssh/sshd_config"
+mkdir -p "$root/run/sshd" "$root/oldroot"
+cd "$root"
+pivot_root . oldroot
+cd /
+umount -l /oldroot
+ip link set lo up
+for _ in $(seq 400); do ip link show eth0 > /dev/null 2>&1 && break; sleep .01; done
+ip addr add "$address/24" dev eth0
+ip link set eth0 up
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
+/usr/sbin/sshd
+: > /run/ready
+exec tini -s -- sleep infinity
