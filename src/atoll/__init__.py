@@ -31,6 +31,7 @@ _WHERE = {
     "Accelerator": "atoll.providers.accelerators",
     "NVIDIA": "atoll.providers.accelerators",
     "Local": "atoll.providers.local",
+    "SSH": "atoll.providers.ssh.provider",
     "Image": "atoll.pool.image",
     "ComputePool": "atoll.pool.compute_pool",
     "CallFuture": "atoll.pool.calls",
@@ -48,6 +49,21 @@ _WHERE = {
     "latest_checkpoint": "atoll.functions.report",
     "DistributedSampler": "atoll.functions.sampler",
     "shard": "atoll.functions.data",
+    "Task": "atoll.tasks.task",
+    "Resources": "atoll.tasks.resources",
+    "Job": "atoll.tasks.jobs",
+    "launch": "atoll.tasks.api",
+    "exec": "atoll.tasks.api",
+    "status": "atoll.tasks.api",
+    "queue": "atoll.tasks.api",
+    "cancel": "atoll.tasks.api",
+    "stop": "atoll.tasks.api",
+    "start": "atoll.tasks.api",
+    "down": "atoll.tasks.api",
+    "autostop": "atoll.tasks.api",
+    "tail_logs": "atoll.tasks.api",
+    "JobStatus": "atoll.tasks.spec",
+    "ClusterStatus": "atoll.tasks.spec",
     "InstanceInfo": "atoll.functions.info",
     "instance_info": "atoll.functions.info",
 }
@@ -72,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
 def _hint(name: str) -> str:
     """What was probably meant."""
-    if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot", "SSH", "Slurm"):
+    if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot", "Slurm"):
         return f": this version runs on sky.Local() only, {name} comes with a later one"
     import difflib
 

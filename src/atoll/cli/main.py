@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
-from atoll.cli import train, weights
+from atoll.cli import check, clusters, launching, nodes, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.recipes import recipes_app
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
@@ -21,6 +22,9 @@ _HELP = """Train one model on any hardware you can reach.
 
 \b
 I have …                            → type …
+a script for torchrun               → atoll run --nodes 2 --nproc 2 train.py
+a task file, or a command           → atoll launch -c NAME task.yaml,  atoll exec NAME 'echo hi'
+clusters and their jobs             → atoll status,  atoll queue NAME,  atoll logs NAME,  atoll down NAME
 a model to train, or a recipe       → atoll train llama3_debug --nodes 2
 recipes, and data to look at        → atoll recipes ls,  atoll data preview RECIPE
 a trained model                     → atoll generate RUN "Once",  atoll export RUN DEST
@@ -29,7 +33,7 @@ a Python function for every rank    → python train.py, with this in it:
         with sky.ComputePool(nodes=2) as pool: f(x) @ pool
 a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
 the id of a detached call           → atoll result ID
-a question about this machine       → atoll gpus
+what can be used from here          → atoll check,  atoll gpus
 """
 
 app = typer.Typer(
@@ -44,6 +48,11 @@ pools = typer.Typer(help="Named pools that stay warm between scripts.", no_args_
 app.add_typer(pools, name="pools")
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
+launching.register(app)
+run.register(app)
+clusters.register(app)
+nodes.register(app)
+check.register(app)
 train.register(app)
 weights.register(app)
 
@@ -120,25 +129,6 @@ def result(
     print(shown)
 
 
-@app.command()
-def gpus(output: Output = "table") -> None:
-    """Show the GPUs of this machine that a pool would use."""
-    from atoll.providers.gpus import gpu_report
-
-    report = gpu_report()
-    if _as_json(output):
-        rows = [
-            {"index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "memory_gb": gpu.memory_gb} for gpu in report.gpus
-        ]
-        print(json.dumps(rows, indent=2))
-        return
-    if not report.gpus:
-        print(f"no GPU: {report.reason}")
-        return
-    for gpu in report.gpus:
-        print(f"{gpu.index:3}  {gpu.name:12} {gpu.memory_gb:7.1f} GB  {gpu.uuid}")
-
-
 def _as_json(output: str) -> bool:
     if output not in ("table", "json"):
         raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
@@ -158,6 +148,13 @@ def main() -> None:
         app(prog_name="atoll")
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
+        sys.exit(_NOT_FOUND if isinstance(error, LookupError) else _FAILED)
+    except BrokenPipeError:  # `atoll logs NAME | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_FAILED)
+    except OSError as error:  # a full disk, a state folder that can't be
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"atoll: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)

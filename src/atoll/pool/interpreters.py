@@ -121,3 +121,25 @@ def _version(python: str) -> str | None:
 
 def _answer(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+
+
+def user_python() -> str:
+    """The interpreter that a command of the user's runs under on this machine.
+
+    That of the active virtual environment, of ``.venv`` in the current folder, or of the active Conda environment; else
+    the one that runs Atoll, unless that belongs to a tool's own environment (``uv tool``, ``pipx``), whose place takes
+    the first ``python3`` on PATH.
+    """
+    for folder in (os.environ.get("VIRTUAL_ENV"), ".venv", os.environ.get("CONDA_PREFIX")):
+        if folder and os.access(python := os.path.abspath(os.path.join(folder, "bin", "python")), os.X_OK):
+            return python
+    if re.search(r"/(uv/tools|pipx/venvs)/", sys.executable):
+        return shutil.which("python3") or sys.executable
+    return sys.executable
+
+
+def user_path() -> str:
+    """PATH with that interpreter's folder on it, so that its ``torchrun`` is found where nothing was activated."""
+    path = os.environ.get("PATH", os.defpath)
+    folder = os.path.dirname(user_python())
+    return path if folder in path.split(os.pathsep) else f"{folder}{os.pathsep}{path}"

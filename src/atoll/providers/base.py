@@ -11,6 +11,30 @@ from atoll.providers.accelerators import AcceleratorSpec
 
 
 @dataclass(frozen=True, slots=True)
+class NodePlace:
+    """What a task's node should have for itself. What the kernel refuses is shared, and the agent says so.
+
+    Attributes:
+        hostname: its host name, which resolves to its address inside.
+        home: its ``HOME``.
+        tmp: an existing folder that only this node uses; its agent removes it. A folder in it is seen as ``/tmp``
+            where a mount namespace can be had, else it is just ``TMPDIR``.
+        peers: address and host name of every node of the cluster, for ``/etc/hosts``.
+        network: path of a network namespace, or None: the machine's own.
+        resolv_conf: text of ``/etc/resolv.conf`` in that namespace, or None: as on the machine.
+        visible: paths that stay visible though they lie below ``/tmp``: the entry of ``/tmp`` that holds them does.
+    """
+
+    hostname: str
+    home: str
+    tmp: str
+    peers: tuple[tuple[str, str], ...]
+    network: str | None = None
+    resolv_conf: str | None = None
+    visible: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodePlan:
     """One node before it starts.
 
@@ -21,6 +45,7 @@ class NodePlan:
         accelerator: name of its accelerator, or None.
         num_accelerators: how many of them its ranks see.
         env: variables its ranks get, such as ``CUDA_VISIBLE_DEVICES``.
+        place: what it should have for itself, where it runs a task.
     """
 
     node: int
@@ -29,6 +54,7 @@ class NodePlan:
     accelerator: str | None = None
     num_accelerators: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
+    place: NodePlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +86,10 @@ class Node(Protocol):
     """A node that was started: a channel to its agent, and a way to end it by force."""
 
     channel: socket.socket
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was lost, as a clause, where the provider knows."""
 
     def stop(self) -> None:
         """Release the node. Safe to call twice, and on a node that is gone already."""

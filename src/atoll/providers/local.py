@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import os
 import shutil
 import socket
@@ -11,16 +13,16 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, death_reason
 from atoll.core.hints import suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import NodePlan, Plan
+from atoll.providers.base import NodePlace, NodePlan, Plan
 from atoll.providers.gpus import Gpu, local_gpus
 
 # The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
 _AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
-
-
+_NAMESPACES = ("pid", "mnt", "uts", "net")
+_REASON_S = 0.2  # a channel ends a moment before its agent can be asked how that ended
 _END_S = 2.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
 
 
@@ -103,13 +105,19 @@ class Local:
         """Start the node's agent; its channel is one end of a socket pair, so nothing listens anywhere."""
         ours, theirs = socket.socketpair()
         pidfd = os.pidfd_open(os.getpid())
+        env = {name: os.environ[name] for name in _AGENT_ENV if name in os.environ}
+        if node.place is None:
+            prefix = _namespace()
+        else:
+            prefix = _into(node.place.network) + isolation().command
+            env["ATOLL_PLACE"] = _placed(node.place)
         try:
             process = subprocess.Popen(
-                [*_namespace(), *agent, str(theirs.fileno()), str(pidfd)],
+                [*prefix, *agent, str(theirs.fileno()), str(pidfd)],
                 pass_fds=(theirs.fileno(), pidfd),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={name: os.environ[name] for name in _AGENT_ENV if name in os.environ},
+                env=env,
             )
         except BaseException:
             ours.close()
@@ -127,6 +135,16 @@ class LocalNode:
         self.channel = channel
         self.process = process
 
+    @property
+    def reason(self) -> str | None:
+        """How its agent ended, or None while that lives."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(_REASON_S)
+            if code < 0:
+                return f"its agent was {death_reason(None, -code, False)}"
+            return f"its agent {death_reason(code, None, False)}"
+        return None
+
     def stop(self) -> None:
         """End the agent by force, and with it everything in its namespace."""
         with contextlib.suppress(OSError):
@@ -137,6 +155,36 @@ class LocalNode:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How a node's agent gets namespaces of its own.
+
+    Attributes:
+        command: what its command starts with; empty where it gets none.
+        refused: why something stays shared, or None where nothing does.
+    """
+
+    command: tuple[str, ...]
+    refused: str | None
+
+
+def isolation() -> Isolation:
+    """What this kernel gives a task's node: its own processes, host name and mounts, or the last two, or nothing."""
+    if os.environ.get("ATOLL_PID_NAMESPACE") == "0":
+        return Isolation((), "ATOLL_PID_NAMESPACE=0")
+    return _probed_isolation()
+
+
+@functools.cache
+def _probed_isolation() -> Isolation:
+    # The agent mounts and names the host itself, for which it keeps its rights over its own user namespace.
+    whole, said = _first_granted((*_OWN_PROCESSES, "--uts"), "--keep-caps")
+    if whole:
+        return Isolation(whole, None)
+    part, _ = _first_granted(("--mount", "--propagation", "slave", "--uts"), "--keep-caps")
+    return Isolation(part, said)
 
 
 def _namespace() -> tuple[str, ...]:
@@ -150,16 +198,45 @@ def _namespace() -> tuple[str, ...]:
 
 @functools.cache
 def _probed() -> tuple[str, ...]:
+    return _first_granted(_OWN_PROCESSES)[0]
+
+
+# Mounts made on the machine later on, by an automounter say, still show up inside.
+_OWN_PROCESSES = ("--pid", "--mount-proc", "--propagation", "slave", "--fork", "--kill-child=SIGKILL")
+# As another user than root, a user namespace gives the right to make the others.
+_AS_USER = ("--user", "--map-current-user")
+
+
+def _first_granted(options: tuple[str, ...], *as_user: str) -> tuple[tuple[str, ...], str]:
+    """The ``unshare`` command with these options, for root or for a user; or nothing, and what the kernel said."""
     unshare = shutil.which("unshare")
     if unshare is None:
-        return ()
-    # Mounts made on the machine later on, by an automounter say, still show up inside.
-    base = (unshare, "--pid", "--mount-proc", "--propagation", "slave", "--fork", "--kill-child=SIGKILL")
-    for command in (base, (*base, "--user", "--map-current-user")):
-        probe = subprocess.run([*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        return (), "there is no unshare program; it comes with util-linux"
+    said = ""
+    for command in ((unshare, *options), (unshare, *options, *_AS_USER, *as_user)):
+        probe = subprocess.run(
+            [*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        )
         if probe.returncode == 0:
-            return command
-    return ()
+            return command, ""
+        said = probe.stderr.strip()
+    return (), said or "unshare failed"
+
+
+def _into(network: str | None) -> tuple[str, ...]:
+    """The command that enters a network namespace, and the user namespace that owns it where that isn't ours."""
+    if network is None or not isolation().command:
+        return ()
+    user = os.path.join(os.path.dirname(network), "user")
+    if os.readlink(user) == os.readlink("/proc/self/ns/user"):
+        return ("nsenter", f"--net={network}")
+    return ("nsenter", f"--user={user}", f"--net={network}", "--preserve-credentials")
+
+
+def _placed(place: NodePlace) -> str:
+    """What an agent is told of its place. With it go our namespaces: those that differ from them are its own."""
+    outside = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES}
+    return json.dumps({**dataclasses.asdict(place), "outside": outside, "refused": isolation().refused})
 
 
 def _shares(gpus: tuple[Gpu, ...], nodes: int) -> list[tuple[Gpu, ...]]:

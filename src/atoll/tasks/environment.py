@@ -94,6 +94,8 @@ def _layered(
     """Later wins: what we would have, the caller's, the node's, the user's, and last what is a fact."""
     spec = task.spec
     facts = {name: place[name] for name in _OF_PLACE if name in place}
+    if spec.inherit_env:  # a home and a /tmp as the caller has them
+        facts, place = {}, {name: value for name, value in place.items() if name not in _OF_PLACE}
     return {**defaults, **spec.base_env, **place, **spec.env, **task.secrets, **facts, **ours}
 
 

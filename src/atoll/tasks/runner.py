@@ -255,7 +255,8 @@ class JobRunner:
         """Paths that the processes need although they may lie below /tmp: where they work, and their programs."""
         spec = self.job.spec
         path = {**spec.base_env, **spec.env}.get("PATH", "").split(":")
-        return [each for each in (spec.cwd, spec.base_env.get("VIRTUAL_ENV"), *path) if each]
+        whole = "/tmp" if spec.inherit_env else None  # as the caller sees it
+        return [each for each in (whole, spec.cwd, spec.base_env.get("VIRTUAL_ENV"), *path) if each]
 
     def _stop_node(self, node: int) -> None:
         place = self._places.pop(node, None)

@@ -28,6 +28,7 @@ from atoll.core.paths import write_atomic
 LISTING = ".atoll-listing.json"  # first member of a tar: every entry of the source, sent or not
 END = ".atoll-end"  # its last: a tar that is cut between two members looks whole to tarfile
 MOUNTS = ".atoll-mounts"  # below HOME: what was to lie elsewhere
+WORKDIR = "sky_workdir"  # of a cluster on this host, to which ~/sky_workdir is a link
 SELF = "."  # the path of what is not a folder but a single file
 BUFFER_BYTES = 1 << 20
 
@@ -129,8 +130,8 @@ def _receive(receiver: Receiver, entries: Mapping[str, Entry], tar: tarfile.TarF
 def expose(at: Path, path: Path) -> str | None:
     """Make ``at``, outside of the home, a link to ``path`` in it; a line for the user where that is not permitted."""
     try:
-        if at.is_symlink() and MOUNTS in Path(os.readlink(at)).parts:  # an earlier one of ours
-            at.unlink()
+        if at.is_symlink() and (MOUNTS in (old := Path(os.readlink(at))).parts or old.name == WORKDIR):
+            at.unlink()  # an earlier one of ours
         at.parent.mkdir(parents=True, exist_ok=True)
         at.symlink_to(path)
     except OSError as error:

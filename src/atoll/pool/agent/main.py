@@ -14,14 +14,16 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from atoll.pool.agent.outbox import Outbox
+from atoll.pool.agent.place import Place, take_place
+from atoll.pool.agent.process import Processes
 from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, TICK_S, OomCounter, kill_tree, prctl, reap_orphans
 from atoll.pool.agent.rank import CHANNEL_FD, STOP_FD, Output, Rank
 from atoll.wire import frames
-from atoll.wire.frames import Parser, RawFrame, WireError, pack, receive, send_some
+from atoll.wire.frames import Parser, RawFrame, WireError, pack, receive
 from atoll.wire.poller import Poller
 
 _LOG_BACKLOG_BYTES = 8 << 20  # more than this waiting for the driver, and ranks wait before they print on
@@ -37,15 +39,14 @@ class DriverGone(Exception):
 
 
 class Agent:
-    """One node's ranks."""
+    """One node's ranks, or a task's processes."""
 
-    def __init__(self, channel: socket.socket, driver_pidfd: int) -> None:
+    def __init__(self, channel: socket.socket, driver_pidfd: int, place: Place | None = None) -> None:
         self._driver = channel
         self._driver.setblocking(False)
         self._driver_fd = channel.fileno()
         self._parser = Parser()
-        self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()
-        self._out_bytes = 0
+        self._out = Outbox(channel)
         self._logs_paused = False
         self._ranks: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
@@ -55,20 +56,23 @@ class Agent:
         self._deadline: float | None = None
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._poller: Poller[Callable[[bool, bool], None]] = Poller()
-        self._watch(channel, self._read_driver)
+        self._place = place
+        self._processes = Processes(self, place, self._oom)
+        self.watch(channel, self._read_driver)
         if driver_pidfd >= 0:
-            self._watch(driver_pidfd, self._driver_died)
+            self.watch(driver_pidfd, self._driver_died)
         self._wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in _GOODBYES:  # seen by the loop through the wakeup pipe: never in the middle of something
             signal.signal(number, lambda *_: None)
-        self._watch(self._wake_read, self._drain_wakeups)
+        self.watch(self._wake_read, self._drain_wakeups)
 
     def run(self) -> None:
         """Serve until the driver goes."""
         try:
-            self._tell(frames.AGENT, meta={"version": frames.VERSION, "pid": os.getpid()})
+            placed = {} if self._place is None else {"place": self._place.report}
+            self.tell(frames.AGENT, meta={"version": frames.VERSION, "pid": os.getpid(), **placed})
             while True:
                 for callback, readable, writable in self._poller.wait(self._timeout()):
                     callback(readable, writable)
@@ -117,6 +121,13 @@ class Agent:
             case frames.KILL if rank is not None:
                 rank.killed = True
                 self._kill(rank)
+            case frames.START:
+                self._processes.start(frame.rank, frame.parsed().meta, self._setup)
+            case frames.TERM:
+                self._processes.terminate(frame.rank)
+            case frames.KILL:
+                for process in self._processes.chosen(frame.rank):
+                    process.kill()
             case frames.STACKS:
                 self._ask_stacks(frame.call)
             case frames.SETUP:
@@ -128,12 +139,14 @@ class Agent:
 
     def _set_up(self, setup: dict[str, Any]) -> None:
         self._setup = setup
-        os.makedirs(setup["log_dir"], mode=0o700, exist_ok=True)
-        os.makedirs(setup["tmp_dir"], mode=0o700, exist_ok=True)
-        folder = os.open(setup["tmp_dir"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(
-            folder, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # held as long as we live: it tells that the folder is in use
+        if setup["log_dir"] is not None:
+            os.makedirs(setup["log_dir"], mode=0o700, exist_ok=True)
+        if self._place is None:
+            os.makedirs(setup["tmp_dir"], mode=0o700, exist_ok=True)
+            folder = os.open(setup["tmp_dir"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        else:
+            folder = self._place.folder
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as we live: it tells that the folder is in use
         os.chdir(setup["cwd"])
         if setup.get("ttl_s"):
             self._deadline = time.monotonic() + setup["ttl_s"]
@@ -148,11 +161,11 @@ class Agent:
             rank = Rank(self._specs[number], self._setup)
         except OSError as error:
             meta = {"exit_code": 127, "signal": None, "oom": False, "tail": [str(error)], "killed": False}
-            self._tell(frames.EXIT, number, meta=meta)
+            self.tell(frames.EXIT, number, meta=meta)
             return
         self._ranks[number] = rank
-        self._watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
-        self._watch(rank.pidfd, lambda _readable, _writable: self._rank_died(rank))
+        self.watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
+        self.watch(rank.pidfd, lambda _readable, _writable: self._rank_died(rank))
         if not self._logs_paused:
             self._watch_outputs(rank)
 
@@ -171,14 +184,14 @@ class Agent:
             for rank in alive():
                 if not rank.read_stack():
                     rank.force_stack()
-            self._timers.append((time.monotonic() + _STACK_WAIT_S, collect))
+            self.later(_STACK_WAIT_S, collect)
 
         def collect() -> None:
             self._asked.discard(call)
             stacks = {str(rank.rank): rank.read_stack() for rank in alive()}
-            self._tell(frames.STACKS, call=call, meta={"stacks": stacks})
+            self.tell(frames.STACKS, call=call, meta={"stacks": stacks})
 
-        self._timers.append((time.monotonic() + _STACK_WAIT_S, insist))
+        self.later(_STACK_WAIT_S, insist)
 
     def _say_goodbye(self) -> None:
         """Let idle ranks run their exit handlers; the loop ends when all are gone or time is up."""
@@ -192,7 +205,7 @@ class Agent:
         def give_up() -> None:
             raise DriverGone
 
-        self._timers.append((time.monotonic() + _LEAVE_S, give_up))
+        self.later(_LEAVE_S, give_up)
         self._setup["leaving"] = True
         self._leave_if_empty()
 
@@ -220,10 +233,10 @@ class Agent:
             data, fds = b"", []
         if not data:
             # Its channel is closed but it lives: nothing more can come from it, so it has to go.
-            self._poller.unwatch(rank.sock.fileno())
+            self.unwatch(rank.sock.fileno())
             if not rank.killed:
                 why = "closed its channel to Atoll (descriptor 3)"
-                self._timers.append((time.monotonic() + _CLOSED_S, lambda: self._expel(rank, why)))
+                self.later(_CLOSED_S, lambda: self._expel(rank, why))
             return
         self._relay(rank, data, fds)
 
@@ -256,7 +269,7 @@ class Agent:
         del self._ranks[rank.rank]
         self._forget(rank)
         oom = code == -signal.SIGKILL and not rank.killed and rank.fault is None and self._oom.rose()
-        self._tell(
+        self.tell(
             frames.EXIT,
             rank.rank,
             rank.busy,
@@ -270,7 +283,7 @@ class Agent:
             },
         )
         rank.close()
-        reap_orphans(other.pid for other in self._ranks.values())
+        self._reap_orphans()
         self._leave_if_empty()
 
     def _expel(self, rank: Rank, why: str) -> None:
@@ -284,31 +297,17 @@ class Agent:
 
     def _forget(self, rank: Rank) -> None:
         for fd in (rank.sock.fileno(), rank.pidfd, *(output.reader for output in rank.outputs)):
-            self._poller.unwatch(fd)
+            self.unwatch(fd)
 
     def _to_rank(self, rank: Rank, data: bytes, fds: tuple[int, ...]) -> None:
-        rank.out.append((data, fds))
-        if len(rank.out) == 1:  # else it waits its turn, and is sent when the rank reads
+        if rank.out.add(data, fds):  # else it waits its turn, and is sent when the rank reads
             self._flush_rank(rank)
 
     def _flush_rank(self, rank: Rank) -> None:
-        while rank.out:
-            data, fds = rank.out[0]
-            try:
-                sent = send_some(rank.sock, data, fds)
-            except BlockingIOError:
-                break
-            except OSError:  # it is dying; its pidfd will say so
-                for _data, waiting in rank.out:
-                    for fd in waiting:
-                        os.close(fd)
-                rank.out.clear()
-                break
-            for fd in fds:
-                os.close(fd)
-            rank.out.popleft()
-            if sent < len(data):
-                rank.out.appendleft((data[sent:], ()))
+        try:
+            rank.out.flush()
+        except OSError:  # it is dying; its pidfd will say so
+            rank.out.clear()
         if rank.out or rank.waiting:
             rank.waiting = bool(rank.out)
             self._poller.want_write(rank.sock.fileno(), rank.waiting)
@@ -317,69 +316,70 @@ class Agent:
 
     def _watch_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
-            self._watch(output.reader, functools.partial(self._read_output, rank, output))
+            self.watch(output.reader, functools.partial(self._read_output, rank, output))
 
     def _read_output(self, rank: Rank, output: Output, _readable: bool, _writable: bool) -> None:
         if self._ranks.get(rank.rank) is not rank:  # it died in this very round of the loop: its pipes are closed
             return
         data = output.read()
         if data:
-            self._log(rank, output, data)
+            self.log(rank.rank, rank.busy, output, data)
         elif data is not None:
-            self._poller.unwatch(output.reader)
+            self.unwatch(output.reader)
 
     def _drain_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
             for data in output.drain():
-                self._log(rank, output, data)
+                self.log(rank.rank, rank.busy, output, data)
 
-    def _log(self, rank: Rank, output: Output, data: bytes) -> None:
-        self._send(pack(frames.LOG, rank.rank, rank.busy, None, [data], flags=int(output.is_stderr)), ())
-        if self._out_bytes > _LOG_BACKLOG_BYTES and not self._logs_paused:
+    def log(self, rank: int, call: int, output: Output, data: bytes) -> None:
+        """Send the driver what was printed. Where it does not keep up, who prints has to wait."""
+        self._send(pack(frames.LOG, rank, call, None, [data], flags=int(output.is_stderr)), ())
+        if self._out.num_bytes > _LOG_BACKLOG_BYTES and not self._logs_paused:
             self._logs_paused = True
             for other in self._ranks.values():
                 for stream in other.outputs:
-                    self._poller.unwatch(stream.reader)
+                    self.unwatch(stream.reader)
+            self._processes.pause()
 
     # -- sending to the driver ----------------------------------------------------------------------------------
 
-    def _tell(self, kind: int, rank: int = 0, call: int = 0, meta: dict[str, Any] | None = None) -> None:
+    def tell(self, kind: int, rank: int = 0, call: int = 0, meta: dict[str, Any] | None = None) -> None:
+        """Send the driver a frame."""
         self._send(pack(kind, rank, call, meta), ())
 
     def _send(self, data: bytes, fds: tuple[int, ...]) -> None:
-        self._out.append((data, fds))
-        self._out_bytes += len(data)
-        if len(self._out) == 1:  # else it waits its turn, and is sent when the driver reads
+        if self._out.add(data, fds):  # else it waits its turn, and is sent when the driver reads
             self._flush_driver()
 
     def _flush_driver(self) -> None:
-        while self._out:
-            data, fds = self._out[0]
-            try:
-                sent = send_some(self._driver, data, fds)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise DriverGone from error
-            for fd in fds:
-                os.close(fd)
-            self._out_bytes -= sent
-            self._out.popleft()
-            if sent < len(data):
-                self._out.appendleft((memoryview(data)[sent:], ()))
+        try:
+            self._out.flush()
+        except OSError as error:
+            raise DriverGone from error
         self._poller.want_write(self._driver_fd, bool(self._out))
-        if self._logs_paused and self._out_bytes < _LOG_BACKLOG_BYTES // 2:
+        if self._logs_paused and self._out.num_bytes < _LOG_BACKLOG_BYTES // 2:
             self._logs_paused = False
             for rank in self._ranks.values():
                 self._watch_outputs(rank)
+            self._processes.resume()
 
     # -- the loop's own business -----------------------------------------------------------------------------------
 
-    def _watch(self, source: socket.socket | int, callback: Callable[[bool, bool], None]) -> None:
+    def watch(self, source: socket.socket | int, callback: Callable[[bool, bool], None]) -> None:
+        """Call back when it can be read."""
         self._poller.watch(source if isinstance(source, int) else source.fileno(), callback)
 
+    def unwatch(self, source: int) -> None:
+        """Forget a descriptor."""
+        self._poller.unwatch(source)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do something after a while."""
+        self._timers.append((time.monotonic() + delay_s, action))
+
     def _timeout(self) -> float | None:
-        busy = any(rank.busy for rank in self._ranks.values())
+        busy = len(self._processes) > 0 or any(rank.busy for rank in self._ranks.values())
         if not self._timers and self._deadline is None:
             return TICK_S if busy else None
         waits = [when for when, _ in self._timers]
@@ -400,7 +400,7 @@ class Agent:
                 action()
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
-            self._tell(frames.AGENT, meta={"ended": f"its ttl of {self._setup['ttl_s']:g} s is over"})
+            self.tell(frames.AGENT, meta={"ended": f"its ttl of {self._setup['ttl_s']:g} s is over"})
             raise DriverGone
         self._oom.tick()
 
@@ -408,9 +408,13 @@ class Agent:
         signals = b""
         with contextlib.suppress(BlockingIOError):
             signals = os.read(self._wake_read, 4096)
-        if any(number in signals for number in _GOODBYES):
+        # A task may well say `pkill python`, and its node must outlive that.
+        if any(number in signals for number in _GOODBYES) and not self._setup.get("task"):
             self._say_goodbye()
-        reap_orphans(rank.pid for rank in self._ranks.values())
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        reap_orphans([*(rank.pid for rank in self._ranks.values()), *self._processes.pids])
 
     def _end(self) -> None:
         if self._setup:
@@ -418,7 +422,10 @@ class Agent:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-        if self._setup:  # last, when nobody can write there any more
+        # Last, when nobody can write there any more.
+        if self._place is not None:
+            self._place.remove()
+        elif self._setup:
             shutil.rmtree(self._setup["tmp_dir"], ignore_errors=True)
 
 
@@ -432,7 +439,8 @@ def main() -> None:
     channel = socket.socket(fileno=_moved(channel_fd))
     if os.getpid() != 1:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-    Agent(channel, _moved(pidfd) if pidfd >= 0 else -1).run()
+    driver = _moved(pidfd) if pidfd >= 0 else -1
+    Agent(channel, driver, take_place()).run()
 
 
 def _moved(fd: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -57,7 +58,7 @@ def kill_tree(root: int | None, tag: str) -> None:
     shm: set[str] = set()
     started = time.monotonic()
     while time.monotonic() - started < _KILL_S:
-        pids = [pid for pid in tree(root, tag) if _alive(pid)]
+        pids = [pid for pid in tree(root, tag) if alive(pid)]
         if not pids:
             break
         doomed = [pid for pid in pids if not _is_tracker(pid)]
@@ -106,6 +107,7 @@ class OomCounter:
     def __init__(self) -> None:
         self._before = self._latest = _oom_kills()
         self._ticked = time.monotonic()
+        self._rose_s = -math.inf
 
     def tick(self) -> None:
         """Call often: the count half a second to a second ago is what a death is held against."""
@@ -115,6 +117,8 @@ class OomCounter:
             return
         self._ticked = now
         latest = _oom_kills()
+        if latest > self._latest:
+            self._rose_s = now
         self._before = self._latest if passed < 2 * TICK_S else latest
         self._latest = latest
 
@@ -122,8 +126,14 @@ class OomCounter:
         """Did the kernel kill anything for memory since the tick before last?"""
         now = _oom_kills()
         rose = now > self._before
+        if rose:
+            self._rose_s = time.monotonic()
         self._before = self._latest = now
         return rose
+
+    def rose_within(self, seconds: float) -> bool:
+        """Did it in so many seconds? For a death that somebody else had to notice first."""
+        return self.rose() or time.monotonic() - self._rose_s < seconds
 
 
 def _oom_kills() -> int:
@@ -153,12 +163,18 @@ def _environ_has(pid: int, needle: bytes) -> bool:
 
 
 def _is_tracker(pid: int) -> bool:
+    return b"resource_tracker" in command_line(pid)
+
+
+def command_line(pid: int) -> bytes:
+    """Its arguments, each ended by a zero byte; empty where it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
-        return b"resource_tracker" in cmdline.read()
-    return False
+        return cmdline.read()
+    return b""
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Does it run? One that has ended and was not waited for yet does not."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     return False

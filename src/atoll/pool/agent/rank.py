@@ -9,10 +9,10 @@ import signal
 import socket
 import struct
 import termios
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from atoll.pool.agent.outbox import Outbox
 from atoll.wire.frames import Parser
 
 STACK_SIGNAL = signal.SIGRTMIN  # answered at once, in a signal handler: for ranks that PROBE_SIGNAL does not reach
@@ -26,12 +26,13 @@ _WAITING = struct.Struct("i")
 
 
 class Output:
-    """One captured stream of a rank: where it is read, its log file, and the end of what it said."""
+    """One captured stream: where it is read, its log file if it has one, and the end of what it said."""
 
-    def __init__(self, reader: int, path: str, is_stderr: bool) -> None:
+    def __init__(self, reader: int, path: str | None, is_stderr: bool) -> None:
         self.reader = reader
         self.is_stderr = is_stderr
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = None if path is None else os.open(path, flags, 0o600)
         self.tail = bytearray()
 
     def read(self) -> bytes | None:
@@ -54,9 +55,10 @@ class Output:
             yield data
 
     def _keep(self, data: bytes) -> None:
-        # A full disk must not stop training: the driver still gets every byte.
-        with contextlib.suppress(OSError):
-            os.write(self._file, data)
+        if self._file is not None:
+            # A full disk must not stop training: the driver still gets every byte.
+            with contextlib.suppress(OSError):
+                os.write(self._file, data)
         self.tail += data
         if len(self.tail) > 2 * _TAIL_BYTES:
             del self.tail[:-_TAIL_BYTES]
@@ -64,7 +66,14 @@ class Output:
     def close(self) -> None:
         """Close the pipe and the log file."""
         os.close(self.reader)
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
+
+
+def tail_lines(said: bytes | bytearray, num_lines: int = 20) -> list[str]:
+    """The last lines of an output that are not empty; of one that was overdrawn, what it showed last."""
+    text = said.decode(errors="replace")
+    return [line.rpartition("\r")[2][:2000] for line in text.splitlines() if line.strip()][-num_lines:]
 
 
 def _memory_file(name: str, failed: contextlib.ExitStack) -> int:
@@ -83,7 +92,6 @@ class Rank:
         self.waiting = False  # `out` has more than its channel takes just now
         self.killed = False
         self.fault: str | None = None  # what it did that made its agent end it
-        self.out: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self.parser = Parser()
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{self.rank}"
         log = os.path.join(setup["log_dir"], f"rank{self.rank}")
@@ -95,6 +103,7 @@ class Rank:
             given.callback(theirs.close)
             failed.callback(self.sock.close)
             self.sock.setblocking(False)
+            self.out = Outbox(self.sock)  # what its channel has yet to take
             self.stack_file = _memory_file("atoll-stacks", failed)
             fcntl.fcntl(self.stack_file, fcntl.F_SETFL, os.O_APPEND)
             self.stop_file = _memory_file("atoll-stop", failed)
@@ -160,11 +169,10 @@ class Rank:
         """What the rank wrote since it was asked."""
         return os.pread(self.stack_file, 1 << 18, 0).decode(errors="replace")
 
-    def log_tail(self, lines: int = 20) -> list[str]:
+    def log_tail(self) -> list[str]:
         """The last lines it wrote: standard error's, or standard output's where that was silent."""
-        out, err = (bytes(output.tail).decode(errors="replace") for output in self.outputs)
-        text = err if err.strip() else out
-        return [line.rpartition("\r")[2][:2000] for line in text.splitlines() if line.strip()][-lines:]
+        out, err = (output.tail for output in self.outputs)
+        return tail_lines(err if err.strip() else out)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -178,6 +186,4 @@ class Rank:
             output.close()
         for fd in (self.stack_file, self.stop_file, self.pidfd):
             os.close(fd)
-        for _data, fds in self.out:
-            for fd in fds:
-                os.close(fd)
+        self.out.clear()

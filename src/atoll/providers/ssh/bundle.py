@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import importlib.util
 import io
@@ -50,14 +49,28 @@ for name in os.listdir(folder):
 """
 
 
+_own: dict[Path, Bundle] = {}  # by ATOLL_HOME
+
+
 def atoll_bundle() -> Bundle:
     """Atoll as it is installed here, packed once and kept under ``ATOLL_HOME``."""
-    return _own(atoll_home())
+    home = atoll_home()
+    if home not in _own:
+        _own[home] = pack([*_package("atoll"), *_package("cloudpickle")])
+    return _own[home]
 
 
-@functools.cache
-def _own(_home: Path) -> Bundle:
-    return pack([*_package("atoll"), *_package("cloudpickle")])
+def use_packed(digest: str) -> None:
+    """Take the bundle of this digest under ``ATOLL_HOME``: for a process that can't pack one, or runs from it itself.
+
+    Raises:
+        ProvisionError: it is not there.
+    """
+    home = atoll_home()
+    bundle = Bundle(home / "bundle" / f"{digest[:24]}.zip", digest)
+    if not bundle.path.exists():
+        raise ProvisionError(f"{bundle.path} is gone: launch the task again, which brings it back")
+    _own[home] = bundle
 
 
 def pack(files: Sequence[tuple[str, Path]]) -> Bundle:

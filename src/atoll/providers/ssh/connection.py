@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.providers.ssh.errors import LoginDenied, explain, silent
-from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.hosts import HERE, Target
 
 R = TypeVar("R")
 LOGIN_S = 15.0  # what logging in, or a short command, may take
@@ -44,8 +44,9 @@ class Connection:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._ssh = _program()
-        key = hashlib.blake2b(repr((target.host, target.options, _program())).encode(), digest_size=6).hexdigest()
+        self._is_here = target.host == HERE
+        self._ssh = _program() if not self._is_here else ""
+        key = hashlib.blake2b(repr((target.host, target.options, self._ssh)).encode(), digest_size=6).hexdigest()
         self._socket = _folder() / key
         self._lock_file = os.open(f"{self._socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_file, fcntl.LOCK_SH)  # as long as somebody uses the login: see close()
@@ -91,13 +92,19 @@ class Connection:
             if time.monotonic() > deadline:
                 raise silent(self.target, limit_s)
 
-    def open(self, command: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    def open(self, command: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
         """Start a command whose input and output are pipes; the caller ends it."""
         return self._start(command, stderr, ask=False)
 
-    def _start(self, command: str, stderr: int = subprocess.PIPE, *, ask: bool) -> subprocess.Popen[bytes]:
+    def argv(self, command: str, *, ask: bool = False) -> list[str]:
+        """The argument list that runs a command there."""
+        if self._is_here:
+            return ["/bin/sh", "-c", command]
+        return [self._ssh, *self._options(ask), "--", self.target.host, command]
+
+    def _start(self, command: str, stderr: int | IO[bytes] = subprocess.PIPE, *, ask: bool) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [self._ssh, *self._options(ask), "--", self.target.host, command],
+            self.argv(command, ask=ask),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

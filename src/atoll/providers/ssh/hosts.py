@@ -18,6 +18,7 @@ from atoll.core.hints import check_seconds, nearest
 from atoll.core.paths import atoll_home, shown_path
 
 GRACE_S = 30.0
+HERE = "."  # as a host: this machine, without ssh; how a supervisor on a head calls that
 _WILD = re.compile(r"[*?\[]")
 _PORT = re.compile(r"(.*?):(\d{1,5})")
 _DEEPEST_INCLUDE = 16  # as ssh has it
@@ -73,6 +74,11 @@ class Group:
     targets: tuple[Target, ...]
     grace_s: float = GRACE_S
     workdir: str | None = None
+
+
+def declared_groups() -> list[str]:
+    """Names of the groups in ``config.toml``."""
+    return list(_declared(atoll_home() / "config.toml"))
 
 
 def find_group(name: str) -> Group:

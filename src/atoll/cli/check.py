@@ -1,0 +1,164 @@
+"""``atoll check`` and ``atoll gpus``: what can be used from here, and what is missing. Imports are late."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from atoll.cli import shown
+from atoll.core.errors import AtollError, ConfigError
+from atoll.tasks.spec import EXIT_FAILED
+
+_TOOLS = {"bash": "tasks' scripts need it", "git": "a workdir's .gitignore needs it", "ssh": "ssh hosts need it"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    infra: str
+    ok: bool
+    text: str
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``atoll``."""
+    app.command("check")(check)
+    app.command("gpus")(gpus)
+
+
+def check(
+    infras: Annotated[
+        list[str] | None, typer.Argument(metavar="[INFRA]...", help="local, ssh/NAME; by default all that is declared.")
+    ] = None,
+    output: shown.Output = "table",
+) -> None:
+    """Look at what jobs could run on, and say what is missing and how to get it.
+
+    \b
+        atoll check
+        atoll check ssh/lab
+    The exit code is 100 where something that was asked for can't be used.
+    """
+    from atoll.providers.ssh.hosts import declared_groups
+
+    as_json = shown.as_json(output)
+    found: list[_Finding] = []
+    for infra in infras or ["local", *(f"ssh/{name}" for name in declared_groups())]:
+        if infra == "local":
+            found += _local()
+        elif infra.startswith("ssh/"):
+            found += _ssh(infra)
+        else:
+            raise ConfigError(f"{infra}: no such infra; this version knows local and ssh/NAME")
+    if as_json:
+        shown.print_json([asdict(each) for each in found])
+    else:
+        for each in found:
+            print(f"{shown.paint('✓', '32') if each.ok else shown.paint('✗', '31')} {each.infra}: {each.text}")
+        if not infras and not any(each.infra.startswith("ssh/") for each in found):
+            print('no ssh hosts are declared: [ssh.lab] hosts = ["user@gpu-1"] in config.toml under ATOLL_HOME')
+    if not all(each.ok for each in found):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _local() -> list[_Finding]:
+    from atoll.providers.gpus import gpu_report
+    from atoll.providers.local import isolation
+    from atoll.providers.network import Network, NetworkUnavailable
+
+    found = []
+    for tool, why in _TOOLS.items():
+        if shutil.which(tool) is None:
+            found.append(_Finding("local", False, f"{tool} is missing, and {why}: apt-get install {tool}"))
+    refused = isolation().refused
+    if refused is None:
+        found.append(_Finding("local", True, "nodes have processes, host name and /tmp of their own"))
+    else:
+        found.append(_Finding("local", True, f"nodes share processes, host name and /tmp with this machine: {refused}"))
+    try:
+        Network.start().close()
+        found.append(_Finding("local", True, "clusters have networks of their own: equal ports don't meet"))
+    except NetworkUnavailable as error:
+        found.append(
+            _Finding("local", True, f"clusters share this machine's network, jobs with equal ports queue: {error}")
+        )
+    report = gpu_report()
+    names = ", ".join(f"{gpu.name} ({gpu.memory_gb:.0f} GB)" for gpu in report.gpus)
+    found.append(
+        _Finding("local", True, f"GPUs: {names}" if names else f"no GPU ({report.reason}); they are simulated")
+    )
+    return found
+
+
+def _ssh(infra: str) -> list[_Finding]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from atoll.providers.ssh import facts
+    from atoll.providers.ssh.connection import connections
+    from atoll.providers.ssh.hosts import Target, find_group
+
+    targets = find_group(infra.partition("/")[2]).targets
+
+    def look(target: Target) -> _Finding:
+        try:
+            host = facts.ask(connections.get(target), ())
+        except AtollError as error:
+            return _Finding(infra, False, str(error))
+        cards = ", ".join(gpu.name for gpu in host.gpus) or host.gpu_problem or "no GPU"
+        version = ".".join(map(str, host.python))
+        return _Finding(infra, True, f"{target}: Python {version}, {host.cpus} cores, {cards}, reached at {host.addr}")
+
+    with ThreadPoolExecutor(len(targets)) as threads:
+        found = list(threads.map(look, targets))
+    connections.close_idle()
+    return found
+
+
+def gpus(
+    infra: Annotated[str, typer.Option(help="local, or ssh/NAME.")] = "local", output: shown.Output = "table"
+) -> None:
+    """Show the GPUs of this machine, or of ssh hosts, that jobs would use.
+
+    \b
+        atoll gpus
+        atoll gpus --infra ssh/lab
+    """
+    as_json = shown.as_json(output)
+    rows = _remote_gpus(infra) if infra.startswith("ssh/") else _local_gpus(infra, as_json)
+    if as_json:
+        shown.print_json(rows)
+    elif rows:
+        titles = [title for title in ("host", "index", "name", "memory_gb", "uuid") if title in rows[0]]
+        shown.print_table([title.upper() for title in titles], [[str(row[title]) for title in titles] for row in rows])
+
+
+def _local_gpus(infra: str, quiet: bool) -> list[dict[str, Any]]:
+    from atoll.providers.gpus import gpu_report
+
+    if infra != "local":
+        raise ConfigError(f"--infra {infra}: this version knows local and ssh/NAME")
+    report = gpu_report()
+    if not report.gpus and not quiet:
+        print(f"no GPU: {report.reason}")
+    return [_row(gpu) for gpu in report.gpus]
+
+
+def _row(gpu: Any) -> dict[str, Any]:
+    return {"index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "memory_gb": gpu.memory_gb}
+
+
+def _remote_gpus(infra: str) -> list[dict[str, Any]]:
+    from atoll.providers.ssh import facts
+    from atoll.providers.ssh.connection import connections, on_each
+    from atoll.providers.ssh.hosts import find_group
+
+    targets = find_group(infra.partition("/")[2]).targets
+    said: Sequence[facts.Facts] = on_each([connections.get(target) for target in targets], lambda c: facts.ask(c, ()))
+    connections.close_idle()
+    for host in said:
+        if not host.gpus:
+            shown.note(f"{host.target}: {host.gpu_problem or 'no GPU'}")
+    return [{"host": str(host.target), **_row(gpu)} for host in said for gpu in host.gpus]

@@ -1,0 +1,215 @@
+"""``atoll ssh`` and ``atoll cp``: into a cluster's nodes, and files to and from them. Imports are late."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from atoll.cli import shown
+from atoll.core.errors import ConfigError
+from atoll.tasks.spec import ClusterSpec, node_name
+
+if TYPE_CHECKING:
+    from atoll.providers.ssh.hosts import Target
+    from atoll.tasks.forwarding import Forward
+
+# Of a running job's process, what a shell on its node gets too.
+_OF_NODE = ("HOME", "TMPDIR", "HOSTNAME", "NCCL_HOSTID", "CUDA_VISIBLE_DEVICES", "ATOLL_SIMULATED")
+_NAMESPACES = {"user": "-U", "mnt": "-m", "pid": "-p", "net": "-n", "uts": "-u", "ipc": "-i"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``atoll``."""
+    app.command("ssh")(ssh)
+    app.command("cp")(cp)
+
+
+def ssh(
+    name: Annotated[str, typer.Argument(metavar="CLUSTER[/NODE]", help="The head by default; train/worker1.")],
+    command: Annotated[list[str] | None, typer.Argument(help="After --: run this instead of a shell.")] = None,
+    forwards: Annotated[
+        list[str] | None,
+        typer.Option("-L", help="Connections to PORT here go to the node's.", metavar="PORT[:HOST:PORT]"),
+    ] = None,
+) -> None:
+    """Open a shell on a node, beside its running job where there is one.
+
+    \b
+        atoll ssh train
+        atoll ssh train/worker1 -- nvidia-smi
+        atoll ssh train -L 6006
+    """
+    from atoll.tasks import clusters
+    from atoll.tasks.forwarding import Forward
+
+    cluster, node = _node(name)
+    wanted = [Forward.parse(each) for each in forwards or ()]
+    words = list(command or ())
+    if cluster.hosts:
+        told = [part for each in wanted for part in ("-L", f"{each.port}:{each.host}:{each.host_port}")]
+        target = _target(cluster, node)
+        _become(["ssh", *target.options, *told, target.host, *([shlex.join(words)] if words else [])])
+    home = clusters.node_home(cluster.name, node)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    pid = _process_of(home)
+    shell = words or [os.environ.get("SHELL") or "bash"]
+    env = {**os.environ, "HOME": str(home), **_environment(pid)}
+    _forward(wanted, _enter(pid, only=("user", "net")))
+    # Inside, the home is where it is outside; a namespace of mounts would otherwise begin at its root.
+    _become([*_enter(pid), "bash", "-c", 'cd && exec "$@"', "atoll", *shell], env)
+
+
+def cp(
+    source: Annotated[str, typer.Argument(help="A path, or CLUSTER:PATH; CLUSTER/worker1:PATH for another node.")],
+    dest: Annotated[str, typer.Argument(help="The same; a path on a node begins at its home.")],
+    output: shown.Output = "table",
+) -> None:
+    """Copy a file or a folder to or from a node.
+
+    \b
+        atoll cp train:sky_workdir/model.pt .
+        atoll cp train/worker1:logs worker1-logs
+        atoll cp data.txt train:data/
+    """
+    as_json = shown.as_json(output)
+    there, here = _remote(source), _remote(dest)
+    if (there is None) == (here is None):
+        raise ConfigError(f"cp {source} {dest}: expected one of the two on a node, as in train:sky_workdir/model.pt .")
+    cluster, node, path = there or here or ("", 0, "")
+    spec, number = _node(f"{cluster}/{node}")
+    if spec.hosts:
+        target = _target(spec, number)
+        options = ["-P" if each == "-p" else each for each in target.options]
+        ends = (f"{target.host}:{path}", dest) if there else (source, f"{target.host}:{path}")
+        _become(["scp", "-r", "-p", *options, *ends])
+    local = _on_node(spec, number, path)
+    copied = _copy(local, Path(dest), source) if there else _copy(Path(source), local, source, into=path.endswith("/"))
+    if as_json:
+        shown.print_json({"source": source, "dest": dest, "copied": copied})
+    else:
+        print(f"{source} → {dest}: {copied}")
+
+
+# ----------------------------------------------------------------------------------------------------- inside
+def _node(text: str) -> tuple[ClusterSpec, int]:
+    """The cluster and node of ``train`` or ``train/worker1``."""
+    from atoll.tasks import clusters
+
+    name, _, node = text.partition("/")
+    cluster = clusters.up_or_stopped(name)
+    return cluster, clusters.node_of(cluster, node or node_name(0))
+
+
+def _target(cluster: ClusterSpec, node: int) -> Target:
+    from atoll.tasks.ssh_nodes import provider_of
+
+    return provider_of(cluster).targets()[node]
+
+
+def _remote(text: str) -> tuple[str, str, str] | None:
+    """Cluster, node and path of ``train/worker1:path``; None for a path of this machine."""
+    where, colon, path = text.partition(":")
+    if not colon or where in ("", ".", "..") or where.startswith(("/", "./", "../", "~")) or where.count("/") > 1:
+        return None
+    name, _, node = where.partition("/")
+    return name, node or node_name(0), path
+
+
+def _on_node(cluster: ClusterSpec, node: int, path: str) -> Path:
+    """Where a local node has ``path``; it begins at the node's home."""
+    from atoll.tasks import clusters
+
+    inner = path.removeprefix("~/") if path != "~" else ""
+    if inner == "/tmp" or inner.startswith("/tmp/"):
+        raise ConfigError(f"{path}: a node's /tmp goes with its job; have the job write below ~ what is to be copied")
+    return clusters.node_home(cluster.name, node) / inner
+
+
+def _copy(source: Path, dest: Path, said: str, *, into: bool = False) -> str:
+    """Copy a file or a folder, into ``dest`` where that is a folder; says what was copied."""
+    if not source.exists():
+        raise ConfigError(f"{said}: there is no such file or folder")
+    if into or dest.is_dir():
+        dest = dest / source.resolve().name
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, dest, symlinks=True, dirs_exist_ok=True)
+            return f"{sum(each.is_file() for each in dest.rglob('*'))} files"
+        shutil.copy2(source, dest)
+        return f"{dest.stat().st_size} bytes"
+    except (OSError, shutil.Error) as error:
+        raise ConfigError(f"{said} can't be copied to {dest}: {error}") from None
+
+
+def _process_of(home: Path) -> int | None:
+    """A process of a job that runs on the node with this home, or None."""
+    wanted = f"HOME={home}".encode()
+    for name in sorted((each for each in os.listdir("/proc") if each.isdigit()), key=int):
+        with contextlib.suppress(OSError):  # gone, or somebody else's
+            if int(name) != os.getpid() and wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                return int(name)
+    return None
+
+
+def _environment(pid: int | None) -> dict[str, str]:
+    """What a job's process was given of its node, and of its place in the job."""
+    if pid is None:
+        return {}
+    pairs = (each.partition("=") for each in os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0"))
+    return {name: value for name, _, value in pairs if name in _OF_NODE or name.startswith("SKYPILOT_")}
+
+
+def _enter(pid: int | None, only: Sequence[str] = tuple(_NAMESPACES)) -> list[str]:
+    """The command that enters what namespaces ``pid`` has of its own; nothing where it has none, or it can't be."""
+    nsenter = shutil.which("nsenter")
+    if pid is None or nsenter is None:
+        return []
+    flags = [flag for kind, flag in _NAMESPACES.items() if kind in only and _differs(pid, kind)]
+    if "-U" in flags:
+        flags.append("--preserve-credentials")
+    command = [nsenter, "-t", str(pid), *flags, "--"]
+    if not flags or subprocess.run([*command, "true"], capture_output=True, stdin=subprocess.DEVNULL).returncode:
+        return []
+    return command
+
+
+def _differs(pid: int, kind: str) -> bool:
+    return os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+
+
+def _forward(forwards: Sequence[Forward], enter: Sequence[str]) -> None:
+    """Carry connections to ports here to the node, until this process, or what it becomes, has ended."""
+    if not forwards:
+        return
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(each.listen()) for each in forwards]
+        triples = [
+            text
+            for each, listener in zip(forwards, listeners, strict=True)
+            for text in (str(listener.fileno()), each.host, str(each.host_port))
+        ]
+        subprocess.Popen(
+            [*enter, sys.executable, "-m", "atoll.tasks.forwarding", str(os.getpid()), *triples],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno() for listener in listeners],
+            start_new_session=True,  # Ctrl-C is the shell's
+        )
+
+
+def _become(command: list[str], env: Mapping[str, str] = os.environ) -> NoReturn:
+    """Be this program from now on."""
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, env)
+    except FileNotFoundError:
+        raise ConfigError(f"{command[0]} is not installed on this machine") from None

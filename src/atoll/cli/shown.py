@@ -1,0 +1,316 @@
+"""What the commands for clusters and jobs print: tables, notes, job logs in colour. Imports are late."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.tasks.spec import EXIT_NOT_FINISHED, ClusterSpec, JobStatus
+
+if TYPE_CHECKING:
+    from atoll.tasks.jobs import Job
+    from atoll.tasks.store import JobRow
+
+Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
+
+# What the supervisor puts before each line of a process, and its own last words.
+_PREFIX = re.compile(rb"^\((?:[^()\n]{0,120}[ ,])?pid=\d+(?:, ip=[^()\n]{1,60})?\) ", re.M)
+_BEGIN = b"Waiting for task resources"  # the last of a job's own lines before it starts
+_GOOD = re.compile(r"^✓.*$".encode(), re.M)
+_BAD = re.compile(r"^(?:✗|ERROR:).*$".encode(), re.M)
+_CYAN, _GREEN, _RED, _DIM = "36", "32", "31", "2"
+_WAITING = (JobStatus.PENDING, JobStatus.INIT)
+
+
+def as_json(output: str) -> bool:
+    """Does ``-o`` ask for JSON?"""
+    if output not in ("table", "json"):
+        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
+    return output == "json"
+
+
+def note(text: str) -> None:
+    """A remark that is no part of the answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """A line of the answer, at once."""
+    print(text, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def in_colour(stream: IO[Any]) -> bool:
+    """Is it a terminal, and does its user want colours?"""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: str, stream: IO[Any] | None = None) -> str:
+    """``text`` in an ANSI colour where the stream shows it."""
+    return f"\033[{colour}m{text}\033[0m" if in_colour(stream or sys.stdout) else text
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need to be."""
+    widths = [max(len(row[at]) for row in [titles, *rows]) for at in range(len(titles))]
+    for row in [titles, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def duration(seconds: float) -> str:
+    """``42s``, ``3m 20s``, ``5h 2m``, ``3d 4h``."""
+    whole = int(seconds)
+    for size, unit, small, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            rest = whole % size // small
+            return f"{whole // size}{unit}" + (f" {rest}{below}" if rest else "")
+    return f"{whole}s"
+
+
+def ago(time_s: float | None) -> str:
+    """How long ago a moment was."""
+    return "-" if time_s is None else f"{duration(max(0.0, time.time() - time_s))} ago"
+
+
+# --------------------------------------------------------------------------------------------------- job logs
+class LogWriter:
+    """Writes a job's log to a stream; on a terminal with prefixes and last words in colour."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        stream.flush()
+        self._raw = stream.buffer if hasattr(stream, "buffer") else None
+        self._stream = stream
+        self._colour = in_colour(stream)
+        self._rest = b""
+        self.skip_bytes = 0  # of what comes first, as it was shown already
+
+    def __call__(self, data: bytes) -> None:
+        if self.skip_bytes:
+            skipped = min(len(data), self.skip_bytes)
+            data, self.skip_bytes = data[skipped:], self.skip_bytes - skipped
+        if self._colour:
+            data = self._rest + data
+            end = data.rfind(b"\n") + 1
+            data, self._rest = _coloured(data[:end]), data[end:]
+        self._put(data)
+
+    def close(self) -> None:
+        """Write what has no end of line."""
+        if self._rest:
+            self._put(_coloured(self._rest))
+            self._rest = b""
+
+    def _put(self, data: bytes) -> None:
+        if self._raw is None:  # a stream of text only, as in a notebook
+            self._stream.write(data.decode(errors="replace"))
+            self._stream.flush()
+            return
+        self._raw.write(data)
+        self._raw.flush()
+
+
+def _coloured(data: bytes) -> bytes:
+    for pattern, colour in ((_PREFIX, _CYAN), (_GOOD, _GREEN), (_BAD, _RED)):
+        data = pattern.sub(b"\033[%sm\\g<0>\033[0m" % colour.encode(), data)
+    return data
+
+
+def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None, fresh: bool = False) -> int:
+    """Show a job's log until it ends; Ctrl-C only stops showing it.
+
+    Args:
+        fresh: the job was submitted just now, so that its start is part of the story.
+
+    Returns:
+        the exit code: the job's, or ``EXIT_NOT_FINISHED`` after Ctrl-C.
+    """
+    writer = LogWriter(stream)
+    try:
+        writer.skip_bytes = 0 if tail or rank is not None else _await_start(job, stream, fresh)
+        status = job.follow(writer, tail=tail, rank=rank)
+    except KeyboardInterrupt:
+        writer.close()
+        print(
+            f"\nJob {job.id} goes on. Its log again: atoll logs {job.cluster} {job.id}; "
+            f"to cancel it: atoll cancel {job.cluster} {job.id}",
+            file=stream,
+            flush=True,
+        )
+        return EXIT_NOT_FINISHED
+    writer.close()
+    return status.exit_code
+
+
+def _await_start(job: Job, stream: IO[str], fresh: bool) -> int:
+    """Show what a job waits for until it starts; returns how many bytes of its log were shown."""
+    seen, pause_s, begins = 0, 0.005, False
+    while (row := job.row()).status in _WAITING or fresh:
+        pieces: list[bytes] = []
+        job.follow(pieces.append, follow=False)
+        new = b"".join(pieces)[seen:]
+        for line in new[: new.rfind(b"\n") + 1].splitlines(keepends=True):
+            if begins or _PREFIX.match(line) or _BAD.match(line):
+                break
+            begins = line.startswith(_BEGIN)
+            seen += len(line)
+            print(paint("├──", _DIM, stream), line.decode(errors="replace"), end="", file=stream, flush=True)
+        if row.status not in _WAITING:
+            break
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.25)
+    if seen and row.started_s is not None:
+        how = paint("(Ctrl-C to exit log streaming; job will not be killed)", _DIM, stream)
+        print(f"{paint('└──', _DIM, stream)} Job started. Streaming logs... {how}", file=stream, flush=True)
+    return seen
+
+
+# ----------------------------------------------------------------------------------------------------- records
+def resources_text(num_nodes: int, accelerator: str | None, num: int, simulated: bool) -> str:
+    """``2x (L4:4, simulated)``, or ``1x (CPU)``."""
+    what = f"{accelerator}:{num}" + (", simulated" if simulated else "") if accelerator and num else "CPU"
+    return f"{num_nodes}x ({what})"
+
+
+def cluster_row(cluster: ClusterSpec, num_unfinished: int | None) -> dict[str, Any]:
+    """What ``atoll status -o json`` says of a cluster."""
+    return {
+        "name": cluster.name,
+        "status": cluster.status.value,
+        "infra": cluster.infra,
+        "num_nodes": cluster.num_nodes,
+        "accelerator": cluster.accelerator,
+        "num_accelerators": cluster.num_accelerators,
+        "simulated": cluster.simulated,
+        "cpus": cluster.cpus,
+        "memory": cluster.memory_gb,
+        "autostop_minutes": cluster.autostop_minutes,
+        "autodown": cluster.autodown,
+        "launched_at": cluster.created_s,
+        "supervised_from": cluster.supervised_from,
+        "num_unfinished_jobs": num_unfinished,
+        "notes": list(cluster.notes),
+    }
+
+
+def job_row(row: JobRow) -> dict[str, Any]:
+    """What ``atoll queue -o json`` says of a job; never the values of its variables."""
+    return {
+        "job_id": row.id,
+        "job_name": row.name,
+        "task_id": row.task_id,
+        "user": row.user,
+        "status": row.status.value,
+        "reason": row.reason,
+        "exit_code": 0 if row.status is JobStatus.SUCCEEDED else row.exit_code,
+        "submitted_at": row.submitted_s,
+        "start_at": row.started_s,
+        "end_at": row.ended_s,
+        "restarts": row.restarts,
+        "num_nodes": row.spec.num_nodes,
+        "accelerator": row.spec.accelerator,
+        "num_accelerators": row.spec.num_accelerators,
+        "simulated": row.spec.simulated,
+        "group": row.spec.group,
+        "labels": dict(row.spec.labels),
+    }
+
+
+def print_jobs(rows: Sequence[JobRow]) -> None:
+    """``atoll queue`` for people."""
+    shown = []
+    for row in rows:
+        spec, end_s = row.spec, row.ended_s or time.time()
+        why = row.reason if not row.status.ended or row.status.exit_code else ""
+        shown.append(
+            (
+                str(row.id),
+                row.name or "-",
+                ago(row.submitted_s),
+                duration(end_s - row.started_s) if row.started_s else "-",
+                resources_text(spec.num_nodes, spec.accelerator, spec.num_accelerators, spec.simulated),
+                row.status.value,
+                _short(why or ""),
+            )
+        )
+    print_table(("ID", "NAME", "SUBMITTED", "DURATION", "RESOURCES", "STATUS", ""), shown)
+
+
+def _short(text: str, width: int = 80) -> str:
+    line = text.partition("\n")[0]
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+# ------------------------------------------------------------------------------------------------------ sweeps
+def sweep_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """One record a job of a sweep: values, how it ended, and its last JSON line or last line."""
+    rows = []
+    for job in jobs:
+        row = job.row()
+        seconds = (row.ended_s or time.time()) - row.started_s if row.started_s else None
+        rows.append(
+            {
+                **job_row(row),
+                "seconds": None if seconds is None else round(seconds, 3),
+                "result": last_result(job.logs()),
+            }
+        )
+    return rows
+
+
+def last_result(log: str) -> Any:
+    """The last line of a log that is a JSON object, as an object; else the last line that a process wrote."""
+    prefix = re.compile(_PREFIX.pattern.decode())
+    lines = [line[found.end() :] for line in log.splitlines() if (found := prefix.match(line)) is not None]
+    for line in reversed(lines):
+        if line.lstrip().startswith("{"):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                return value
+    return next((line for line in reversed(lines) if line.strip()), None)
+
+
+def print_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table at the end of a sweep."""
+    keys = list(rows[0]["labels"])
+    shown = []
+    for row in rows:
+        result = row["result"]
+        text = ", ".join(f"{key}={value}" for key, value in result.items()) if isinstance(result, dict) else result
+        seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f}"
+        code = "-" if row["exit_code"] is None else str(row["exit_code"])
+        values = [str(row["labels"].get(key, "")) for key in keys]
+        shown.append((str(row["job_id"]), *values, row["status"], code, seconds, _short(text or "")))
+    print_table(("JOB", *keys, "STATUS", "EXIT", "SECONDS", "RESULT"), shown)
+
+
+# ---------------------------------------------------------------------------------------------------- progress
+class CopyProgress:
+    """How far copying to the nodes is, once it takes over a second: a moving line on a terminal, else one in 10 s."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+        self._moving = sys.stderr.isatty()
+
+    def __call__(self, done_bytes: int, num_bytes: int) -> None:
+        now = time.monotonic()
+        over = done_bytes >= num_bytes
+        if now - self._began < 1 or (not over and now - self._said < (0.1 if self._moving else 10)):
+            return
+        self._said = now
+        line = f"copying to the nodes: {done_bytes / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB"
+        start, end = ("\r\033[K", "\n" if over else "") if self._moving else ("", "\n")
+        print(f"{start}{line}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""Flags that say what a task is and needs, the same for every command that starts one. Imports are late."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.cli import shown
+
+if TYPE_CHECKING:
+    from atoll.tasks.task import Task
+
+_NODE_FLAGS = ("--num-nodes", "--nodes", "--nnodes", "--num_nodes")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFlags:
+    """What a command line says of its task; None where it says nothing.
+
+    Attributes:
+        of_clouds: values of flags that only a cloud's machines know; the task's notes say so.
+    """
+
+    name: Annotated[str | None, typer.Option("--name", "-n", help="What the job is called.")] = None
+    workdir: Annotated[str | None, typer.Option(help="Folder to copy to every node; scripts start in it.")] = None
+    git_url: Annotated[
+        str | None, typer.Option("--git-url", help="Repository to be the workdir, instead of a folder.", metavar="URL")
+    ] = None
+    git_ref: Annotated[str | None, typer.Option("--git-ref", help="Branch, tag or commit of it.")] = None
+    infra: Annotated[
+        str | None, typer.Option(help="Where nodes come from: local (the default), or ssh/NAME.", metavar="INFRA")
+    ] = None
+    num_nodes: Annotated[
+        int | None, typer.Option(*_NODE_FLAGS, min=1, help="Nodes that the job runs on.", metavar="N")
+    ] = None
+    accelerators: Annotated[
+        str | None,
+        typer.Option("--gpus", "--accelerators", help="Of each node: L4, H100:8. Simulated where local has none."),
+    ] = None
+    cpus: Annotated[str | None, typer.Option(help="Of each node: 4, or 8+ for at least 8.")] = None
+    memory: Annotated[str | None, typer.Option(help="Of each node, GB: 32, or 32+ for at least 32.")] = None
+    use_spot: Annotated[bool | None, typer.Option("--use-spot/--no-use-spot", help="Spot machines (clouds).")] = None
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", help="Variable for the scripts: K=V, or K for its value here.", metavar="K=V"),
+    ] = None
+    env_file: Annotated[list[str] | None, typer.Option("--env-file", help="Variables from a .env file.")] = None
+    secret: Annotated[
+        list[str] | None, typer.Option("--secret", help="Like --env, and never shown.", metavar="K=V")
+    ] = None
+    secret_file: Annotated[list[str] | None, typer.Option("--secret-file", help="Like --env-file, never shown.")] = None
+    ports: Annotated[list[str] | None, typer.Option("--ports", help="Ports that the task serves on.")] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Scripts end at the first command that fails (set -e).")] = (
+        False
+    )
+    of_clouds: dict[str, Any] = field(default_factory=dict)
+
+
+_OF_CLOUDS: dict[str, type] = {
+    "instance_type": str,
+    "cloud": str,
+    "region": str,
+    "zone": str,
+    "image_id": str,
+    "disk_size": str,
+    "disk_tier": str,
+    "network_tier": str,
+    "local_disk": str,
+    "priority": int,
+    "job_recovery": str,
+}
+# SkyPilot's flags that nothing here has a meaning for: taken, and answered with one line.
+_WITHOUT_MEANING: dict[str, type] = {
+    "retry_until_up": bool,
+    "async": bool,
+    "resize": bool,
+    "config": str,
+    "clone_disk_from": str,
+    "wait_for": str,
+}
+_SPELLINGS = {
+    "instance_type": ("--instance-type", "-t"),
+    "retry_until_up": ("--retry-until-up", "-r"),
+    "async": ("--async/--no-async",),
+}
+
+
+def with_task_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with every field of ``TaskFlags`` as an option of its own, in place of its parameter ``flags``."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    parameters = [
+        _parameter(name, each.default, hints[name])
+        for name, each in inspect.signature(command).parameters.items()
+        if name != "flags"
+    ]
+    flag_hints = typing.get_type_hints(TaskFlags, include_extras=True)
+    visible = [each for each in fields(TaskFlags) if each.name != "of_clouds"]
+    parameters += [_parameter(each.name, each.default, flag_hints[each.name]) for each in visible]
+    parameters += [_hidden(name, kind) for name, kind in {**_OF_CLOUDS, **_WITHOUT_MEANING}.items()]
+
+    @functools.wraps(command)
+    def flagged(**values: Any) -> None:
+        ignored = [name for name in _WITHOUT_MEANING if values.pop(f"hidden_{name}")]
+        if ignored:
+            flags = ", ".join(_spellings(name)[0].partition("/")[0] for name in ignored)
+            shown.note(f"{flags} has no effect here: nothing is rented, and no server is asked")
+        of_clouds = {name: values.pop(f"hidden_{name}") for name in _OF_CLOUDS}
+        command(
+            flags=TaskFlags(**{each.name: values.pop(each.name) for each in visible}, of_clouds=of_clouds), **values
+        )
+
+    flagged.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect's own protocol
+    flagged.__annotations__ = {each.name: each.annotation for each in parameters}
+    return flagged
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _hidden(name: str, kind: type) -> inspect.Parameter:
+    option = typer.Option(*_spellings(name), hidden=True)
+    annotation = Annotated[bool, option] if kind is bool else Annotated[kind | None, option]
+    return _parameter(f"hidden_{name}", False if kind is bool else None, annotation)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    return _SPELLINGS.get(name, (f"--{name.replace('_', '-')}",))
+
+
+def tasks_of(entrypoint: Sequence[str], flags: TaskFlags) -> list[Task]:
+    """The tasks that a command line means: a task file's documents, or one made of a command.
+
+    Raises:
+        ConfigError: the file or a flag can't work.
+    """
+    from atoll.tasks.entrypoint import Overrides, load_entrypoint
+
+    lists = ("env", "env_file", "secret", "secret_file", "ports")
+    own = {each.name: getattr(flags, each.name) for each in fields(flags) if each.name not in ("strict", "of_clouds")}
+    own |= {name: tuple(own[name] or ()) for name in lists}
+    return load_entrypoint(" ".join(entrypoint), Overrides(**own, **flags.of_clouds))

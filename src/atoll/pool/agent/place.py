@@ -1,0 +1,185 @@
+"""What a task's node has for itself: host name, hosts file, ``/tmp``. Applied by the agent, before it serves.
+
+Each part may be refused by the kernel; it is shared with the machine then, and the agent's first frame says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Mapping
+from typing import Any
+
+VARIABLE = "ATOLL_PLACE"  # how an agent is told of it: its command line shows in everybody's `pkill -f`
+_TITLE = b"atoll-agent"
+_TMP = "/tmp"
+_MS_BIND, _MS_REC = 4096, 16384
+_MNT_DETACH = 2
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_libc = ctypes.CDLL(None, use_errno=True)
+# For nodes that see the machine's processes: the real program, kept to the sessions of this node.
+_NARROWED = """#!/bin/sh
+pids=$(grep -lFxze '{tag}' /proc/[0-9]*/environ 2>/dev/null | tr -dc '0-9\\n' | paste -sd, -)
+exec '{program}' -s "$(ps -o sess= -p "$pids" | sort -u | tr -d ' ' | paste -sd, -)" "$@"
+"""
+
+
+class Place:
+    """A node's place on a machine that others use too.
+
+    Attributes:
+        report: what the agent says of it: which parts are the node's own, and why others are not.
+        folder: descriptor of the node's folder for temporary files.
+    """
+
+    def __init__(self, wish: Mapping[str, Any]) -> None:
+        self._wish = wish
+        self._tmp: str = wish["tmp"]
+        self._mounts: list[str] = []
+        # Opened while these names still mean the machine's folders. Through them no later mount is ever reached.
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        self._above = os.open(os.path.dirname(self._tmp), flags)
+        self.folder = os.open(self._tmp, flags)
+        notes: list[str] = [] if wish["refused"] is None else [f"shared with the machine: {wish['refused']}"]
+        own = {kind: os.readlink(f"/proc/self/ns/{kind}") != there for kind, there in wish["outside"].items()}
+        # Without namespaces of our own these would change the machine's host name and mounts.
+        named = own["uts"] and _try(notes, "its host name", self._name)
+        if named and own["mnt"]:
+            _try(notes, "its /etc/hosts", self._mount_hosts)
+        if own["mnt"] and wish["resolv_conf"] is not None:
+            _try(notes, "its /etc/resolv.conf", self._mount_resolv_conf)
+        wanted = _TMP not in wish["visible"]  # else it is to be the machine's
+        self._has_tmp = own["mnt"] and wanted and _try(notes, "its /tmp", self._mount_tmp)
+        self.report = {
+            "pid_namespace": own["pid"],
+            "hostname": named,
+            "tmp": self._has_tmp,
+            "network": own["net"],
+            "notes": notes,
+        }
+
+    @property
+    def tmp(self) -> str:
+        """The node's folder for temporary files, as its processes see it."""
+        return _TMP if self._has_tmp else self._tmp
+
+    def programs(self, tag: str) -> str | None:
+        """Folder of programs that go before those on ``PATH``, or None.
+
+        Where processes are the machine's, ``pkill`` and ``pgrep`` that find only those with the tag.
+        """
+        if self.report["pid_namespace"]:
+            return None
+        folder = os.path.join(self.tmp, "atoll-bin")
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        for name in ("pkill", "pgrep"):
+            path = os.path.join(folder, name)
+            if not os.path.exists(path) and (program := shutil.which(name)):
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(_NARROWED.format(tag=tag, program=program))
+                os.chmod(path, 0o700)
+        return folder
+
+    def remove(self) -> None:
+        """Remove the temporary files. What was mounted on folders among them stays whole."""
+        for path in reversed(self._mounts):
+            _libc.umount2(os.fsencode(path), _MNT_DETACH)
+        shutil.rmtree(os.path.basename(self._tmp), ignore_errors=True, dir_fd=self._above)
+
+    def _name(self) -> None:
+        socket.sethostname(self._wish["hostname"])
+
+    def _mount_hosts(self) -> None:
+        peers = {name: addr for addr, name in self._wish["peers"]}
+        lines = [f"{addr} {name}" for name, addr in peers.items()]
+        lines += ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+        with contextlib.suppress(OSError), open("/etc/hosts", encoding="utf-8", errors="surrogateescape") as hosts:
+            # What else the machine's file says; names that stand above would be answered with two addresses.
+            taken = {"localhost", *peers}
+            lines += [line.rstrip() for line in hosts if not taken & set(line.partition("#")[0].split()[1:])]
+        self._mount_text("hosts", "/etc/hosts", lines)
+
+    def _mount_resolv_conf(self) -> None:
+        self._mount_text("resolv.conf", "/etc/resolv.conf", self._wish["resolv_conf"].splitlines())
+
+    def _mount_text(self, name: str, target: str, lines: list[str]) -> None:
+        path = os.path.join(self._tmp, name)
+        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write("\n".join([*lines, ""]))
+        os.chmod(path, 0o644)
+        self._bind(path, target)
+
+    def _mount_tmp(self) -> None:
+        """See a folder in ours as ``/tmp``, and in it again the entries of ``/tmp`` that must stay visible."""
+        own = os.path.join(self._tmp, "tmp")
+        os.mkdir(own)
+        os.chmod(own, 0o1777)  # package managers write there as users of their own
+        with contextlib.ExitStack() as opened:
+            kept = {}
+            for name in self._kept_entries():
+                fd = os.open(os.path.join(_TMP, name), os.O_PATH | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                kept[name] = fd
+                path = os.path.join(own, name)
+                if stat.S_ISDIR(os.fstat(fd).st_mode):
+                    os.mkdir(path)
+                else:
+                    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            self._bind(own, _TMP)
+            for name, fd in kept.items():
+                self._bind(f"/proc/self/fd/{fd}", os.path.join(_TMP, name))
+
+    def _kept_entries(self) -> set[str]:
+        """Names in ``/tmp`` that hold what must be visible, also through links."""
+        names = set()
+        for path in (self._wish["home"], *self._wish["visible"]):
+            for spelling in (os.path.abspath(path), os.path.realpath(path)):
+                first = spelling.removeprefix(_TMP + "/").partition("/")[0]
+                if spelling.startswith(_TMP + "/") and os.path.lexists(os.path.join(_TMP, first)):
+                    names.add(first)
+        return names
+
+    def _bind(self, source: str, target: str) -> None:
+        flags = ctypes.c_ulong(_MS_BIND | _MS_REC)
+        if _libc.mount(os.fsencode(source), os.fsencode(target), None, flags, None) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), target)
+        self._mounts.append(target)
+
+
+def take_place() -> Place | None:
+    """Apply the place that this agent was started for, or None where there is none."""
+    text = os.environ.pop(VARIABLE, None)
+    if text is None:
+        return None
+    with contextlib.suppress(OSError):
+        _hide_command_line()
+    place = Place(json.loads(text))
+    # What we may do in a user namespace of our own is not for the user's processes.
+    _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    return place
+
+
+def _try(notes: list[str], what: str, apply: Callable[[], None]) -> bool:
+    try:
+        apply()
+    except OSError as error:
+        notes.append(f"{what} is shared with the machine: {error}")
+        return False
+    return True
+
+
+def _hide_command_line() -> None:
+    """Have ``ps`` show nothing of where we lie: a user's ``pkill -f NAME`` would match a folder called so."""
+    with open("/proc/self/comm", "wb") as name:
+        name.write(_TITLE)
+    with open("/proc/self/stat", "rb") as status:
+        fields = status.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # where the kernel reads the command line: in our own memory
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, _TITLE, min(len(_TITLE), end - start - 1))

@@ -1,0 +1,266 @@
+"""Processes of a task: any command, spoken to by nothing but signals. Started, listened to and ended by the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from atoll.pool.agent.place import Place
+from atoll.pool.agent.procs import OomCounter, alive, command_line, kill_tree, tree
+from atoll.pool.agent.rank import Output, tail_lines
+from atoll.wire import frames
+
+_GRACE_S = 30.0  # after SIGTERM, what a process leaves behind may go on for so long
+_LOOK_S = 0.05
+_MOST_LOOKS = 20  # at a tree that goes on forking
+_REMINDERS_S = (0.05, 0.5)
+_TOLD_S = 30.0  # a launcher takes a while to end after one of its processes
+_KILLED_CODE = 128 + signal.SIGKILL  # how a shell says that its child was killed
+# How launchers say that one of their processes was killed.
+_SAYS_KILLED = re.compile(r"SIGKILL|\b[Kk]illed\b|exitcode\s*:?\s*-9\b")
+
+
+class Loop(Protocol):
+    """What processes need of the agent's loop."""
+
+    def watch(self, source: int, callback: Callable[[bool, bool], None]) -> None:
+        """Call back when a descriptor can be read."""
+
+    def unwatch(self, source: int) -> None:
+        """Forget a descriptor."""
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do something after a while."""
+
+    def tell(self, kind: int, rank: int = 0, call: int = 0, meta: dict[str, Any] | None = None) -> None:
+        """Send the driver a frame."""
+
+    def log(self, rank: int, call: int, output: Output, data: bytes) -> None:
+        """Send the driver what was printed; may pause all output."""
+
+
+class Process:
+    """One running process: the root of a tree."""
+
+    def __init__(self, number: int, spec: dict[str, Any], setup: dict[str, Any], place: Place | None) -> None:
+        self.number = number
+        self.killed = False
+        self.terminated_s: float | None = None  # when it was sent SIGTERM
+        self._told: dict[int, bytes] = {}  # who was, and what it was at that moment
+        self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{number}"
+        tmp = setup["tmp_dir"]
+        node_tag = f"{setup['tag']}.{setup['node']}"
+        self._env = {**spec["env"], "ATOLL_RANK_TAG": f"{setup['tag']}.{number}", "ATOLL_POOL_TAG": node_tag}
+        if place is not None:
+            if self._env.get("TMPDIR") == tmp:
+                self._env["TMPDIR"] = place.tmp
+            tmp = place.tmp
+            if (programs := place.programs(f"ATOLL_POOL_TAG={node_tag}")) is not None:
+                self._env["PATH"] = f"{programs}:{self._env.get('PATH', os.defpath)}"
+        argv = list(spec["argv"])
+        if script := spec.get("script"):
+            argv.append(self._write_script(tmp, script))
+        os.makedirs(spec["cwd"], exist_ok=True)
+        os.chdir(spec["cwd"])
+        try:
+            self._spawn(argv)
+        finally:
+            os.chdir("/")
+
+    def _write_script(self, tmp: str, script: dict[str, str]) -> str:
+        folder = os.path.join(tmp, f"atoll-{self.number}")
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        path = os.path.join(folder, script["name"])
+        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(script["text"])
+        os.chmod(path, 0o700)
+        return path
+
+    def _spawn(self, argv: list[str]) -> None:
+        program = shutil.which(argv[0], path=self._env.get("PATH", os.defpath))
+        if program is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such program on the node's PATH", argv[0])
+        if os.getpid() != 1 and (setpriv := shutil.which("setpriv")):
+            # As PID 1 of a namespace the kernel takes it down with the agent; else it has to be asked to.
+            argv, program = ["setpriv", "--pdeathsig", "KILL", "--", *argv], setpriv
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            given.callback(os.close, writer)
+            os.set_blocking(reader, False)
+            self.output = Output(reader, None, False)
+            failed.callback(self.output.close)
+            null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            given.callback(os.close, null)
+            self.pid = os.posix_spawn(
+                program,
+                argv,
+                {os.fsencode(key): os.fsencode(value) for key, value in self._env.items()},
+                file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate((null, writer, writer))],
+                setsid=True,
+                setsigmask=[],
+                # Python ignores some, and what the agent does with others is no concern of the user's code.
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+            )
+            failed.callback(os.kill, self.pid, signal.SIGKILL)
+            self.pidfd = os.pidfd_open(self.pid)
+            failed.pop_all()
+
+    def terminate(self) -> None:
+        """SIGTERM to all of its tree, which then has a while to end by itself."""
+        if self.terminated_s is None:
+            self.terminated_s = time.monotonic()
+        # All are held still first: a child forked just after it was looked for would live on, untold.
+        found: set[int] = set()
+        for _ in range(_MOST_LOOKS):
+            new = set(tree(self.pid, self.tag)) - found
+            if not new:
+                break
+            _signal_all(new, signal.SIGSTOP)
+            found |= new
+        self._told = {pid: command_line(pid) for pid in found}
+        _signal_all(found, signal.SIGTERM)
+        _signal_all(found, signal.SIGCONT)
+
+    def remind(self) -> None:
+        """SIGTERM again to those of whom another program was made since: a shell's child may lose the first."""
+        here = {pid: command_line(pid) for pid in tree(self.pid, self.tag) if pid in self._told}
+        missed = [pid for pid, now in here.items() if now not in (b"", self._told[pid])]
+        self._told.update(here)
+        _signal_all(missed, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to all of its tree."""
+        self.killed = True
+        kill_tree(self.pid, self.tag)
+
+    def may_go_on(self) -> bool:
+        """Has what its root left behind still time to end by itself?"""
+        if self.terminated_s is None or self.killed or time.monotonic() - self.terminated_s > _GRACE_S:
+            return False
+        return any(alive(pid) for pid in tree(self.pid, self.tag))
+
+    def close(self) -> None:
+        """Give up the descriptors of one that is gone."""
+        self.output.close()
+        os.close(self.pidfd)
+
+
+def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+class Processes:
+    """All processes of a node, by their numbers."""
+
+    def __init__(self, loop: Loop, place: Place | None, oom: OomCounter) -> None:
+        self._loop = loop
+        self._place = place
+        self._oom = oom
+        self._running: dict[int, Process] = {}
+        self._paused = False
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the roots."""
+        return [process.pid for process in self._running.values()]
+
+    def start(self, number: int, spec: dict[str, Any], setup: dict[str, Any]) -> None:
+        """Start one, and say its pid, or why it couldn't be."""
+        try:
+            process = Process(number, spec, setup, self._place)
+        except OSError as error:
+            self._say_end(number, 127, False, [str(error)], False)
+            return
+        self._running[number] = process
+        self._loop.tell(frames.STARTED, number, meta={"pid": process.pid})
+        self._loop.watch(process.pidfd, lambda _readable, _writable: self._root_ended(process))
+        if not self._paused:
+            self._listen(process)
+
+    def chosen(self, number: int) -> list[Process]:
+        """The one with this number, or all for ``frames.EVERY``."""
+        return [each for each in self._running.values() if number in (each.number, frames.EVERY)]
+
+    def terminate(self, number: int) -> None:
+        """SIGTERM to the trees of those with this number."""
+        for process in self.chosen(number):
+            process.terminate()
+            for delay_s in _REMINDERS_S:
+                self._loop.later(delay_s, functools.partial(self._remind, process))
+
+    def _remind(self, process: Process) -> None:
+        if self._running.get(process.number) is process:
+            process.remind()
+
+    def pause(self) -> None:
+        """Read no output until ``resume``: who prints has to wait."""
+        self._paused = True
+        for process in self._running.values():
+            self._loop.unwatch(process.output.reader)
+
+    def resume(self) -> None:
+        """Read output again."""
+        self._paused = False
+        for process in self._running.values():
+            self._listen(process)
+
+    def _listen(self, process: Process) -> None:
+        self._loop.watch(process.output.reader, lambda _readable, _writable: self._read(process))
+
+    def _read(self, process: Process) -> None:
+        if self._running.get(process.number) is not process:  # it ended in this very round of the loop
+            return
+        data = process.output.read()
+        if data:
+            self._loop.log(process.number, 0, process.output, data)
+        elif data is not None:
+            self._loop.unwatch(process.output.reader)
+
+    def _root_ended(self, process: Process) -> None:
+        self._loop.unwatch(process.pidfd)
+        self._finish(process)
+
+    def _finish(self, process: Process) -> None:
+        if process.may_go_on():
+            self._loop.later(_LOOK_S, lambda: self._finish(process))
+            return
+        kill_tree(process.pid, process.tag)  # before it is reaped: its pid can't have become somebody else's
+        code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+        for data in process.output.drain():
+            self._loop.log(process.number, 0, process.output, data)
+        del self._running[process.number]
+        self._loop.unwatch(process.output.reader)
+        tail = tail_lines(process.output.tail)
+        self._say_end(process.number, code, self._was_oom(process, code, tail), tail, process.killed)
+        process.close()
+
+    def _was_oom(self, process: Process, code: int, tail: list[str]) -> bool:
+        """Did memory end it, or one of its tree whose end it says in its last lines?"""
+        if process.killed or process.terminated_s is not None or code == 0:
+            return False
+        if code in (-signal.SIGKILL, _KILLED_CODE):
+            return self._oom.rose()
+        return any(map(_SAYS_KILLED.search, tail)) and self._oom.rose_within(_TOLD_S)
+
+    def _say_end(self, number: int, code: int, oom: bool, tail: list[str], killed: bool) -> None:
+        meta = {
+            "exit_code": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+            "oom": oom,
+            "tail": tail,
+            "killed": killed,
+        }
+        self._loop.tell(frames.EXIT, number, meta=meta)

@@ -1,0 +1,221 @@
+"""The Python face of tasks: ``launch`` and ``exec`` give a ``Job``; the other functions look after clusters."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.tasks import clusters
+from atoll.tasks.jobs import Job, find_job
+from atoll.tasks.launches import Options, Say, exec_jobs, is_up, launch_jobs, silent
+from atoll.tasks.spec import ClusterSpec, ClusterStatus
+
+if TYPE_CHECKING:
+    from atoll.tasks.store import JobRow
+    from atoll.tasks.task import Task
+
+__all__ = [
+    "Job",
+    "autostop",
+    "cancel",
+    "down",
+    "exec",
+    "job",
+    "launch",
+    "queue",
+    "start",
+    "status",
+    "stop",
+    "sync_down_logs",
+    "tail_logs",
+]
+
+
+def launch(
+    task: Task,
+    cluster_name: str | None = None,
+    *,
+    infra: str | None = None,
+    idle_minutes_to_autostop: int | None = None,
+    down: bool = False,
+    no_setup: bool = False,
+    fast: bool = False,
+    simulate: bool = True,
+    strict: bool = False,
+    on_line: Say = silent,
+) -> Job:
+    """Start a task on a cluster, which is made, reused or resized for it.
+
+    Args:
+        task: a ``sky.Task``.
+        cluster_name: of the cluster; a new name by default.
+        infra: where: ``local`` (the default) or ``ssh/NAME``.
+        idle_minutes_to_autostop: stop the cluster after so many minutes without a job.
+        down: take it down instead of stopping it; after its last job where no minutes are given.
+        no_setup: leave the task's setup out.
+        fast: leave setup out where the cluster is up already.
+        simulate: run on CPU what asks for accelerators that this machine lacks.
+        strict: a script ends at its first command that fails.
+        on_line: called with each line that ``atoll launch`` would print.
+
+    Returns:
+        the job; it goes on when this process ends.
+
+    Raises:
+        ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
+    """
+    options = Options(
+        infra=infra,
+        simulate=simulate,
+        setup=not no_setup and not (fast and is_up(cluster_name)),
+        strict=strict,
+        idle_minutes=idle_minutes_to_autostop,
+        down=down,
+        say=on_line,
+    )
+    return launch_jobs(task, cluster_name or clusters.fresh_name(), options)[0]
+
+
+def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = silent) -> Job:
+    """Start a task on a cluster that is up: its workdir is copied, its setup and file_mounts are left out.
+
+    Raises:
+        UnknownCluster: there is no such cluster.
+        ConfigError: the cluster is not up, or has less than the task asks for.
+    """
+    return exec_jobs(task, cluster_name, Options(strict=strict, say=on_line))[0]
+
+
+# ------------------------------------------------------------------------------------------ clusters afterwards
+def status(cluster_names: str | Sequence[str] | None = None, *, all: bool = False) -> list[ClusterSpec]:
+    """Records of clusters, of all that are not down by default; ``all``: those too.
+
+    Raises:
+        UnknownCluster: a name that no cluster has.
+    """
+    if cluster_names is not None:
+        names = [cluster_names] if isinstance(cluster_names, str) else list(cluster_names)
+        return [clusters.refresh(clusters.load(name)) for name in (clusters.matching(names) if names else [])]
+    found = [clusters.refresh(clusters.load(name)) for name in clusters.all_names()]
+    return [each for each in found if all or each.status is not ClusterStatus.DOWN]
+
+
+def queue(cluster_name: str, *, skip_finished: bool = False) -> list[JobRow]:
+    """The jobs of a cluster, the newest first.
+
+    Raises:
+        UnknownCluster: there is no such cluster.
+    """
+    cluster = clusters.refresh(clusters.load(cluster_name))
+    rows = clusters.control_of(cluster).queue()
+    return [row for row in rows if not (skip_finished and row.status.ended)]
+
+
+def job(cluster_name: str, job_id: int | None = None) -> Job:
+    """A job of a cluster, the newest by default.
+
+    Raises:
+        UnknownCluster: there is no such cluster or job.
+    """
+    cluster = clusters.refresh(clusters.load(cluster_name))
+    return Job(cluster_name, find_job(cluster, job_id).id)
+
+
+def cancel(cluster_name: str, job_ids: Sequence[int] | None = None, *, all: bool = False) -> list[int]:
+    """Ask jobs to end: those given, ``all`` that have not ended, or the newest that has not. Returns their numbers.
+
+    Raises:
+        UnknownCluster: there is no such cluster or job.
+    """
+    cluster = clusters.refresh(clusters.load(cluster_name))
+    for job_id in job_ids or ():
+        find_job(cluster, job_id)
+    if all:
+        return clusters.control_of(cluster).cancel(None)
+    if job_ids:
+        return clusters.control_of(cluster).cancel(list(job_ids))
+    waiting = sorted(row.id for row in clusters.unfinished(cluster))
+    return clusters.control_of(cluster).cancel(waiting[-1:]) if waiting else []
+
+
+def tail_logs(
+    cluster_name: str,
+    job_id: int | None = None,
+    follow: bool = True,
+    *,
+    tail: int = 0,
+    rank: int | None = None,
+    output_stream: Callable[[bytes], None] | None = None,
+) -> int:
+    """Write a job's log, the newest job's by default, to ``output_stream`` or to standard output.
+
+    Returns:
+        0, 100, 101 or 103 as the job stands then: succeeded, failed, not finished, cancelled.
+
+    Raises:
+        UnknownCluster: there is no such cluster or job.
+    """
+    write = output_stream or _write_out
+    return job(cluster_name, job_id).follow(write, follow=follow, tail=tail, rank=rank).exit_code
+
+
+def _write_out(data: bytes) -> None:
+    sys.stdout.write(data.decode(errors="replace"))
+    sys.stdout.flush()
+
+
+def sync_down_logs(cluster_name: str, job_id: int) -> Path:
+    """Copy a job's log files to ``./sky_logs/CLUSTER/JOB``; returns that folder.
+
+    Raises:
+        UnknownCluster: there is no such cluster or job.
+    """
+    cluster = clusters.load(cluster_name)
+    find_job(cluster, job_id)
+    dest = Path("sky_logs", cluster_name, str(job_id))
+    if cluster.supervised_from != "here":
+        dest.mkdir(parents=True, exist_ok=True)
+        (dest / "run.log").write_text(Job(cluster_name, job_id).logs())
+        return dest
+    source = clusters.folder_of(cluster_name) / "jobs" / str(job_id)
+    shutil.copytree(source, dest, ignore=shutil.ignore_patterns("secrets.json"), dirs_exist_ok=True)
+    return dest
+
+
+def stop(cluster_name: str) -> None:
+    """Stop a cluster: its jobs end, its nodes' files are kept.
+
+    Raises:
+        UnknownCluster: there is no such cluster, or it is down.
+    """
+    clusters.stop(cluster_name)
+
+
+def start(cluster_name: str) -> None:
+    """Take up a stopped cluster again.
+
+    Raises:
+        UnknownCluster: there is no such cluster, or it is down.
+    """
+    clusters.start(cluster_name)
+
+
+def down(cluster_name: str) -> None:
+    """Take a cluster down: its jobs end, its nodes' files go, its jobs' logs are kept.
+
+    Raises:
+        UnknownCluster: there is no such cluster.
+    """
+    clusters.down(cluster_name)
+
+
+def autostop(cluster_name: str, idle_minutes: int, down: bool = False) -> None:
+    """Stop a cluster, or take it ``down``, once no job has run for ``idle_minutes``; a negative number: never.
+
+    Raises:
+        UnknownCluster: there is no such cluster, or it is down.
+    """
+    clusters.set_autostop(clusters.up_or_stopped(cluster_name), idle_minutes, down=down)

@@ -1,0 +1,99 @@
+"""``Job``: a job of a cluster, as Python code and the commands hold it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atoll.core.hints import nearest
+from atoll.tasks import clusters
+from atoll.tasks.clusters import UnknownCluster
+from atoll.tasks.spec import ClusterSpec, JobStatus
+
+if TYPE_CHECKING:
+    from atoll.tasks.store import JobRow
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of a cluster.
+
+    Attributes:
+        cluster: the cluster's name.
+        id: the job's number in its cluster.
+    """
+
+    cluster: str
+    id: int
+
+    def row(self) -> JobRow:
+        """Everything that is recorded of it.
+
+        Raises:
+            UnknownCluster: it is not there (any more).
+        """
+        return find_job(clusters.load(self.cluster), self.id)
+
+    @property
+    def status(self) -> JobStatus:
+        """Where it stands."""
+        return self.row().status
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the process that made it fail, 0 after success, None where there is none (yet)."""
+        row = self.row()
+        return 0 if row.status is JobStatus.SUCCEEDED else row.exit_code
+
+    def wait(self, timeout: float | None = None) -> JobStatus:
+        """Wait until it has ended, ``timeout`` seconds at most; returns where it stands then."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause_s = 0.005
+        while not (status := self.status).ended:
+            left_s = pause_s if deadline is None else min(pause_s, deadline - time.monotonic())
+            if left_s <= 0:
+                break
+            time.sleep(left_s)
+            pause_s = min(2 * pause_s, 0.25)
+        return status
+
+    def logs(self, *, follow: bool = False, tail: int = 0, rank: int | None = None) -> str:
+        """Its log as text: what there is, or with ``follow`` all of it once it has ended.
+
+        Args:
+            follow: wait for the end.
+            tail: only the last lines, 0 for all.
+            rank: only what this rank wrote.
+        """
+        pieces: list[bytes] = []
+        self.follow(pieces.append, follow=follow, tail=tail, rank=rank)
+        return b"".join(pieces).decode(errors="replace")
+
+    def follow(
+        self, write: Callable[[bytes], None], *, follow: bool = True, tail: int = 0, rank: int | None = None
+    ) -> JobStatus:
+        """Hand its log to ``write`` as it comes; returns where it stands when that ends."""
+        control = clusters.control_of(clusters.load(self.cluster))
+        return control.follow(self.id, write, follow=follow, tail=tail, rank=rank)
+
+    def cancel(self) -> None:
+        """Ask it to end; ``wait`` tells when it has."""
+        clusters.control_of(clusters.load(self.cluster)).cancel([self.id])
+
+
+def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
+    """A job's row, the newest job's by default.
+
+    Raises:
+        UnknownCluster: there is none.
+    """
+    try:
+        return clusters.control_of(cluster).job(job_id)
+    except LookupError:
+        if job_id is None:
+            raise UnknownCluster(f"cluster {cluster.name} has no job yet; `atoll exec {cluster.name} CMD`") from None
+        known = [str(row.id) for row in clusters.control_of(cluster).queue()]
+        hint = nearest(str(job_id), known) or f"; `atoll queue {cluster.name}` lists its jobs"
+        raise UnknownCluster(f"cluster {cluster.name} has no job {job_id}{hint}") from None

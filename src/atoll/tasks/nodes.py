@@ -1,0 +1,205 @@
+"""Where a job's nodes come from: started anew for every job and attempt, so that ending one ends all it ran.
+
+Standard library only, as everything that a supervisor on a head node needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from atoll.core.errors import ProvisionError
+from atoll.pool.agent.procs import kill_tree
+from atoll.pool.members import agent_command, sweep_stale
+from atoll.providers.accelerators import AcceleratorSpec
+from atoll.providers.base import Node, NodePlace, NodePlan
+from atoll.providers.local import Local, isolation
+from atoll.providers.network import Network, NetworkUnavailable
+from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, node_name
+from atoll.wire import frames
+
+WORKDIR = "sky_workdir"  # SkyPilot's name for it, below HOME
+_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass
+class StartedNode:
+    """A node whose agent runs and has its SETUP; what it answers comes on ``handle.channel``.
+
+    Attributes:
+        handle: its channel, why it was lost, and how to end it.
+        addr: the address other nodes reach it at.
+        home: its ``HOME``; ``workdir`` is the folder in it that a task's files are copied to.
+        tmp: its folder for temporary files. The agent gives processes what it is called inside as ``TMPDIR``.
+        env: what the place adds to the environment of its processes: ``HOME``, ``TMPDIR``, ``NCCL_HOSTID``,
+            ``CUDA_VISIBLE_DEVICES``, ``ATOLL_SIMULATED``.
+    """
+
+    handle: Node
+    addr: str
+    home: str
+    workdir: str
+    tmp: str
+    env: dict[str, str]
+
+
+class NodeSource(Protocol):
+    """The nodes of one cluster.
+
+    Attributes:
+        addresses: of all nodes, head first.
+        shared_network: key of the network whose ports its jobs share with other clusters, or None: it has its own.
+    """
+
+    addresses: tuple[str, ...]
+    shared_network: str | None
+
+    def open(self) -> list[str]:
+        """Make ready, once in a supervisor's life; returns what to tell the user, one line each."""
+
+    def start(self, job_id: int, node: int, attempt: int, visible: Sequence[str] = ()) -> StartedNode:
+        """Start one node's agent and send it SETUP. Blocks; may be called from several threads at once.
+
+        Args:
+            job_id: the job it is for.
+            node: which node of the cluster.
+            attempt: of the job, counted from 0.
+            visible: paths that the job's processes need though they may lie below ``/tmp``.
+
+        Raises:
+            ProvisionError: it could not be started.
+        """
+
+    def close(self) -> None:
+        """Give up what ``open`` made. Nodes that still run are the caller's to stop."""
+
+
+class LocalNodes:
+    """Nodes on this machine: 127.0.0.1, 127.0.0.2, …, each with what of its own the kernel gives.
+
+    Args:
+        cluster: how many there are and what accelerators they have.
+        folder: the cluster's folder; homes are made below it.
+    """
+
+    def __init__(self, cluster: ClusterSpec, folder: Path) -> None:
+        self._cluster = cluster
+        self._folder = folder.absolute()
+        self._network: Network | None = None
+        self.addresses = tuple(_address(node) for node in range(cluster.num_nodes))
+        self.shared_network: str | None = "machine"
+
+    def open(self) -> list[str]:
+        """Start the cluster's network; returns a line for each thing that nodes share with the machine."""
+        sweep_stale(tempfile.gettempdir())
+        lines = []
+        own = isolation()
+        if own.refused is not None:
+            shared = "processes" if own.command else "processes, host name and /tmp"
+            lines.append(
+                f"nodes share {shared} with this machine ({own.refused}): pkill and pgrep are kept to a node's own "
+                f"processes, killall is not"
+            )
+        try:
+            self._network = Network.start()
+            self.shared_network = None
+        except NetworkUnavailable as error:
+            lines.append(f"nodes share ports with this machine, and jobs that fix the same one wait: {error}")
+        return lines
+
+    def start(self, job_id: int, node: int, attempt: int, visible: Sequence[str] = ()) -> StartedNode:
+        """Start one node's agent and send it SETUP. Blocks; may be called from several threads at once.
+
+        Raises:
+            ProvisionError: it could not be started.
+        """
+        plan = self._plans[node]
+        tag = secrets.token_hex(4)
+        tmp = os.path.join(tempfile.gettempdir(), f"atoll-{tag}-n{node}")  # no name of the user's: see `pkill -f`
+        try:
+            home = self._folder / "nodes" / str(node) / "home"
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.mkdir(tmp, 0o700)
+            place = NodePlace(
+                hostname=self._hostname(node),
+                home=str(home),
+                tmp=tmp,
+                peers=tuple((addr, self._hostname(at)) for at, addr in enumerate(self.addresses)),
+                network=None if self._network is None else self._network.path,
+                resolv_conf=None if self._network is None else self._network.resolv_conf,
+                visible=(str(self._folder), *visible),
+            )
+            handle = _TaskNode(Local().start(replace(plan, place=place), agent_command(_SOURCE_ROOT)), tag, node, tmp)
+        except OSError as error:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise ProvisionError(f"{node_name(node)} could not be started: {error}", node=node) from error
+        setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}
+        try:
+            frames.send_all(handle.channel, frames.pack(frames.SETUP, meta={**setup, "task": True}))
+        except OSError as error:
+            reason = handle.reason or str(error)
+            handle.stop()
+            raise ProvisionError(f"{node_name(node)} could not be started: {reason}", node=node) from error
+        env = {"HOME": str(home), "TMPDIR": tmp, "NCCL_HOSTID": _machine_id(), **plan.env}
+        return StartedNode(handle, plan.addr, str(home), str(home / WORKDIR), tmp, env)
+
+    def close(self) -> None:
+        """Close the cluster's network. Nodes that still run are the caller's to stop."""
+        if self._network is not None:
+            self._network.close()
+            self._network, self.shared_network = None, "machine"
+
+    def _hostname(self, node: int) -> str:
+        role = f"-{node_name(node)}"
+        return self._cluster.name[: LONGEST_NAME - len(role)] + role  # the kernel takes no longer ones
+
+    @functools.cached_property
+    def _plans(self) -> list[NodePlan]:
+        """Each node before it has a place: its address and its share of the machine's GPUs."""
+        cluster = self._cluster
+        if cluster.simulated:
+            env = {"ATOLL_SIMULATED": "1", "CUDA_VISIBLE_DEVICES": ""}
+            return [NodePlan(node, addr, 1, env=env) for node, addr in enumerate(self.addresses)]
+        wanted = cluster.accelerator and AcceleratorSpec(cluster.accelerator, cluster.num_accelerators)
+        plan = Local().plan(nodes=cluster.num_nodes, accelerator=wanted or None, workers_per_node=1)
+        return [replace(each, addr=addr) for each, addr in zip(plan.nodes, self.addresses, strict=True)]
+
+
+class _TaskNode:
+    """An agent on this machine that is cleaned up after, should it have been killed itself."""
+
+    def __init__(self, node: Node, tag: str, number: int, tmp: str) -> None:
+        self._node = node
+        self._tag = f"ATOLL_POOL_TAG={tag}.{number}"
+        self._tmp = tmp
+        self.channel: socket.socket = node.channel
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was lost."""
+        return self._node.reason
+
+    def stop(self) -> None:
+        """End the agent and all it runs, and remove its temporary files."""
+        self._node.stop()
+        if os.path.exists(self._tmp):  # the agent removes it last: it was killed
+            kill_tree(None, self._tag)
+            shutil.rmtree(self._tmp, ignore_errors=True)
+
+
+def _address(node: int) -> str:
+    return f"127.0.{node // 254}.{node % 254 + 1}"
+
+
+@functools.cache
+def _machine_id() -> str:
+    """What NCCL tells machines apart by: one value for all nodes here, or they would talk over sockets."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

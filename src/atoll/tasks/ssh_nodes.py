@@ -1,0 +1,151 @@
+"""A cluster's nodes on hosts reached with ``ssh``, from the head host itself or from the user's machine.
+
+Standard library only. ``cluster.hosts`` are spelt as ``ssh`` takes them; ``.`` is the machine the supervisor runs on.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.providers.accelerators import AcceleratorSpec
+from atoll.providers.remote import RemotePlan
+from atoll.providers.ssh.bundle import use_packed
+from atoll.providers.ssh.connection import connections
+from atoll.providers.ssh.provider import SSH, start_agent
+from atoll.tasks.nodes import StartedNode
+from atoll.tasks.spec import ClusterSpec, node_name
+from atoll.wire import frames
+
+# What a person's own shell there has: conda, modules, PATH. Some print, some ask: nothing may wait for an answer.
+_SHELL_ENV = "bash -ic 'printf atoll-env:; env -0' </dev/null 2>/dev/null"
+_SHELL_S = 10.0
+_NOT_THEIRS = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SHLVL", "_", "PWD", "OLDPWD")
+
+
+def provider_of(cluster: ClusterSpec) -> SSH:
+    """The provider behind a cluster's hosts."""
+    given = cluster.ssh
+    return SSH(
+        hosts=cluster.hosts,
+        key=given.get("key"),
+        jump=given.get("jump"),
+        python=given.get("python"),
+        grace_s=given.get("grace_s") or 30.0,
+    )
+
+
+def plans_of(cluster: ClusterSpec) -> list[RemotePlan]:
+    """Ask the hosts about themselves; every one gets the share of GPUs that the cluster says.
+
+    Raises:
+        ConfigError: a host lacks the accelerators.
+        ProvisionError: a host can't be used.
+    """
+    wanted = None
+    if cluster.accelerator is not None and cluster.num_accelerators:
+        wanted = AcceleratorSpec(cluster.accelerator, cluster.num_accelerators)
+    plan = provider_of(cluster).plan(nodes=cluster.num_nodes, accelerator=wanted, workers_per_node=1)
+    found = [node for node in plan.nodes if isinstance(node, RemotePlan)]
+    addresses = cluster.ssh.get("addresses") or [node.addr for node in found]
+    return [replace(node, addr=addr) for node, addr in zip(found, addresses, strict=False)]
+
+
+def workdir_of(cluster: str, plan: RemotePlan, given: str | None) -> str:
+    """Where a task's workdir lies on a host."""
+    return given or posixpath.join(plan.folder, "clusters", cluster, "sky_workdir")
+
+
+class SSHNodes:
+    """Agents on hosts, started anew for every job.
+
+    Args:
+        cluster: its hosts and how they are reached.
+        folder: the cluster's folder.
+    """
+
+    shared_network: str | None = "hosts"
+
+    def __init__(self, cluster: ClusterSpec, folder: Path) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._targets = provider_of(cluster).targets()
+        self._plans: list[RemotePlan] = []
+        self._shells: dict[int, dict[str, str]] = {}
+        self.addresses: tuple[str, ...] = tuple(cluster.ssh.get("addresses") or ())
+
+    def open(self) -> list[str]:
+        """Ask the hosts about themselves.
+
+        Raises:
+            ProvisionError: one can't be reached, or can't be used.
+        """
+        if digest := self._cluster.ssh.get("bundle"):
+            use_packed(digest)
+        self._plans = plans_of(self._cluster)
+        self.addresses = tuple(plan.addr for plan in self._plans)
+        return []
+
+    def start(self, job_id: int, node: int, attempt: int, visible: Sequence[str] = ()) -> StartedNode:
+        """Start one host's agent and send it SETUP.
+
+        Raises:
+            ProvisionError: it could not be started.
+        """
+        plan, target = self._plans[node], self._targets[node]
+        try:
+            handle = start_agent(target, plan)
+        except AtollError as error:
+            raise ProvisionError(f"{node_name(node)} could not be started: {error}", node=node) from error
+        tag = secrets.token_hex(4)
+        tmp = f"{plan.tmp}/atoll-{tag}-n{node}"
+        setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}
+        try:
+            shell = self._shell(node)
+            frames.send_all(handle.channel, frames.pack(frames.SETUP, meta={**setup, "task": True}))
+        except (OSError, AtollError) as error:
+            reason = handle.reason or str(error)
+            handle.stop()
+            raise ProvisionError(f"{node_name(node)} could not be started: {reason}", node=node) from error
+        env = {**plan.base_env, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
+        workdir = workdir_of(self._cluster.name, plan, self._cluster.ssh.get("workdir"))
+        return StartedNode(handle, plan.addr, plan.home, workdir, tmp, env)
+
+    def close(self) -> None:
+        """Log out."""
+        connections.close_idle()
+
+    def _shell(self, node: int) -> dict[str, str]:
+        """The variables of an interactive shell there, asked once."""
+        if node not in self._shells:
+            try:
+                connection = connections.hold(self._targets[node])
+                try:
+                    answer = connection.run(_SHELL_ENV, limit_s=_SHELL_S)
+                finally:
+                    connections.release(self._targets[node])
+                said = answer.stdout.partition(b"atoll-env:")[2]
+            except ProvisionError:  # it hangs, or there is no bash: what every command gets has to do
+                said = b""
+            pairs = (entry.partition(b"=") for entry in said.split(b"\0") if b"=" in entry)
+            found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+            self._shells[node] = {name: value for name, value in found.items() if name not in _NOT_THEIRS}
+        return self._shells[node]
+
+
+def check_size(cluster: ClusterSpec, num_hosts: int) -> None:
+    """Are there hosts enough?
+
+    Raises:
+        ConfigError: there are not.
+    """
+    if cluster.num_nodes > num_hosts:
+        raise ConfigError(
+            f"--num-nodes {cluster.num_nodes}: {cluster.infra} has {num_hosts} hosts; ask for fewer, or declare more "
+            f"in config.toml under ATOLL_HOME"
+        )

@@ -1,0 +1,550 @@
+"""``atoll launch`` and the commands around it, on real local clusters: what they print, exit codes, what stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.pool.conftest import SOURCE_ROOT, eventually
+
+import atoll as sky
+from atoll.cli.main import main
+from atoll.tasks import clusters
+
+RUN = "from atoll.cli.main import main; main()"
+COMMANDS = ["launch", "exec", "logs", "queue", "cancel", "status", "stop", "start", "down", "autostop", "ssh", "cp"]
+HINT = "(Ctrl-C to exit log streaming; job will not be killed)"
+Atoll = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state folder for one test, on a machine without GPUs; clusters that it leaves up are taken down."""
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "home"
+    for name in clusters.all_names():
+        clusters.down(name)
+
+
+@pytest.fixture
+def atoll(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Atoll:
+    """Runs the command in this process; gives exit code, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["atoll", *arguments])
+        capfdbinary.readouterr()
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        sys.stdout.flush()
+        out, err = capfdbinary.readouterr()
+        assert b"Traceback" not in out + err
+        return code, out.decode(), err.decode()
+
+    return run
+
+
+def start(*arguments: str, **more: Any) -> subprocess.Popen[str]:
+    """The command as a process of its own."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments],
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCE_ROOT},
+        **streams,
+    )
+
+
+def ssh(*arguments: str) -> tuple[int, str]:
+    """``atoll ssh`` becomes the shell that it starts: never in this process. Gives exit code and output."""
+    process = start("ssh", *arguments)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def task_file(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+# -------------------------------------------------------------------------------------------------------- words
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches_with_an_example(atoll: Atoll, command: str) -> None:
+    code, out, err = atoll(command, "--help")
+    assert (code, err) == (0, "")
+    assert re.search(rf"^ +atoll {command} (-c )?t", out, re.M) is not None or f"  atoll {command}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["launch"], 2, "Missing argument"),
+        (["launch", "-c", "a/b", "echo"], 100, "cluster name 'a/b'"),
+        (["launch", "-c", "t", "absent.yaml"], 100, "absent.yaml"),
+        (["launch", "-c", "t", "--numnodes", "2", "echo"], 2, "--num-nodes"),
+        (["launch", "-c", "t", "--infra", "locla", "echo"], 100, "did you mean 'local'"),
+        (["launch", "-c", "t", "--gpus", "L4:x", "echo"], 100, "L4:x"),
+        (["launch", "-c", "t", "--gpus", "L4", "--no-simulate", "echo"], 100, "this machine has no GPU"),
+        (["launch", "-c", "t", "--env", "NOT_SET_HERE", "echo"], 100, "NOT_SET_HERE is not set"),
+        (["launch", "-c", "t", "--sweep", "LR", "echo"], 100, "expected KEY=value,value"),
+        (["launch", "-c", "t", "-o", "xml", "echo"], 2, "xml"),
+        (["exec", "absent", "echo"], 102, "`atoll launch -c absent TASK` makes it"),
+        (["logs", "absent"], 102, "no cluster 'absent'"),
+        (["queue", "absent"], 102, "no cluster 'absent'"),
+        (["cancel", "absent", "1"], 102, "no cluster 'absent'"),
+        (["status", "absent"], 102, "no cluster 'absent'"),
+        (["status", "--ip"], 2, "name of one cluster"),
+        (["stop", "absent"], 102, "no cluster 'absent'"),
+        (["start", "absent"], 102, "no cluster 'absent'"),
+        (["down", "absent*"], 102, "no cluster matches"),
+        (["down"], 2, "--all"),
+        (["autostop", "absent"], 102, "no cluster 'absent'"),
+        (["ssh", "absent"], 102, "no cluster 'absent'"),
+        (["cp", "absent:a", "."], 102, "no cluster 'absent'"),
+        (["cp", "a", "b"], 100, "one of the two on a node"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes(atoll: Atoll, home: Path, arguments: list[str], code: int, said: str) -> None:
+    got, out, err = atoll(*arguments)
+    assert got == code
+    assert said in out + err
+    assert not list(home.glob("clusters/*"))
+
+
+def test_a_state_folder_that_cannot_be(atoll: Atoll, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "file/home"))
+    code, out, err = atoll("launch", "-c", "t", "echo")
+    assert (code, out) == (100, "")
+    assert "file/home: Not a directory" in err
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
+
+
+def test_nothing_yet(atoll: Atoll) -> None:
+    assert atoll("status") == (0, "no cluster is up; `atoll launch -c my-cluster TASK` makes one\n", "")
+    assert atoll("status", "-o", "json") == (0, "[]\n", "")
+    assert atoll("queue", "-o", "json") == (0, "[]\n", "")
+    assert atoll("down", "--all") == (0, "no cluster is up\n", "")
+
+
+# ------------------------------------------------------------------------------------------------ launch and logs
+def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
+    code, out, err = atoll("launch", "-c", "t", "--num_nodes", "2", "--gpus", "L4:2", "echo", "hi $SKYPILOT_NODE_RANK")
+    lines = [line for line in out.splitlines() if "nodes share" not in line]  # where there are no namespaces
+    assert (code, err) == (0, "")
+    assert lines[:5] == [
+        "Cluster t on local: 2 nodes, L4:2 a node, simulated",
+        "2 × L4:2 simulated on CPU: this machine has no GPU",
+        "Job submitted, ID: 1",
+        "├── Waiting for task resources on 2 nodes.",
+        f"└── Job started. Streaming logs... {HINT}",
+    ]
+    shown = sorted(re.sub(r"pid=\d+", "pid=P", line) for line in lines[5:7])
+    assert shown == ["(head, rank=0, pid=P) hi 0", "(worker1, rank=1, pid=P, ip=127.0.0.2) hi 1"]
+    assert lines[7:] == [
+        "✓ Job finished (status: SUCCEEDED).",
+        "Job ID: 1. Next: atoll exec t TASK, atoll ssh t, atoll down t",
+    ]
+
+    code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "1", "-n", "one", "echo bad; exit 3")
+    assert code == 100
+    assert out.startswith("Cluster t on local: 1 node of 2, no accelerator\nJob submitted, ID: 2\n")
+    assert "exited with code 3" in out
+    assert re.search(r"^\(one, pid=\d+\) bad$", out, re.M)
+
+
+def test_logs_of_a_job_that_has_ended(atoll: Atoll) -> None:
+    atoll("launch", "-c", "t", "--nodes", "2", "for i in 1 2 3; do echo line $i; done; exit $SKYPILOT_NODE_RANK")
+    code, out, err = atoll("logs", "t")
+    assert (code, err) == (100, "")
+    assert out.count("line 2") >= 2
+    code, out, _ = atoll("logs", "t", "1", "--no-follow", "--rank", "1")
+    assert code == 100
+    assert {line.partition(") ")[2] for line in out.splitlines()} == {"line 1", "line 2", "line 3"}
+    assert len(atoll("logs", "t", "--tail", "2")[1].splitlines()) == 2
+    code, out, _ = atoll("logs", "t", "--status")
+    assert (code, out) == (100, "Job 1: FAILED, rank 1 on worker1 exited with code 1\n")
+    assert atoll("logs", "t", "7")[0] == 102
+    assert atoll("logs", "t", "--rank", "2")[0] == 100
+    code, out, _ = atoll("logs", "t", "-o", "json")
+    assert code == 100
+    assert json.loads(out)["exit_code"] == 1
+    assert "line 3" in json.loads(out)["log"]
+    assert atoll("logs", "t", "--sync-down")[1] == "logs of job 1 of cluster t: sky_logs/t/1\n"
+    assert "line 3" in Path("sky_logs/t/1/run.log").read_text()
+
+
+def test_detached_jobs_are_followed_and_cancelled(atoll: Atoll) -> None:
+    code, out, _ = atoll("launch", "-c", "t", "-d", "-o", "json", "echo begun; sleep 60")
+    assert code == 0
+    assert json.loads(out)["job_id"] == 1
+    eventually(lambda: "begun" in atoll("logs", "t", "--no-follow")[1], "it runs")
+    assert atoll("logs", "t", "--status") == (101, "Job 1: RUNNING\n", "")
+    assert atoll("logs", "t", "--no-follow", "--tail", "5")[0] == 101
+    rows = json.loads(atoll("queue", "t", "-o", "json")[1])
+    assert [(row["cluster"], row["job_id"], row["status"]) for row in rows] == [("t", 1, "RUNNING")]
+    assert json.loads(atoll("status", "-o", "json")[1])[0]["num_unfinished_jobs"] == 1
+    assert "1 running" in atoll("status")[1]
+    following = start("logs", "t")
+    code, out, _ = atoll("cancel", "t", "1")
+    assert (code, out) == (0, "Job 1 of cluster t is being cancelled\n")
+    out, _ = following.communicate(timeout=30)
+    assert following.returncode == 103
+    assert "begun" in out
+    assert atoll("cancel", "t", "1")[1] == "Job 1 of cluster t had ended already: CANCELLED\n"
+    assert atoll("cancel", "t")[1] == "no job goes on on cluster t\n"
+    assert atoll("cancel", "t", "9")[0] == 102
+
+
+def test_ctrl_c_only_detaches(atoll: Atoll) -> None:
+    launched = start("launch", "-c", "t", "echo begun; sleep 60")
+    assert launched.stdout is not None
+    shown = ""
+    while "begun" not in shown:
+        shown += launched.stdout.readline()
+    launched.send_signal(signal.SIGINT)
+    out, err = launched.communicate(timeout=20)
+    assert (launched.returncode, err) == (101, "")
+    assert "Job 1 goes on. Its log again: atoll logs t 1; to cancel it: atoll cancel t 1" in out
+    assert atoll("logs", "t", "--status")[0] == 101
+
+
+def test_a_job_outlives_its_terminal(atoll: Atoll) -> None:
+    launched = start("launch", "-c", "t", "echo begun; sleep 1; echo ended")
+    assert launched.stdout is not None
+    while "begun" not in launched.stdout.readline():
+        pass
+    launched.send_signal(signal.SIGHUP)
+    launched.communicate(timeout=20)
+    assert launched.returncode == -signal.SIGHUP
+    code, out, _ = atoll("logs", "t")
+    assert code == 0
+    assert "ended" in out
+
+
+def test_a_reader_that_has_seen_enough(atoll: Atoll) -> None:
+    atoll("launch", "-c", "t", "seq 100000")
+    logs = start("logs", "t")
+    assert logs.stdout is not None
+    assert logs.stderr is not None
+    logs.stdout.readline()
+    logs.stdout.close()
+    assert logs.stderr.read() == ""
+    logs.stderr.close()
+    logs.wait(20)
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch, colour: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    if colour:
+        monkeypatch.delenv("NO_COLOR")
+    ours, theirs = pty.openpty()
+    process = start("launch", "-c", "t", "echo hi; exit 2", stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while select.select([ours], [], [], 30)[0]:
+        try:
+            seen += os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert process.wait(20) == 100
+    assert (re.search(rb"\033\[36m\(task, pid=\d+\) \033\[0mhi", seen) is not None) == colour
+    assert (b"\033[31m\xe2\x9c\x97 Job 1 failed" in seen) == colour
+    assert (b"\033[" in seen) == colour
+
+
+# ------------------------------------------------------------------------------------------ clusters and their life
+def test_a_cluster_grows_when_idle_and_says_so(atoll: Atoll) -> None:
+    atoll("launch", "-c", "t", "echo")
+    code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "3", "--gpus", "L4:2", "--cpus", "8+", "true")
+    assert code == 0
+    assert "cluster t is resized: 1 → 3 nodes, no accelerator → L4:2 a node, 8+ CPUs" in out
+    atoll("launch", "-c", "t", "-d", "sleep 60")
+    code, _, err = atoll("launch", "-c", "t", "--num-nodes", "4", "true")
+    assert code == 100
+    assert "can't be resized (3 → 4 nodes) while job 3 is on it" in err
+    assert "atoll cancel t 3" in err
+    code, _, err = atoll("exec", "t", "--num-nodes", "4", "true")
+    assert code == 100
+    assert "has less than the task asks for (3 → 4 nodes): `atoll launch -c t TASK` resizes it" in err
+    code, out, _ = atoll("exec", "t", "--num-nodes", "2", "echo beside it")
+    assert code == 0
+    assert out.count("beside it") == 2
+
+
+def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
+    atoll("launch", "-c", "t-1", "echo kept > ~/file")
+    atoll("launch", "-c", "t-2", "-d", "sleep 60")
+    assert atoll("status", "t-1", "--ip") == (0, "127.0.0.1\n", "")
+    code, out, _ = atoll("stop", "t-*", "-o", "json")
+    assert code == 0
+    assert [(row["status"], row["cancelled_jobs"]) for row in json.loads(out)] == [("STOPPED", []), ("STOPPED", [1])]
+    assert re.findall(r"STOPPED", atoll("status")[1]) == ["STOPPED"] * 2
+    code, _, err = atoll("exec", "t-1", "true")
+    assert code == 100
+    assert "`atoll launch -c t-1 TASK` takes it up again" in err
+    assert atoll("start", "t-1")[1] == "Cluster t-1 is up; `atoll exec {name} TASK` runs on it\n".format(name="t-1")
+    assert "kept" in atoll("exec", "t-1", "cat ~/file")[1]
+    code, out, _ = atoll("launch", "-c", "t-2", "true")
+    assert "cluster t-2 was stopped and is taken up again" in out
+    assert atoll("down", "t-1", "absent")[0] == 102
+    assert atoll("down", "t-1", "t-2", "-y")[0] == 0
+    assert "no cluster is up" in atoll("status")[1]
+    assert [row["status"] for row in json.loads(atoll("status", "-a", "-o", "json")[1])] == ["DOWN", "DOWN"]
+    assert not (home / "clusters/t-1/nodes").exists()
+    assert "kept" in atoll("logs", "t-1")[1]
+    assert atoll("stop", "t-1")[0] == 102
+    assert atoll("down", "t-2", "--purge")[1] == "Cluster t-2 is down and forgotten\n"
+    assert not (home / "clusters/t-2").exists()
+    assert atoll("logs", "t-2")[0] == 102
+    assert "made anew" in atoll("launch", "-c", "t-1", "true")[1]
+
+
+def test_autostop(atoll: Atoll) -> None:
+    atoll("launch", "-c", "t", "true")
+    code, out, _ = atoll("autostop", "t", "-i", "30")
+    assert (code, out) == (0, "Cluster t is stopped after 30 idle minutes from now on\n")
+    assert "30m" in atoll("status")[1]
+    atoll("autostop", "t", "--cancel")
+    assert json.loads(atoll("status", "t", "-o", "json")[1])[0]["autostop_minutes"] is None
+    atoll("launch", "-c", "t", "-d", "sleep 60")
+    atoll("autostop", "t", "-i", "0", "--down")
+    assert json.loads(atoll("status", "t", "-o", "json")[1])[0]["status"] == "UP"  # not while a job goes on
+    atoll("cancel", "t")
+    eventually(lambda: "no cluster is up" in atoll("status")[1], "it is down")
+    code, out, _ = atoll("launch", "-c", "u", "--down", "true")
+    assert code == 0
+    assert out.endswith("Job ID: 1. Cluster u is DOWN now\n")
+
+
+def test_without_a_name_a_cluster_gets_one(atoll: Atoll) -> None:
+    code, out, _ = atoll("launch", "-d", "true")
+    assert code == 0
+    assert re.match(r"Cluster atoll-[0-9a-f]{4}-\w+ on local: 1 node", out)
+
+
+def test_two_launches_at_once_on_one_name(atoll: Atoll) -> None:
+    both = [start("launch", "-c", "t", "--num-nodes", "2", "echo hi") for _ in range(2)]
+    assert [(each.communicate(timeout=60), each.returncode)[1] for each in both] == [0, 0]
+    rows = json.loads(atoll("queue", "t", "-o", "json")[1])
+    assert [(row["job_id"], row["status"]) for row in rows] == [(2, "SUCCEEDED"), (1, "SUCCEEDED")]
+
+
+def test_dryrun_does_nothing(atoll: Atoll, home: Path) -> None:
+    code, out, err = atoll(
+        "launch", "--dryrun", "-c", "t", "--nodes", "2", "--use-spot", "-r", "--disk-tier", "low", "hi"
+    )
+    assert (code, err) == (0, "--retry-until-up has no effect here: nothing is rented, and no server is asked\n")
+    assert out.splitlines()[0] == "Cluster t on local: 2 nodes, no accelerator"
+    assert "resources.use_spot has no effect on local" in out
+    assert "resources.disk_tier has no effect on local" in out
+    assert out.splitlines()[-1] == "nothing was started (--dryrun)"
+    assert not list(home.glob("clusters/*"))
+
+
+# ----------------------------------------------------------------------------------------------------- task files
+def test_files_and_setup(atoll: Atoll, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    subprocess.run(["git", "init", "-q", work], check=True)
+    (work / ".gitignore").write_text("dataset/*\n")
+    (work / "dataset").mkdir()
+    (work / "dataset/large").write_text("not copied")
+    (work / "script.sh").write_text("echo from the workdir")
+    (tmp_path / "notes.txt").write_text("mounted")
+    task = task_file(
+        tmp_path / "task.yaml",
+        f"""
+name: files
+workdir: {work}
+file_mounts: {{~/notes.txt: {tmp_path}/notes.txt}}
+setup: echo setting up
+run: bash script.sh; cat ~/notes.txt; ls; pwd
+""",
+    )
+    code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "2", task)
+    assert code == 0
+    assert [out.count(text) for text in ("setting up", "from the workdir", "mounted")] == [2, 2, 2]
+    assert out.count("sky_workdir") == 2
+    assert "dataset" not in out
+    (work / "script.sh").write_text("echo changed")
+    (tmp_path / "notes.txt").write_text("changed too")
+    code, out, _ = atoll("exec", "t", task)
+    assert [out.count(text) for text in ("setting up", "changed\n", "mounted")] == [0, 1, 1]
+    assert "setting up" not in atoll("launch", "-c", "t", "--fast", task)[1]
+    assert "setting up" not in atoll("launch", "-c", "t", "--no-setup", task)[1]
+    assert "setting up" in atoll("launch", "-c", "t", task)[1]
+
+
+def test_a_pipeline_stops_at_its_first_failure(atoll: Atoll, tmp_path: Path) -> None:
+    steps = ["name: a\nrun: echo first", "name: b\nrun: 'echo second: $SKYPILOT_TASK_IDS; exit 1'", "run: echo third"]
+    task = task_file(tmp_path / "pipeline.yaml", "\n---\n".join(steps))
+    code, out, _ = atoll("launch", "-c", "t", task)
+    assert code == 100
+    assert "Task 2 of 3: b" in out
+    assert re.search(r"second: sky-[\d-]+_t_1", out)
+    assert "the pipeline ends here: 1 of its tasks" in out
+    assert "third" not in out
+    code, _, err = atoll("launch", "-c", "t", "-d", task)
+    assert code == 100
+    assert "--detach-run with a pipeline of 3 tasks" in err
+    code, out, _ = atoll("launch", "-c", "u", "--down", task)
+    assert out.count("made anew") == 0
+    assert out.endswith("Job IDs: 1, 2. Cluster u is DOWN now\n")
+
+
+def test_a_sweep(atoll: Atoll) -> None:
+    script = """echo '{"loss": '$LR'}'; test $STEPS != 2; echo $SKYPILOT_JOB_RANK of $SKYPILOT_NUM_JOBS"""
+    arguments = ("-c", "t", "--sweep", "LR=0.1,0.2", "--sweep", "STEPS=1,3", "--parallel", "2", script)
+    code, out, _ = atoll("launch", *arguments)
+    assert code == 0
+    table = out[out.index("JOB ") :].splitlines()
+    assert table[0].split() == ["JOB", "LR", "STEPS", "STATUS", "EXIT", "SECONDS", "RESULT"]
+    assert [line.split()[1:4] for line in table[1:-1]] == [
+        [lr, steps, "SUCCEEDED"] for lr in ("0.1", "0.2") for steps in ("1", "3")
+    ]
+    assert table[1].split()[-1] == "loss=0.1"
+    assert "3 of 4" in atoll("logs", "t", "4")[1]
+    code, out, _ = atoll("exec", "t", "--sweep", "STEPS=1,2", "-o", "json", "exit $((STEPS - 1))")
+    assert code == 100
+    rows = json.loads(out)
+    assert [(row["labels"], row["status"], row["exit_code"]) for row in rows] == [
+        ({"STEPS": "1"}, "SUCCEEDED", 0),
+        ({"STEPS": "2"}, "FAILED", 1),
+    ]
+
+
+def test_secrets_never_show(atoll: Atoll, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "s3cret-of-the-test"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    task = task_file(
+        tmp_path / "task.yaml", "envs: {MY_KEY: }\nrun: |\n  echo length ${#HF_TOKEN} ${#MY_KEY} ${#SIGN}\n"
+    )
+    said = [
+        atoll(
+            "launch", "-c", "t", "--env", "HF_TOKEN", "--env", f"MY_KEY={secret}", "--secret", f"SIGN={secret}", task
+        ),
+        atoll("queue", "t", "-o", "json"),
+        atoll("logs", "t", "-o", "json"),
+        atoll("status", "-o", "json"),
+    ]
+    assert "length 18 18 18" in said[0][1]
+    assert secret not in repr(said)
+    code, _, err = atoll("exec", "t", "--sweep", "MY_KEY=a,b", "true")
+    assert code == 100
+    assert "a secret can't be swept" in err
+    files = [path for path in (home / "clusters").rglob("*") if path.is_file()]
+    assert any(path.name == "jobs.db" for path in files)
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+# -------------------------------------------------------------------------------------------------- nodes and Python
+def test_ssh_and_cp(atoll: Atoll, tmp_path: Path) -> None:
+    atoll("launch", "-c", "t", "--num-nodes", "2", "echo $SKYPILOT_NODE_RANK > ~/rank")
+    assert ssh("t/worker1", "--", "sh", "-c", "cat rank; exit 5") == (5, "1\n")
+    assert atoll("ssh", "t/worker2")[0] == 100
+    assert atoll("ssh", "t", "-L", "80:80:80:80")[0] == 100
+    assert atoll("cp", "t/worker1:rank", "here")[0] == 0
+    assert Path("here").read_text() == "1\n"
+    Path("folder/inner").mkdir(parents=True)
+    Path("folder/inner/file").write_text("content")
+    assert atoll("cp", "folder", "t:copies/")[0] == 0
+    assert atoll("cp", "t:copies/folder", "back")[1] == "t:copies/folder → back: 1 files\n"
+    assert Path("back/inner/file").read_text() == "content"
+    code, _, err = atoll("cp", "t:absent", ".")
+    assert code == 100
+    assert "t:absent: there is no such file" in err
+
+
+def test_ctrl_c_belongs_to_the_shell(atoll: Atoll) -> None:
+    atoll("launch", "-c", "t", "true")
+    shell = start("ssh", "t", "--", "sh", "-c", "echo begun; exec sleep 60", start_new_session=True)
+    assert shell.stdout is not None
+    assert shell.stdout.readline() == "begun\n"
+    os.killpg(shell.pid, signal.SIGINT)
+    out, err = shell.communicate(timeout=20)
+    assert (shell.returncode, out, err) == (-signal.SIGINT, "", "")
+
+
+def test_ssh_beside_a_running_job(atoll: Atoll) -> None:
+    inside, outside = free_port(), free_port()
+    server = f"echo served > page; {sys.executable} -m http.server {inside} --bind 127.0.0.1"
+    atoll("launch", "-c", "t", "-d", server)
+    get = f"from urllib.request import urlopen; print(urlopen('http://127.0.0.1:{inside}/page').read().decode())"
+    seen = f'{sys.executable} -c "{get}" 2>/dev/null'
+
+    def answers() -> bool:
+        return "served" in ssh("t", "--", "sh", "-c", seen)[1]
+
+    eventually(answers, "its server answers inside")
+    assert "SKYPILOT_TASK_ID=sky-" in ssh("t", "--", "env")[1]
+    shell = start("ssh", "t", "-L", f"{outside}:{inside}", "--", "sleep", "60", start_new_session=True)
+    try:
+
+        def forwarded() -> bool:
+            try:
+                return urllib.request.urlopen(f"http://127.0.0.1:{outside}/page", timeout=5).read() == b"served\n"
+            except OSError:
+                return False
+
+        eventually(forwarded, "its server answers here")
+    finally:
+        atoll("cancel", "t", "--all")
+        clusters.down("t")
+        os.killpg(shell.pid, signal.SIGHUP)  # as when its terminal is closed
+        shell.communicate(timeout=20)
+
+
+def test_from_python(tmp_path: Path) -> None:
+    task = sky.Task(name="api", run="echo $GREETING; exit $CODE", envs={"GREETING": "hello", "CODE": 0})
+    lines: list[str] = []
+    job = sky.launch(task, "t", on_line=lines.append)
+    assert lines == ["Cluster t on local: 1 node, no accelerator"]
+    assert (job.wait(30), job.status, job.exit_code) == (sky.JobStatus.SUCCEEDED, sky.JobStatus.SUCCEEDED, 0)
+    assert "hello" in job.logs()
+    failed = sky.exec(sky.Task(run="exit 7"), "t")
+    assert (failed.wait(), failed.exit_code) == (sky.JobStatus.FAILED, 7)
+    slow = sky.exec(sky.Task(run="sleep 60"), "t")
+    assert not slow.wait(0.05).ended
+    slow.cancel()
+    assert slow.wait(30) is sky.JobStatus.CANCELLED
+    assert [row.id for row in sky.queue("t")] == [3, 2, 1]
+    chunks: list[bytes] = []
+    assert sky.tail_logs("t", 2, output_stream=chunks.append) == 100
+    assert b"exited with code 7" in b"".join(chunks)
+    assert [each.name for each in sky.status()] == ["t"]
+    with pytest.raises(sky.ConfigError, match="no cluster 'tt'"):
+        sky.exec(task, "tt")
+    sky.autostop("t", 10)
+    assert sky.status("t")[0].autostop_minutes == 10
+    sky.stop("t")
+    sky.start("t")
+    sky.down("t")
+    assert sky.status() == []

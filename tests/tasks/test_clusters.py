@@ -1,0 +1,187 @@
+"""Clusters' records: what is made, reused, resized or refused, their names, and that one launch at a time decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.pool.conftest import SOURCE_ROOT
+
+from atoll.core.errors import ConfigError
+from atoll.tasks import clusters
+from atoll.tasks.clusters import UnknownCluster, Wish, decide
+from atoll.tasks.placing import accelerators_text
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
+from atoll.tasks.store import JobRow
+
+RUNNING = JobRow(3, None, "", "me", JobSpec(), JobStatus.RUNNING, "", None, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state folder for one test, on a machine without GPUs."""
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path / "home"
+
+
+def have(**fields: object) -> ClusterSpec:
+    return dataclasses.replace(ClusterSpec("t", num_nodes=2), **fields)  # type: ignore[arg-type]
+
+
+def make(spec: ClusterSpec) -> None:
+    with clusters.locked(spec.name):
+        clusters.save(spec, None)
+
+
+# ---------------------------------------------------------------------------------------------------- decisions
+def test_a_new_cluster_is_what_was_asked_for() -> None:
+    made = decide("t", None, Wish(num_nodes=3, accelerators=(("L4", 2),), cpus="8+", memory="32"))
+    assert (made.cluster.num_nodes, made.cluster.cpus, made.cluster.memory_gb) == (3, "8+", "32")
+    assert (made.accelerator, made.num_accelerators, made.cluster.simulated) == ("L4", 2, True)
+    assert made.lines == ("3 × L4:2 simulated on CPU: this machine has no GPU",)
+    assert made.changed
+
+
+def test_without_accelerators_nothing_is_simulated() -> None:
+    made = decide("t", None, Wish())
+    assert (made.cluster.infra, made.cluster.simulated, made.num_accelerators, made.lines) == ("local", False, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("wish", "num_accelerators"),
+    [
+        (Wish(num_nodes=1), 0),
+        (Wish(num_nodes=2, accelerators=(("L4", 4),)), 4),
+        (Wish(num_nodes=1, accelerators=(("L4", 2),)), 2),
+        (Wish(num_nodes=2, accelerators=(("H100", 8), ("L4", 1))), 1),
+        (Wish(num_nodes=2, cpus="4"), 0),
+    ],
+    ids=["fewer nodes", "the same", "fewer accelerators", "its second choice", "fewer CPUs"],
+)
+def test_less_than_it_has_uses_a_part(wish: Wish, num_accelerators: int) -> None:
+    cluster = have(accelerator="L4", num_accelerators=4, simulated=True, cpus="8+")
+    made = decide("t", cluster, wish, [RUNNING])
+    assert (made.cluster, made.num_accelerators, made.lines, made.changed) == (cluster, num_accelerators, (), False)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said", "accelerator"),
+    [
+        (Wish(num_nodes=4), "2 → 4 nodes", "L4:4"),
+        (Wish(accelerators=(("H100", 8),)), "L4:4 → H100:8 a node", "H100:8"),
+        (Wish(accelerators=(("L4", 8),)), "L4:4 → L4:8 a node", "L4:8"),
+        (Wish(num_nodes=3, accelerators=(("L4", 2),)), "2 → 3 nodes", "L4:4"),
+        (Wish(cpus="16+"), "8+ → 16+ CPUs", "L4:4"),
+        (Wish(memory="64"), "64 memory", "L4:4"),
+    ],
+)
+def test_more_than_it_has_resizes_it_when_idle(wish: Wish, said: str, accelerator: str) -> None:
+    cluster = have(accelerator="L4", num_accelerators=4, simulated=True, cpus="8+")
+    made = decide("t", cluster, wish)
+    assert made.lines[0] == f"cluster t is resized: {said}"
+    assert accelerators_text(made.cluster.accelerator, made.cluster.num_accelerators) == accelerator
+    assert made.cluster.num_nodes == max(2, wish.num_nodes)
+    assert made.changed
+    with pytest.raises(ConfigError, match=r"can't be resized .* while job 3 is on it.*atoll cancel t 3"):
+        decide("t", cluster, wish, [RUNNING])
+
+
+def test_a_stopped_cluster_is_taken_up_again() -> None:
+    made = decide("t", have(status=ClusterStatus.STOPPED), Wish(num_nodes=2))
+    assert made.cluster.status is ClusterStatus.UP
+    assert made.lines == ("cluster t was stopped and is taken up again",)
+    assert made.changed
+
+
+def test_a_cluster_that_is_down_is_made_anew() -> None:
+    made = decide("t", have(status=ClusterStatus.DOWN, num_nodes=9, setup_done=(0, 1)), Wish(num_nodes=2))
+    assert (made.cluster.status, made.cluster.num_nodes, made.cluster.setup_done) == (ClusterStatus.UP, 2, ())
+    assert "made anew" in made.lines[0]
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="is on local, --infra ssh/lab was asked for"):
+        decide("t", have(), Wish(infra="ssh/lab"))
+    with pytest.raises(ConfigError, match="ssh/lab: no group of that name"):
+        decide("t", None, Wish(infra="ssh/lab"))
+    with pytest.raises(ConfigError, match="runs tasks on local and ssh/NAME"):
+        decide("t", None, Wish(infra="aws"))
+    with pytest.raises(ConfigError, match=r"2 × L4:2 can't be had: this machine has no GPU.*--no-simulate"):
+        decide("t", None, Wish(num_nodes=2, accelerators=(("L4", 2),), simulate=False))
+
+
+# ------------------------------------------------------------------------------------------------------ records
+def test_records() -> None:
+    make(have())
+    make(have(name="other"))
+    assert clusters.all_names() == ["other", "t"]
+    assert clusters.load("t") == have()
+    assert clusters.folder_of("t").stat().st_mode & 0o777 == 0o700
+    assert clusters.matching(["o*", "t"]) == ["other", "t"]
+    with pytest.raises(UnknownCluster, match="did you mean 'other'"):
+        clusters.load("othr")
+    with pytest.raises(UnknownCluster, match="atoll launch -c something TASK"):
+        clusters.load("something")
+    with pytest.raises(UnknownCluster, match=r"no cluster matches 'x\*'"):
+        clusters.matching(["x*"])
+
+
+def test_a_damaged_record_is_named() -> None:
+    make(have())
+    path = clusters.folder_of("t") / "cluster.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"cluster\.json is damaged"):
+        clusters.load("t")
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "-c", "a" * 64, "a b", "ü"])
+def test_names_that_cannot_be(name: str) -> None:
+    with pytest.raises(ConfigError, match="cluster name"):
+        clusters.folder_of(name)
+
+
+def test_a_fresh_name_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "Jo.Doe-with-a-very-long-name" * 3)
+    assert clusters.check_name(clusters.fresh_name()).startswith("atoll-")
+    assert clusters.fresh_name() != clusters.fresh_name()
+
+
+def test_nodes_by_name() -> None:
+    assert [clusters.node_of(have(), name) for name in ("head", "worker1")] == [0, 1]
+    with pytest.raises(ConfigError, match="did you mean 'worker1'"):
+        clusters.node_of(have(), "worker2")
+
+
+HOLD = """
+import sys, time
+from atoll.tasks import clusters
+with clusters.locked("t"):
+    print("held", flush=True)
+    sys.stdin.read()
+    print("done", flush=True)
+"""
+
+
+def test_one_launch_at_a_time() -> None:
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD], text=True, env={**os.environ, "PYTHONPATH": SOURCE_ROOT}, **streams
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    told: list[str] = []
+
+    def waiting() -> None:
+        told.append("waits")
+        other.stdin.close()  # only now does it let go
+
+    with clusters.locked("t", waiting):
+        assert (told, other.stdout.read()) == (["waits"], "done\n")
+    other.stdout.close()
+    assert other.wait(20) == 0

@@ -1,0 +1,323 @@
+"""A cluster's nodes on this machine as the supervisor gets them: made, shared out, gone with whoever started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from tests.pool.conftest import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_work
+from tests.pool.talking import BASE_ENV, Talk
+
+import leaks
+from atoll.core.errors import ProvisionError
+from atoll.providers import local
+from atoll.providers.gpus import Gpu
+from atoll.tasks.nodes import LocalNodes, StartedNode
+from atoll.tasks.spec import ClusterSpec
+from atoll.wire import frames
+
+__all__ = ["mode"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Callable[..., LocalNodes]]:
+    """Opens the nodes of a cluster by its name and number of nodes."""
+    with contextlib.ExitStack() as stack:
+
+        def make(name: str = "train", num_nodes: int = 2, **more: object) -> LocalNodes:
+            spec = ClusterSpec(name, num_nodes=num_nodes, **more)  # type: ignore[arg-type]  # fields by name
+            nodes = LocalNodes(spec, tmp_path / "clusters" / name)
+            nodes.open()
+            stack.callback(nodes.close)
+            return nodes
+
+        yield make
+
+
+@contextlib.contextmanager
+def started(nodes: LocalNodes, *numbers: int) -> Iterator[list[tuple[StartedNode, Talk]]]:
+    """Some nodes of a cluster, and our ends of their channels."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number in numbers:
+            node = nodes.start(1, number, 0)
+            stack.callback(node.handle.stop)
+            found.append((node, Talk(node.handle.channel)))
+        yield found
+
+
+def test_what_they_say_depends_on_what_can_be_had(mode: str, tmp_path: Path) -> None:
+    nodes = LocalNodes(ClusterSpec("train", num_nodes=3), tmp_path)
+    assert nodes.addresses == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+    assert nodes.shared_network == "machine"
+    lines = nodes.open()
+    try:
+        if mode == NAMESPACE:
+            assert not any("processes" in line for line in lines)
+            assert nodes.shared_network is None or lines
+        else:
+            assert lines == [
+                "nodes share processes, host name and /tmp with this machine (ATOLL_PID_NAMESPACE=0): pkill and pgrep "
+                "are kept to a node's own processes, killall is not",
+                "nodes share ports with this machine, and jobs that fix the same one wait: ATOLL_PID_NAMESPACE=0",
+            ]
+            assert nodes.shared_network == "machine"
+    finally:
+        nodes.close()
+
+
+def test_each_has_a_home_of_its_own_that_stays(mode: str, source: Callable[..., LocalNodes], tmp_path: Path) -> None:
+    nodes = source()
+    for _ in range(2):
+        with started(nodes, 0, 1) as both:
+            for number, (node, talk) in enumerate(both):
+                assert node.addr == nodes.addresses[number]
+                assert node.home == str(tmp_path / "clusters" / "train" / "nodes" / str(number) / "home")
+                assert os.stat(node.home).st_mode & 0o777 == 0o700
+                assert node.workdir == f"{node.home}/sky_workdir"
+                assert talk.run("pwd; echo $HOME; echo x >> ~/kept", cwd=node.workdir, env=node.env).split() == [
+                    node.workdir,
+                    node.home,
+                ]
+                assert talk.run("touch $TMPDIR/some; echo $TMPDIR", 1, env=node.env).strip() == (
+                    "/tmp" if mode == NAMESPACE else node.tmp
+                )
+            assert both[0][0].env["NCCL_HOSTID"] == both[1][0].env["NCCL_HOSTID"] != ""
+        assert not any(os.path.exists(node.tmp) for node, _ in both)
+        assert all("train" not in os.path.basename(node.tmp) for node, _ in both)
+    assert (Path(both[0][0].home) / "kept").read_text() == "x\nx\n"
+
+
+def test_names_of_clusters_that_are_too_long_for_a_host_still_tell_nodes_apart(
+    source: Callable[..., LocalNodes],
+) -> None:
+    if not namespaces_work():
+        pytest.skip("this kernel refuses namespaces: nodes have no host names of their own")
+    nodes = source("c" * 63, 12)
+    with started(nodes, 0, 11) as found:
+        names = [talk.run("hostname").strip() for _, talk in found]
+    assert names == ["c" * 58 + "-head", "c" * 54 + "-worker11"]
+
+
+# ---------------------------------------------------------------------------------------------------- accelerators
+def test_simulated_ones_are_said_and_hidden(source: Callable[..., LocalNodes]) -> None:
+    nodes = source(accelerator="L4", num_accelerators=2, simulated=True)
+    with started(nodes, 1) as ((node, talk),):
+        assert talk.run("echo $ATOLL_SIMULATED,$CUDA_VISIBLE_DEVICES,", env=node.env) == "1,,\n"
+
+
+def test_real_ones_are_shared_out(source: Callable[..., LocalNodes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "local_gpus", lambda: tuple(Gpu(i, f"GPU-{i}", "L4", 24.0) for i in range(4)))
+    for more, shares in (
+        ({"accelerator": "L4", "num_accelerators": 1}, ["GPU-0", "GPU-1"]),
+        ({"accelerator": "L4", "num_accelerators": 2}, ["GPU-0,GPU-1", "GPU-2,GPU-3"]),
+        ({}, ["GPU-0,GPU-1", "GPU-2,GPU-3"]),
+    ):
+        nodes = source(f"c{len(more)}{shares[0][-1]}", **more)
+        with started(nodes, 0, 1) as both:
+            assert [node.env["CUDA_VISIBLE_DEVICES"] for node, _ in both] == shares
+            assert all("ATOLL_SIMULATED" not in node.env for node, _ in both)
+
+
+# --------------------------------------------------------------------------------------------------------- networks
+SERVES = """
+import socket, sys, time
+for number in (1, 2):
+    held = socket.create_server((f"127.0.0.{number}", 29500)) if number == 1 else held
+socket.create_connection(("127.0.0.1", 29500)).close()
+print(socket.gethostbyname(socket.gethostname()), flush=True)
+time.sleep(300)
+"""
+
+
+def test_two_clusters_use_the_same_port_side_by_side(source: Callable[..., LocalNodes]) -> None:
+    clusters = [source("one"), source("two")]
+    if clusters[0].shared_network is not None:
+        pytest.skip("no network namespaces here: the second job waits, which the supervisor's tests cover")
+    with started(clusters[0], 0, 1) as ones, started(clusters[1], 0) as twos:
+        for _, talk in (ones[0], twos[0]):
+            talk.start(f"exec {sys.executable} -c '{SERVES}'")
+            assert talk.line() == "127.0.0.1"
+        # And the nodes of one cluster share its network.
+        reach = 'import socket; socket.create_connection(("127.0.0.1", 29500)); print("reached")'
+        assert ones[1][1].run(f"{sys.executable} -c '{reach}'") == "reached\n"
+
+
+# -------------------------------------------------------------------------------------------------- ends and failures
+def test_a_node_whose_agent_was_killed_leaves_nothing(mode: str, source: Callable[..., LocalNodes]) -> None:
+    with started(source(), 0) as ((node, talk),):
+        talk.start("setsid sleep 302 & echo up; sleep 302", env=node.env)
+        talk.line()
+        below = eventually(lambda: len(found := list(filter(_tagged, leaks.descendants()))) >= 3 and found, "3 of it")
+        node.handle._node.process.kill()  # type: ignore[attr-defined]  # the agent, or unshare which takes it along
+        with pytest.raises(EOFError):
+            talk.next(frames.EXIT)
+        assert "killed by SIGKILL" in str(node.handle.reason)
+        node.handle.stop()
+        eventually(lambda: not any(map(leaks.is_running, below)), "all of it gone")
+        assert not os.path.exists(node.tmp)
+
+
+def _tagged(pid: int) -> bool:
+    try:
+        return b"ATOLL_POOL_TAG=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def test_a_home_that_cannot_be_made_is_a_provision_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("no folder")
+    nodes = LocalNodes(ClusterSpec("train", num_nodes=2), tmp_path)
+    with pytest.raises(ProvisionError, match=r"worker1 could not be started: .*Not a directory") as caught:
+        nodes.start(1, 1, 0)
+    assert caught.value.node == 1
+
+
+def test_64_nodes_start_quickly(source: Callable[..., LocalNodes]) -> None:
+    nodes = source("many", 64)
+    began = time.monotonic()
+    with started(nodes, *range(64)) as found:
+        for _, talk in found:
+            talk.next(frames.AGENT)
+        took_s = time.monotonic() - began
+        for node, talk in found:
+            talk.send(frames.START, meta={"argv": ["true"], "env": {**BASE_ENV, **node.env}, "cwd": "/"})
+        assert all(talk.end()[0] == 0 for _, talk in found)
+    assert took_s < 20, "64 agents in 3 s is the aim on an idle machine"
+
+
+DRIVER = """
+import os, select, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from atoll.tasks.nodes import LocalNodes
+from atoll.tasks.spec import ClusterSpec
+from atoll.wire import frames
+
+nodes = LocalNodes(ClusterSpec("train", num_nodes=2), Path(sys.argv[1]))
+for line in nodes.open():
+    print("note", line)
+started = [nodes.start(1, number, 0) for number in (0, 1)]
+script = sys.stdin.read()
+for node in started:
+    what = {{"argv": ["bash"], "env": {{**os.environ, **node.env}}, "cwd": node.workdir}}
+    frame = frames.pack(frames.START, meta={{**what, "script": {{"name": "run.sh", "text": script}}}})
+    frames.send_all(node.handle.channel, frame)
+parsers = {{node.handle.channel: (number, frames.Parser()) for number, node in enumerate(started)}}
+while parsers:
+    for channel in select.select(list(parsers), [], [])[0]:
+        number, parser = parsers[channel]
+        for frame in parser.feed(*frames.receive(channel)):
+            if frame.kind == frames.LOG:
+                for line in bytes(frame.parsed().rest).decode().splitlines():
+                    print(number, line, flush=True)
+            elif frame.kind == frames.EXIT:
+                del parsers[channel]
+for node in started:
+    node.handle.stop()
+nodes.close()
+"""
+
+
+def drive(
+    folder: Path, script: str, *, prefix: tuple[str, ...] = (), python: str = sys.executable
+) -> subprocess.Popen[str]:
+    """A driver of its own that runs a script on two nodes and prints what they say, each line with its node."""
+    process = subprocess.Popen(
+        [*prefix, python, "-I", "-c", DRIVER.format(root=SOURCE_ROOT), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    opened(process.stdin).write(script)
+    opened(process.stdin).close()
+    return process
+
+
+def opened(end: IO[str] | None) -> IO[str]:
+    assert end is not None
+    return end
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_driver(mode: str, tmp_path: Path, number: int) -> None:
+    with drive(tmp_path, "(setsid sleep 303 &); trap '' TERM; echo up; sleep 303") as driver:
+        for _ in range(2):
+            while not opened(driver.stdout).readline().endswith("up\n"):
+                assert driver.poll() is None
+        below = leaks.descendants(driver.pid)
+        assert len(below) >= 6
+        driver.send_signal(number)
+        driver.wait()
+        eventually(lambda: not any(map(leaks.is_running, below)), "nodes, network and all they ran gone")
+        eventually(lambda: not list(tmp_path.glob("atoll-*")), "their temporary files gone")
+
+
+NOBODY = ("setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups")
+# Everybody may use /dev/net/tun on the usual machine; some keep it to root.
+TUN = "mount -t tmpfs none /dev/net && mknod -m 666 /dev/net/tun c 10 200 && exec"
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that nobody can work in."""
+    folder = Path(tempfile.mkdtemp(prefix="atoll-test-", dir="/var/tmp"))
+    os.chmod(folder, 0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def nobodys_python() -> str:
+    """An interpreter that other users can run."""
+    code = f"import subprocess, sys; assert sys.version_info >= (3, 11); open({__file__!r})"
+    again = "subprocess.run([sys.executable, '-c', ''], check=True)"
+    for candidate in (sys.executable, "/usr/bin/python3"):
+        command = [*NOBODY, candidate, "-c", f"{code}; {again}"]
+        if subprocess.run(command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL).returncode == 0:
+            return candidate
+    pytest.skip("no Python 3.11 here that another user may run with these files")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+@pytest.mark.parametrize("tun", [False, True])
+def test_a_user_without_rights_gets_the_same(mode: str, public: Path, tun: bool) -> None:
+    script = """
+echo "$(hostname) $(id -un) $(ls -d /proc/[0-9]* 2>/dev/null | wc -l) $TMPDIR"
+grep -h CapEff /proc/self/status
+echo "$HOME" > ~/proof
+touch /tmp/atoll-test-of-$$ && rm /tmp/atoll-test-of-$$
+ip -brief link show tap0 2>&1
+"""
+    prefix = ("unshare", "--mount", "sh", "-c", f'{TUN} "$@"', "sh", *NOBODY) if tun else NOBODY
+    with drive(public, script, prefix=prefix, python=nobodys_python()) as driver:
+        said = opened(driver.stdout).read()
+    assert driver.returncode == 0
+    for number, name in enumerate(("train-head", "train-worker1")):
+        mine = [line[2:] for line in said.splitlines() if line.startswith(f"{number} ")]
+        hostname, user, num_processes, tmp = mine[0].split()
+        assert user == "nobody"
+        if mode == NAMESPACE:
+            assert (hostname, tmp) == (name, "/tmp")
+            assert int(num_processes) < 8
+        else:
+            assert hostname == os.uname().nodename
+    assert said.count("CapEff:\t0000000000000000") == 2
+    if mode == NAMESPACE and tun:
+        assert said.count("tap0") == 2
+        assert "note" not in said
+    else:
+        assert "note nodes share ports with this machine" in said
+    proofs = sorted(path.read_text().strip() for path in public.glob("nodes/*/home/proof"))
+    assert proofs == [str(public / "nodes" / str(number) / "home") for number in (0, 1)]
+    assert not list(public.glob("atoll-*"))
