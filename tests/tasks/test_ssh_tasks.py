@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,15 @@ def declare(bed: Testbed, **settings: object) -> None:
     lines = [f"{key} = {json.dumps(value)}" for key, value in {"python": sys.executable, **settings}.items()]
     hosts = json.dumps([host.name for host in bed.hosts])
     Path(os.environ["ATOLL_HOME"], "config.toml").write_text("\n".join(["[ssh.lab]", f"hosts = {hosts}", *lines, ""]))
+
+
+def trust(bed: Testbed) -> None:
+    """Every host's user may log in to every other host, as labs have it; their home is shared."""
+    there = bed.folder / "home" / "sky" / ".ssh"
+    there.mkdir(exist_ok=True)
+    for name in ("id_ed25519", "known_hosts"):
+        shutil.copy(bed.home / ".ssh" / name, there / name)
+    bed.hosts[0].run("chown -R sky:sky /home/sky/.ssh && chmod 700 /home/sky/.ssh && chmod 600 /home/sky/.ssh/*")
 
 
 def atoll(*words: str, code: int = 0, cwd: Path | None = None, timeout: float = 60) -> str:
@@ -80,3 +90,31 @@ def test_a_failing_rank_is_named_and_the_others_end(lab):
     )  # fmt: skip
     assert "rank 1 on worker1 exited with code 3" in said
     assert "my last words" in said
+
+
+def test_a_head_that_can_log_in_to_the_others_supervises_and_this_machine_may_leave(lab):
+    trust(lab)
+    said = atoll(
+        "launch", "-d", "-c", "away", "--infra", "ssh/lab", "--num-nodes", "2",
+        "for i in 1 2 3 4 5 6; do echo tick $i; sleep 1; done",
+    )  # fmt: skip
+    assert "the supervisor runs on h1: this machine may sleep or leave" in said
+    subprocess.run(["ssh", "-O", "exit", "h1"], capture_output=True)
+    assert json.loads(atoll("queue", "away", "-o", "json"))[0]["status"] in ("INIT", "RUNNING")
+    shown = atoll("logs", "away")
+    assert shown.count("tick 6") == 2
+    assert "SUCCEEDED" in shown
+    said = atoll(
+        "launch", "-c", "away", "--infra", "ssh/lab", "--num-nodes", "2",
+        "test $SKYPILOT_NODE_RANK = 0 && exec sleep 300; sleep 1; kill -9 $$", code=100,
+    )  # fmt: skip
+    assert "rank 1 on worker1 was killed by SIGKILL" in said
+    started = time.monotonic()
+    atoll("launch", "-d", "-c", "away", "--num-nodes", "2", "setsid sleep 1000 & sleep 1000")
+    eventually(lambda: "RUNNING" in atoll("queue", "away"), "it runs")
+    atoll("cancel", "away", "-y", "-a")
+    eventually(lambda: "CANCELLED" in atoll("queue", "away"), "it is cancelled")
+    assert "away" in atoll("status")
+    atoll("down", "-y", "away")
+    assert time.monotonic() - started < 60
+    assert "tick 6" in atoll("logs", "away", "1")

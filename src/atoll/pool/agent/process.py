@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from atoll.pool.agent.place import Place
-from atoll.pool.agent.procs import OomCounter, alive, command_line, kill_tree, tree
+from atoll.pool.agent.procs import OomCounter, alive, command_line, kill_tree, parents, state, tree
 from atoll.pool.agent.rank import Output, tail_lines
 from atoll.wire import frames
 
 _GRACE_S = 30.0  # after SIGTERM, what a process leaves behind may go on for so long
 _LOOK_S = 0.05
 _MOST_LOOKS = 20  # at a tree that goes on forking
+_STILL_S = 0.2
 _REMINDERS_S = (0.05, 0.5)
 _TOLD_S = 30.0  # a launcher takes a while to end after one of its processes
 _KILLED_CODE = 128 + signal.SIGKILL  # how a shell says that its child was killed
@@ -124,17 +125,24 @@ class Process:
             if not new:
                 break
             _signal_all(new, signal.SIGSTOP)
+            _wait_until_still(new)
             found |= new
         self._told = {pid: command_line(pid) for pid in found}
         _signal_all(found, signal.SIGTERM)
         _signal_all(found, signal.SIGCONT)
 
     def remind(self) -> None:
-        """SIGTERM again to those of whom another program was made since: a shell's child may lose the first."""
-        here = {pid: command_line(pid) for pid in tree(self.pid, self.tag) if pid in self._told}
-        missed = [pid for pid, now in here.items() if now not in (b"", self._told[pid])]
-        self._told.update(here)
-        _signal_all(missed, signal.SIGTERM)
+        """SIGTERM to those that the first may not have reached.
+
+        A shell's child may lose it before it becomes another program; one that was just being forked may not have
+        been seen. What somebody started who was told is his: he may need it to end well.
+        """
+        above = parents()
+        here = {pid: command_line(pid) for pid in tree(self.pid, self.tag)}
+        lost = [pid for pid in here if pid not in self._told and above.get(pid, (0, 0))[0] not in here]
+        changed = [pid for pid, now in here.items() if self._told.get(pid, now) != now != b""]
+        self._told.update({pid: here[pid] for pid in (*lost, *changed)})
+        _signal_all((*lost, *changed), signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to all of its tree."""
@@ -157,6 +165,13 @@ def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def _wait_until_still(pids: Iterable[int]) -> None:
+    """One that is in the middle of a fork finishes that first."""
+    deadline = time.monotonic() + _STILL_S
+    while any(state(pid) in (b"R", b"S") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 class Processes:

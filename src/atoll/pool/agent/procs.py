@@ -33,17 +33,17 @@ def tree(root: int | None, tag: str) -> list[int]:
     A grandchild that was orphaned is found by the session that ``root`` leads, or where it left that by the tag it
     inherited.
     """
-    parents = _parents()
+    known = parents()
     found = set() if root is None else {root}
     grew = True
     while grew:
         grew = False
-        for pid, (ppid, session) in parents.items():
+        for pid, (ppid, session) in known.items():
             if (ppid in found or session == root) and pid not in found:
                 found.add(pid)
                 grew = True
     needle = tag.encode()
-    for pid in parents:
+    for pid in known:
         if pid not in found and _environ_has(pid, needle):
             found.add(pid)
     found.discard(os.getpid())
@@ -144,16 +144,16 @@ def _oom_kills() -> int:
     return 0
 
 
-def _parents() -> dict[int, tuple[int, int]]:
+def parents() -> dict[int, tuple[int, int]]:
     """Parent and session of every process."""
-    parents: dict[int, tuple[int, int]] = {}
+    found: dict[int, tuple[int, int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stat:
                 # The command name may hold spaces and brackets: what counts comes after the last bracket.
                 fields = stat.read().rpartition(b")")[2].split()
-                parents[int(name)] = int(fields[1]), int(fields[3])
-    return parents
+                found[int(name)] = int(fields[1]), int(fields[3])
+    return found
 
 
 def _environ_has(pid: int, needle: bytes) -> bool:
@@ -175,6 +175,11 @@ def command_line(pid: int) -> bytes:
 
 def alive(pid: int) -> bool:
     """Does it run? One that has ended and was not waited for yet does not."""
+    return state(pid) not in (b"Z", b"X", b"")
+
+
+def state(pid: int) -> bytes:
+    """One letter, as ``ps`` shows it; empty where it is gone."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as stat:
-        return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    return False
+        return stat.read().rpartition(b")")[2].split()[0]
+    return b""
