@@ -65,7 +65,7 @@ def command_environment(
     """
     spec = task.spec
     rank, world = node * spec.num_processes + process, spec.num_nodes * spec.num_processes
-    ours = {
+    ours: dict[str, str | int] = {
         "RANK": rank,
         "LOCAL_RANK": process,
         "WORLD_SIZE": world,
@@ -107,6 +107,8 @@ def _common_variables(task: Task) -> dict[str, str]:
         "SKYPILOT_CLUSTER_INFO": json.dumps(info),
         "SKYPILOT_USER": task.user,
     }
+    if (earlier := task.spec.env.get("SKYPILOT_TASK_IDS")) is not None:  # of the tasks before it in a pipeline
+        variables["SKYPILOT_TASK_IDS"] = "\n".join([*earlier.split(), task.task_id])
     if task.spec.group is not None:
         variables["SKYPILOT_JOB_RANK"] = str(task.spec.rank_in_group)
         variables["SKYPILOT_NUM_JOBS"] = str(task.spec.num_in_group)

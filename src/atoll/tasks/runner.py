@@ -254,7 +254,8 @@ class JobRunner:
     def _visible(self) -> list[str]:
         """Paths that the processes need although they may lie below /tmp: where they work, and their programs."""
         spec = self.job.spec
-        path = {**spec.base_env, **spec.env}.get("PATH", "").split(":")
+        given = {**spec.base_env, **spec.env}
+        path = [each for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") for each in given.get(name, "").split(":")]
         whole = "/tmp" if spec.inherit_env else None  # as the caller sees it
         return [each for each in (whole, spec.cwd, spec.base_env.get("VIRTUAL_ENV"), *path) if each]
 
