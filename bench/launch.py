@@ -121,7 +121,7 @@ def logs(folder: Path) -> None:
     )
     process = subprocess.Popen([ATOLL, "run", str(quiet)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
-    late = [time.time() - float(line.split()[-1]) for line in process.stdout if " at " in line]
+    late = [time.time() - float(line.split()[-1]) for line in process.stdout if "at " in line]
     process.wait(60)
     worst = 1000 * sorted(late)[-2]
     row("from print to screen when quiet, median", 1000 * statistics.median(late), "ms", "≤ 50 ms", worst <= 50)

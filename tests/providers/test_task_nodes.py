@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -133,6 +134,30 @@ def test_no_node_sees_processes_of_another(nodes: list[TaskNode]) -> None:
     for node in nodes:
         seen = node.run("pkill -9 atoll-agent; ps -e -o comm=").split()
         assert sorted(seen) == ["atoll-agent", "bash", "ps"]
+
+
+def test_root_needs_no_sudo_where_the_machine_has_none(mode: str, tmp_path: Path) -> None:
+    for name in ("bash", "sh", "env", "id"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    with contextlib.closing(TaskNode()) as node:
+        said = node.run("sudo -n -E -- env A=1 bash -c 'echo $A'; sudo A=2 bash -c 'echo $A $0 \"$@\"' x 'y  z'; "
+                        "sudo -u nobody id; echo $?; sudo; sudo absent; echo $?; sudo -n bash -c 'exit 7'; echo $?",
+                        env={"PATH": str(tmp_path)})  # fmt: skip
+        if os.geteuid() == 0:
+            assert said.splitlines() == [
+                "1",
+                "2 x y  z",
+                "sudo: -u: this machine has no sudo, and what stands in for it runs commands as root only",
+                "1",
+                "env: 'absent': No such file or directory",
+                "127",
+                "7",
+            ]
+        else:
+            assert said.count("sudo: command not found") == 6
+        (tmp_path / "sudo").write_text("#!/bin/sh\necho the real one")
+        (tmp_path / "sudo").chmod(0o755)
+        assert node.run("sudo -n true", 1, env={"PATH": str(tmp_path)}) == "the real one\n"
 
 
 # ---------------------------------------------------------------------------------------------------- where refused

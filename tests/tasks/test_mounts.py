@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.tasks import tarball
 from atoll.tasks.mounts import Mount, apply_mount, fetch_mount, place, resolve_mounts
+from atoll.tasks.nodes import TARGETS
 from atoll.tasks.survey import survey
 from atoll.tasks.workdir import changed, write_tar
 
@@ -45,7 +47,7 @@ def bucket() -> Iterator[str]:
 def put(home: Path, target: str, value: object) -> list[str]:
     lines = []
     for mount in resolve_mounts({target: value}):
-        lines += apply_mount(mount, home, home.parent / "tmp")
+        lines += apply_mount(mount, home)
     return lines
 
 
@@ -56,13 +58,13 @@ def put(home: Path, target: str, value: object) -> list[str]:
         ("~/data", "home/data", None),
         ("~/a/b.txt", "home/a/b.txt", None),
         ("data/x", "home/sky_workdir/data/x", None),
-        ("/tmp/x", "tmp/x", None),
+        ("/tmp/x", "home/.atoll-mounts/tmp/x", "/tmp/x"),
         ("/h/home/x", "home/x", None),
         ("/data/x", "home/.atoll-mounts/data/x", "/data/x"),
     ],
 )
 def test_where_a_target_lies(target, at, link):
-    assert place(target, Path("/h/home"), Path("/h/tmp")) == (Path("/h") / at, link and Path(link))
+    assert place(target, Path("/h/home")) == (Path("/h") / at, link and Path(link))
 
 
 def test_folders_and_files_of_this_machine(tmp_path, home, monkeypatch):
@@ -79,7 +81,7 @@ def test_folders_and_files_of_this_machine(tmp_path, home, monkeypatch):
     assert (home / "all/deep/a").read_text() == "1"
     assert os.access(home / ".config/one.sh", os.X_OK)
     assert (home / "sky_workdir/rel/a").read_text() == "1"
-    assert (home.parent / "tmp/t/a").read_text() == "1"
+    assert (home / ".atoll-mounts/tmp/t/a").read_text() == "1"
 
     (source / "deep/a").unlink()
     (source / "deep/c").write_text("3")
@@ -88,22 +90,16 @@ def test_folders_and_files_of_this_machine(tmp_path, home, monkeypatch):
     assert sorted(os.listdir(home / "all/deep")) == ["c", "result"]
 
 
-def test_a_target_outside_of_home_becomes_a_link(tmp_path, home, not_below_tmp):
+def test_a_target_outside_of_home_is_noted_for_the_node(tmp_path, home, not_below_tmp):
     source, outside = tmp_path / "file", not_below_tmp
     source.write_text("1")
-    assert put(home, f"{outside}/deep/file", str(source)) == []
-    assert (outside / "deep/file").is_symlink()
-    assert (outside / "deep/file").read_text() == "1"
-    source.write_text("22")
-    assert put(home, f"{outside}/deep/file", str(source)) == []
-    assert (outside / "deep/file").read_text() == "22"
-
-    (outside / "mine").write_text("kept")
-    (line,) = put(home, f"{outside}/mine", str(source))
-    assert line.startswith(
-        f"file_mounts.{outside}/mine: {outside}/mine could not be made (File exists): it is at {home}"
-    )
-    assert (outside / "mine").read_text() == "kept"
+    for text in ("1", "22"):
+        source.write_text(text)
+        assert put(home, f"{outside}/deep/file", str(source)) == []
+    at = home / f".atoll-mounts{outside}/deep/file"
+    assert at.read_text() == "22"
+    assert json.loads((home.parent / TARGETS).read_text()) == {f"{outside}/deep/file": str(at)}
+    assert not any(outside.iterdir())  # of the machine itself nothing is changed
 
 
 def test_variables_in_targets_and_sources(tmp_path):
@@ -188,7 +184,7 @@ def test_a_bucket_without_a_source_is_an_empty_folder(home):
     assert put(home, "/tmp/out", {"name": "results", "mode": "MOUNT", "store": "s3"}) == [
         "file_mounts./tmp/out has no source: an empty folder that stays on its node"
     ]
-    assert (home.parent / "tmp/out").is_dir()
+    assert (home / ".atoll-mounts/tmp/out").is_dir()
 
 
 def test_nothing_there_and_schemes_that_nobody_knows(home, bucket):

@@ -127,11 +127,14 @@ def _remote(text: str) -> tuple[str, str, str] | None:
 def _on_node(cluster: ClusterSpec, node: int, path: str) -> Path:
     """Where a local node has ``path``; it begins at the node's home."""
     from atoll.tasks import clusters
+    from atoll.tasks.tarball import MOUNTS
 
     inner = path.removeprefix("~/") if path != "~" else ""
     if inner == "/tmp" or inner.startswith("/tmp/"):
         raise ConfigError(f"{path}: a node's /tmp goes with its job; have the job write below ~ what is to be copied")
-    return clusters.node_home(cluster.name, node) / inner
+    home = clusters.node_home(cluster.name, node)
+    mounted = home / MOUNTS / inner.lstrip("/")
+    return mounted if inner.startswith("/") and mounted.exists() else home / inner
 
 
 def _copy(source: Path, dest: Path, said: str, *, into: bool = False) -> str:

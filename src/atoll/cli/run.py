@@ -4,71 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
-import secrets as secrets_module
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+import re
+import secrets as random
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from atoll.cli import shown
-from atoll.core.errors import AtollError, ConfigError
+from atoll.cli.torchrun import RunCommand
+from atoll.core.errors import AtollError
 from atoll.core.hints import nearest
-from atoll.pool.interpreters import user_python
-from atoll.tasks.spec import ClusterSpec, JobSpec, Restarts
+from atoll.tasks.spec import EXIT_CANCELLED, ClusterSpec, ClusterStatus, JobSpec, Restarts
 
-# torchrun's flags that have nothing left to say here, and why; each is accepted and answered with one line.
-_MET = "Atoll gives ranks their rendezvous itself"
-_KEPT = "the output of every rank is shown and kept; `atoll logs` has it"
-_NOT_NEEDED = {
-    "rdzv-backend": _MET,
-    "rdzv-endpoint": _MET,
-    "rdzv-conf": _MET,
-    "node-rank": _MET,
-    "master-addr": _MET,
-    "local-addr": _MET,
-    "monitor-interval": "the end of a rank is noticed at once",
-    "start-method": "ranks are started by exec",
-    "event-log-handler": "events are in the job's store",
-    "role": "every rank has the role `default`",
-    "log-dir": _KEPT,
-    "redirects": _KEPT,
-    "tee": _KEPT,
-    "logs-specs": _KEPT,
-    "duplicate-stdout-filters": _KEPT,
-    "duplicate-stderr-filters": _KEPT,
-    "numa-binding": "ranks are not bound to cores",
-    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the ranks",
-    "shutdown-timeout": "ranks get 2 s between SIGTERM and SIGKILL",
-}
-_SHORT = {"-r": "redirects", "-t": "tee"}
+if TYPE_CHECKING:
+    from atoll.providers.base import NodePlan
+    from atoll.tasks.jobs import Job
 
-
-class RunCommand(TyperCommand):
-    """Options end at the script: what follows is the script's own. Knows whether ``--`` stood before it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take torchrun's flags that are not needed out, then read what is left."""
-        flags = {name for param in self.params if getattr(param, "is_flag", False) for name in param.opts}
-        own, notes = [], []
-        waiting = iter(args)
-        script: list[str] = []
-        for word in waiting:
-            name, equals, value = word.partition("=")
-            plain = _SHORT.get(name, name.removeprefix("--").replace("_", "-"))
-            if word == "--" or not word.startswith("-"):
-                script = [word, *waiting]
-            elif plain in _NOT_NEEDED and name.startswith("-"):
-                value = value if equals else next(waiting, "")
-                notes.append(f"--{plain} {value} is not needed: {_NOT_NEEDED[plain]}")
-            else:
-                own += [word] if equals or name in flags else [word, *itertools.islice(waiting, 1)]
-        ctx.meta["atoll.notes"] = notes
-        ctx.meta["atoll.command"] = script[:1] == ["--"]
-        return super().parse_args(ctx, [*own, *script])
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_RUN_NAME = re.compile(r"run-[0-9a-f]{6}")
+_NUM_KEPT = 20  # runs that have ended, whose logs are kept
 
 
 def register(app: typer.Typer) -> None:
@@ -80,210 +38,352 @@ def register(app: typer.Typer) -> None:
 def run(
     context: typer.Context,
     script: Annotated[
-        list[str] | None, typer.Argument(help="A script and its arguments; or after -- any command, once a node.")
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGS]...", help="A script and its arguments; or after -- any command, once a node."
+        ),
     ] = None,
     nodes: Annotated[
-        str, typer.Option("--nodes", "--num-nodes", "--nnodes", "--num_nodes", help="Nodes, as many as that.")
+        str, typer.Option("--nodes", "--num-nodes", "--nnodes", help="How many nodes.", metavar="N")
     ] = "1",
     nproc: Annotated[
         str,
         typer.Option(
-            "--nproc-per-node", "--nproc_per_node", "--nproc", help="Ranks a node: a number, gpu, cpu, or auto."
+            "--nproc-per-node",
+            "--nproc",
+            help="Ranks a node: a number; gpu: one a GPU; cpu: one a core; auto: one a GPU, else one.",
+            metavar="N",
         ),
     ] = "auto",
-    infra: Annotated[str, typer.Option(help="Where: local, or ssh/NAME.")] = "local",
+    infra: Annotated[str, typer.Option(help="Where: local, or ssh/NAME.", metavar="INFRA")] = "local",
     gpus: Annotated[
-        str | None, typer.Option("--gpus", "--accelerators", help="Of each node: L4:2. Simulated where there are none.")
+        str | None,
+        typer.Option("--gpus", "--accelerators", help="Of each node: L4:2. Simulated where local has none."),
     ] = None,
+    no_simulate: Annotated[bool, typer.Option("--no-simulate", help="Refuse GPUs that this machine lacks.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
-    no_python: Annotated[
-        bool, typer.Option("--no-python", "--no_python", help="SCRIPT is a program of its own.")
-    ] = False,
-    run_path: Annotated[bool, typer.Option("--run-path", "--run_path", hidden=True)] = False,
-    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
-    virtual_local_rank: Annotated[
-        bool, typer.Option("--virtual-local-rank", "--virtual_local_rank", hidden=True)
-    ] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
+    run_path: Annotated[bool, typer.Option("--run-path", hidden=True)] = False,
+    standalone: Annotated[bool, typer.Option("--standalone", help="Says what is so anyway: no rendezvous.")] = False,
+    virtual_local_rank: Annotated[bool, typer.Option("--virtual-local-rank", hidden=True)] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", "--max_restarts", min=0, help="Start all ranks again so often.")
+        int, typer.Option("--max-restarts", min=0, help="Start all ranks again so often.", metavar="N")
     ] = 0,
-    rdzv_id: Annotated[str | None, typer.Option("--rdzv-id", "--rdzv_id", hidden=True)] = None,
+    rdzv_id: Annotated[
+        str | None, typer.Option("--rdzv-id", help="What the run calls itself: TORCHELASTIC_RUN_ID.", metavar="ID")
+    ] = None,
     master_port: Annotated[
-        int | None, typer.Option("--master-port", "--master_port", min=1, max=65535, help="Else a free one.")
+        int | None, typer.Option("--master-port", min=1, max=65535, help="Else a free one.", metavar="PORT")
     ] = None,
     local_ranks: Annotated[
-        str | None, typer.Option("--local-ranks-filter", "--local_ranks_filter", help="Show these only: 0,1.")
+        str | None,
+        typer.Option("--local-ranks-filter", help="Show only these ranks of each node: 0,1.", metavar="RANKS"),
     ] = None,
-    env: Annotated[list[str] | None, typer.Option("--env", help="K=V, or K to pass yours on.")] = None,
-    secret: Annotated[list[str] | None, typer.Option("--secret", help="The same, never shown.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", help="Variable: K=V, or K for its value here.", metavar="K=V")
+    ] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option("--secret", help="Like --env, and never shown.", metavar="K=V")
+    ] = None,
     workdir: Annotated[
-        str | None, typer.Option("--workdir", help="Folder that goes to ssh hosts; the current one by default.")
+        str | None,
+        typer.Option("--workdir", help="Folder that ranks start in, copied to ssh hosts; the current one by default."),
     ] = None,
 ) -> None:
-    """Run a script on every rank, as torchrun does, on any infra. Ctrl-C ends the ranks.
+    """Run a script on every rank, as torchrun does, on any infra.
 
     \b
+        atoll run train.py --lr 0.1
         atoll run --nodes 2 --nproc 2 train.py --lr 0.1
         atoll run --infra ssh/lab --nodes 2 --nproc gpu train.py
         atoll run --nodes 2 -m package.train
         atoll run --nodes 4 -- bash -c 'echo node $SKYPILOT_NODE_RANK'
+    Every flag of torchrun is accepted, before the script. Lines of the ranks go to standard output, all else to
+    standard error. Ctrl-C, or a closed terminal, ends the ranks within 5 s. The exit code is 0 after success, 100
+    after a failure, 103 after Ctrl-C or a cancel, 2 for a mistake on the command line. ssh hosts get a copy of the
+    workdir, which stays there: the next run sends only what changed, and finds what this one wrote.
     """
     words = [*(script or ()), *context.args]
     if not words:
         raise typer.BadParameter("name a script: atoll run --nodes 2 train.py; or a command after --")
     if virtual_local_rank:
-        raise ConfigError(
+        raise typer.BadParameter(
             "--virtual-local-rank is not supported: ranks see all GPUs of their node, and LOCAL_RANK is theirs"
         )
-    for line in context.meta.get("atoll.notes", ()):
+    for line in context.meta["atoll.notes"]:
         shown.note(f"atoll: {line}")
     once_a_node = context.meta["atoll.command"]
-    if once_a_node:
-        kind = "command"
-    elif run_path:
-        kind = "script"
-    else:
-        kind = "program" if no_python else "module" if module else "script"
-    wish = _Wish(kind, words, _num_nodes(nodes), "1" if once_a_node else nproc, infra, gpus, workdir)
-    prepared = wish.prepare()
-    variables, secrets = _variables(env, secret)
-    spec = dataclasses.replace(
-        prepared.spec,
-        env=variables,
-        restarts=Restarts(on_errors=max_restarts, on_lost_nodes=max_restarts),
-        run_id=rdzv_id,
-        master_port=master_port,
-        owner_pid=os.getpid(),
-    )
-    raise typer.Exit(_run(prepared.cluster, spec, secrets, _ranks(local_ranks, spec)))
+    kind = "program" if once_a_node or no_python else "module" if module and not run_path else "script"
+    place = _Place(infra, _num_nodes(nodes), gpus, not no_simulate, _workdir(workdir, infra))
+    if kind == "script":
+        words = [place.script(words[0]), *words[1:]]
+    # From here on there is something to end.
+    with _interrupted_by_signals():
+        cluster, num_gpus = place.cluster()
+        variables, values = _variables(env, secret)
+        spec = dataclasses.replace(
+            place.job(cluster, (*place.interpreter(kind, cluster), *words)),
+            num_processes=1 if once_a_node else _num_processes(nproc, num_gpus, infra),
+            env=variables,
+            restarts=Restarts(on_errors=max_restarts, on_lost_nodes=max_restarts),
+            run_id=rdzv_id,
+            master_port=master_port,
+            owner_pid=os.getpid(),
+        )
+        code = _run(cluster, spec, values, place.workdir, _local_ranks(local_ranks, spec.num_processes))
+    raise typer.Exit(code)
 
 
+# ------------------------------------------------------------------------------------------------- what was asked
 def _num_nodes(text: str) -> int:
     least, colon, most = text.partition(":")
-    if not least.isdigit() or int(least) < 1 or (colon and not most.isdigit()):
-        raise ConfigError(f"--nodes {text}: expected a number, 1 or more")
+    if not least.isdigit() or int(least) < 1 or (colon and (not most.isdigit() or int(most) < int(least))):
+        raise typer.BadParameter(f"--nodes {text}: expected a number, 1 or more")
     if colon and most != least:
         shown.note(f"atoll: --nodes {text}: a run has a fixed size here, {most} nodes are used")
     return int(most) if colon else int(least)
 
 
+def _num_processes(text: str, num_gpus: int, infra: str) -> int:
+    if text == "auto":
+        return max(1, num_gpus)
+    if text == "cpu" and infra == "local":
+        return len(os.sched_getaffinity(0))
+    if text == "gpu":
+        if not num_gpus:
+            simulated = ", or --gpus L4:2 to simulate two" if infra == "local" else ""
+            raise typer.BadParameter(f"--nproc-per-node gpu: {infra} has no GPU; give a number{simulated}")
+        return num_gpus
+    if not text.isdigit() or int(text) < 1:
+        raise typer.BadParameter(f"--nproc-per-node {text}: expected a number, gpu, auto, or cpu on local nodes")
+    return int(text)
+
+
+def _local_ranks(text: str | None, num_processes: int) -> frozenset[int] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) < num_processes for word in words):
+        raise typer.BadParameter(f"--local-ranks-filter {text}: expected numbers from 0 to {num_processes - 1}, as 0,1")
+    return frozenset(map(int, words))
+
+
 def _variables(env: Sequence[str] | None, secret: Sequence[str] | None) -> tuple[dict[str, str], dict[str, str]]:
+    if not env and not secret:
+        return {}, {}
     from atoll.tasks.variables import gather
 
     return gather("--env", env or (), (), os.environ), gather("--secret", secret or (), (), os.environ)
 
 
-def _ranks(text: str | None, spec: JobSpec) -> int | None:
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) >= spec.num_processes * spec.num_nodes:
-        raise ConfigError(f"--local-ranks-filter {text}: expected one rank, 0 to {spec.num_processes - 1}")
-    return int(text)
+def _workdir(given: str | None, infra: str) -> Path:
+    folder = Path(os.getcwd(), os.path.expanduser(given or ""))
+    if not folder.is_dir():
+        raise typer.BadParameter(f"--workdir {given}: no such folder")
+    if given is None and infra != "local" and folder in (Path.home(), Path("/")):
+        raise typer.BadParameter(
+            f"{folder} would be copied to the hosts whole: run this in the script's folder, or name it with --workdir"
+        )
+    return folder
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prepared:
-    cluster: ClusterSpec
-    spec: JobSpec
+class _Place:
+    """Where it is run."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Wish:
-    """What is to be run, and where."""
-
-    kind: str  # script, module, program, command
-    words: Sequence[str]
-    num_nodes: int
-    nproc: str
     infra: str
+    num_nodes: int
     gpus: str | None
-    workdir: str | None
+    simulate: bool
+    workdir: Path
 
-    def prepare(self) -> _Prepared:
-        """The cluster it will run on, and the job. On ssh hosts the workdir is sent there.
+    @property
+    def local(self) -> bool:
+        """On this machine, as the caller has it."""
+        return self.infra == "local"
+
+    def script(self, path: str) -> str:
+        """The script as the nodes call it."""
+        here = self.workdir / path
+        if not here.is_file():
+            near = nearest(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
+            raise typer.BadParameter(f"{path}: no such script{near}; a module is run with -m, any command after --")
+        if not self.local and os.path.isabs(path) and here.is_relative_to(self.workdir):
+            return str(here.relative_to(self.workdir))
+        return path
+
+    def cluster(self) -> tuple[ClusterSpec, int]:
+        """The cluster it will run on, and how many GPUs each node has.
 
         Raises:
-            ConfigError, ProvisionError: it can't be run.
+            ConfigError: an unknown infra, or GPUs that can't be had.
+            ProvisionError: a host can't be used.
         """
         from atoll.providers.accelerators import AcceleratorSpec
         from atoll.tasks import clusters
-        from atoll.tasks.clusters import Wish
 
-        local = self.infra == "local"
-        if local and self.kind == "script":
-            _check_script(self.words[0])
-        accelerator = AcceleratorSpec.parse(self.gpus)
-        wanted = ((accelerator.name, accelerator.count),) if accelerator is not None else ()
-        wish = Wish(num_nodes=self.num_nodes, infra=self.infra, accelerators=wanted)
-        name = f"run-{secrets_module.token_hex(3)}"
-        decision = clusters.decide(name, None, wish)
+        asked = AcceleratorSpec.parse(self.gpus)
+        wanted = ((asked.name, asked.count),) if asked is not None else ()
+        wish = clusters.Wish(num_nodes=self.num_nodes, infra=self.infra, accelerators=wanted, simulate=self.simulate)
+        decision = clusters.decide(f"run-{random.token_hex(3)}", None, wish)
         for line in decision.lines:
             shown.note(f"atoll: {line}")
-        cluster, base = decision.cluster, dict(os.environ) if local else {}
-        python = user_python() if local else str(cluster.ssh.get("python") or "python3")
-        before = {"script": [python, "-u"], "module": [python, "-u", "-m"]}.get(self.kind, [])
-        num_gpus = cluster.num_accelerators or (_num_local_gpus() // self.num_nodes if local else 0)
-        spec = JobSpec(
-            name=None,
+        # Should this process be killed, whoever looks next takes the cluster down.
+        cluster = dataclasses.replace(decision.cluster, autostop_minutes=0, autodown=True)
+        if not self.local:
+            cluster = dataclasses.replace(cluster, ssh={**cluster.ssh, "files_in": _files_in(self.workdir)})
+        if cluster.num_accelerators:
+            return cluster, cluster.num_accelerators
+        return _with_gpus(cluster)
+
+    def interpreter(self, kind: str, cluster: ClusterSpec) -> tuple[str, ...]:
+        """What stands before the script or module: on hosts the declared Python, or the one of a login there."""
+        if kind == "program":
+            return ()
+        if self.local:
+            from atoll.pool.interpreters import user_python
+
+            python = user_python()
+        else:
+            python = str(cluster.ssh.get("python") or "python3")
+        return (python, "-u", "-m") if kind == "module" else (python, "-u")
+
+    def job(self, cluster: ClusterSpec, command: tuple[str, ...]) -> JobSpec:
+        """The job, with what the place itself says."""
+        return JobSpec(
             num_nodes=self.num_nodes,
-            command=(*before, *self.words),
-            num_processes=_num_processes(self.nproc, num_gpus),
+            command=command,
             accelerator=cluster.accelerator,
             num_accelerators=cluster.num_accelerators,
             simulated=cluster.simulated,
-            workdir=not local,
-            inherit_env=local,
-            base_env=base,
-            cwd=os.getcwd() if local else None,
+            workdir=not self.local,
+            inherit_env=self.local,
+            base_env=dict(os.environ) if self.local else {},
+            cwd=str(self.workdir) if self.local else None,
         )
-        return _Prepared(cluster, spec)
 
 
-def _check_script(path: str) -> None:
-    if not os.path.isfile(path):
-        folder = os.path.dirname(path) or "."
-        near = nearest(os.path.basename(path), os.listdir(folder)) if os.path.isdir(folder) else ""
-        raise ConfigError(f"{path}: no such script{near}; a module is run with -m, any command after --")
+def _files_in(workdir: Path) -> str:
+    """Where hosts keep a workdir between runs: one place for each folder of each machine that runs come from."""
+    import hashlib
+    import socket
+
+    digest = hashlib.sha256(f"{socket.gethostname()}:{workdir}".encode()).hexdigest()[:8]
+    name = re.sub(r"[^\w.-]+", "-", workdir.name) or "workdir"
+    return f"runs/{name}-{digest}"
 
 
-def _num_local_gpus() -> int:
-    from atoll.providers.gpus import local_gpus
+def _with_gpus(cluster: ClusterSpec) -> tuple[ClusterSpec, int]:
+    """The GPUs that nodes have though none were asked for; recorded where all nodes have the same."""
+    plans: Sequence[NodePlan]
+    if cluster.hosts:
+        from atoll.tasks.ssh_nodes import plans_of
 
-    return len(local_gpus())
+        plans = plans_of(cluster)
+        most = max(plan.num_accelerators for plan in plans)
+    else:
+        from atoll.providers.local import Local
+
+        plans = Local().plan(nodes=cluster.num_nodes, accelerator=None, workers_per_node=1).nodes
+        most = len({gpu for plan in plans for gpu in plan.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu})
+        most //= cluster.num_nodes
+    least = min(plan.num_accelerators for plan in plans)
+    kinds = {plan.accelerator for plan in plans}
+    if least and least == most and len(kinds) == 1:
+        cluster = dataclasses.replace(cluster, accelerator=kinds.pop(), num_accelerators=least)
+    elif least != most:
+        counts = ", ".join(str(plan.num_accelerators) for plan in plans)
+        shown.note(f"atoll: nodes differ in their GPUs ({counts}): each counts as having {least}")
+    return cluster, least
 
 
-def _num_processes(text: str, num_gpus: int) -> int:
-    if text == "auto":
-        return max(1, num_gpus)
-    if text == "cpu":
-        return len(os.sched_getaffinity(0))
-    if text == "gpu":
-        if not num_gpus:
-            raise ConfigError("--nproc-per-node gpu: no GPU here; give a number, or --gpus L4:2 to simulate two")
-        return num_gpus
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--nproc-per-node {text}: expected a number, gpu, cpu or auto")
-    return int(text)
+# ------------------------------------------------------------------------------------------------- the run itself
+@contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """The first of Ctrl-C, SIGTERM and SIGHUP interrupts; more of them do not disturb the end that follows."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
 
+    def interrupt(_number: int, _frame: object) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, lambda _number, _frame: None)  # children would inherit SIG_IGN
+        raise KeyboardInterrupt
 
-def _run(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], rank: int | None) -> int:
-    """Run the job on a cluster of its own, show it, and leave nothing but its log."""
-    from atoll.tasks import api, clusters
-
-    with clusters.locked(cluster.name):
-        clusters.save(cluster)
-        job = api.Job(cluster.name, clusters.control_of(cluster).submit(spec, secrets))
-    writer = shown.LogWriter(sys.stdout)
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, interrupt)
     try:
-        try:
-            status = job.follow(writer, rank=rank)
-        except KeyboardInterrupt:
-            job.cancel()
-            status = job.follow(writer, tail=1)
-        writer.close()
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(
+    cluster: ClusterSpec,
+    spec: JobSpec,
+    secrets: Mapping[str, str],
+    workdir: Path,
+    local_ranks: frozenset[int] | None,
+) -> int:
+    """Run the job on a cluster of its own, show it, and leave nothing but its log; returns the exit code."""
+    from atoll.cli.ranks import RankWriter
+    from atoll.tasks import clusters
+
+    writer = RankWriter(spec.num_nodes * spec.num_processes, spec.num_processes, local_ranks)
+    try:
+        job = _submit(cluster, spec, secrets, workdir)
+        code = _show(job, writer)
+        if code:
+            shown.note(f"atoll: the whole log: atoll logs {cluster.name}")
+        return code
+    except KeyboardInterrupt:  # before there was a job
+        return EXIT_CANCELLED
     finally:
         with contextlib.suppress(AtollError):
             clusters.down(cluster.name)
-    if status.exit_code:
-        shown.note(f"atoll: the whole log: atoll logs {cluster.name}")
+        _forget_old_runs()
+
+
+def _submit(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], workdir: Path) -> Job:
+    from atoll.tasks import clusters
+    from atoll.tasks.jobs import Job
+
+    with clusters.locked(cluster.name):
+        cluster = clusters.make_ready(cluster, _say, from_here=True)
+        clusters.save(cluster)
+        if cluster.hosts:
+            from atoll.tasks.shipping import ship
+
+            ship(cluster, str(workdir), {}, {}, say=_say, progress=shown.CopyProgress())
+        return Job(cluster.name, clusters.control_of(cluster).submit(spec, secrets))
+
+
+def _say(line: str) -> None:
+    shown.note(f"atoll: {line}")
+
+
+def _show(job: Job, writer: Any) -> int:
+    try:
+        status = job.follow(writer)
+    except KeyboardInterrupt:
+        _say("ending the ranks")
+        job.cancel()
+        writer.begin_again()
+        status = job.follow(writer)
+    writer.close()
     return status.exit_code
+
+
+def _forget_old_runs() -> None:
+    """Keep the logs of the last runs, and no others."""
+    from atoll.tasks import clusters
+
+    ended = []
+    for name in filter(_RUN_NAME.fullmatch, clusters.all_names()):
+        with contextlib.suppress(AtollError):
+            cluster = clusters.load(name)
+            if cluster.status is ClusterStatus.DOWN:
+                ended.append((cluster.created_s, name))
+    for _, name in sorted(ended)[:-_NUM_KEPT]:
+        with contextlib.suppress(FileNotFoundError):  # another run was faster
+            clusters.forget(name)

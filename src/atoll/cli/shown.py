@@ -84,6 +84,12 @@ def ago(time_s: float | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- job logs
+def prefix_of(line: bytes) -> bytes | None:
+    """What a line of a process begins with in a job's log; None for one of the launcher's own."""
+    found = _PREFIX.match(line)
+    return None if found is None else found[0]
+
+
 class LogWriter:
     """Writes a job's log to a stream; on a terminal with prefixes and last words in colour."""
 
@@ -93,6 +99,7 @@ class LogWriter:
         self._stream = stream
         self._colour = in_colour(stream)
         self._rest = b""
+        self._mid_line = False
         self.skip_bytes = 0  # of what comes first, as it was shown already
 
     def __call__(self, data: bytes) -> None:
@@ -100,10 +107,19 @@ class LogWriter:
             skipped = min(len(data), self.skip_bytes)
             data, self.skip_bytes = data[skipped:], self.skip_bytes - skipped
         if self._colour:
-            data = self._rest + data
-            end = data.rfind(b"\n") + 1
-            data, self._rest = _coloured(data[:end]), data[end:]
+            data = self._painted(self._rest + data)
         self._put(data)
+
+    def _painted(self, data: bytes) -> bytes:
+        begun = b""
+        if self._mid_line:
+            line, end, data = data.partition(b"\n")
+            begun, self._mid_line = line + end, not end
+        cut = data.rfind(b"\n") + 1
+        if _PREFIX.match(data, cut):  # a line that waits for its end, such as a question
+            cut, self._mid_line = len(data), True
+        self._rest = data[cut:]
+        return begun + _coloured(data[:cut])
 
     def close(self) -> None:
         """Write what has no end of line."""

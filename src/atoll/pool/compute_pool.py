@@ -235,7 +235,7 @@ class ComputePool:
             self._say(line)
         remote = is_remote(plan)
         if remote:
-            plan, variables = prepare(plan, self.image, self.pip, self.env)
+            plan, variables = prepare(self.provider, plan, self.image, self.pip, self.env, self._say)
             environment = Environment(sys.executable, (), variables, ())
         else:
             environment = resolve(self.image, pip=self.pip, env=self.env, has_gpu=plan.has_gpu, progress=self._say)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import subprocess
 import time
@@ -25,11 +24,17 @@ _BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.pool.preflight imp
 _REACH_S = 5.0
 _SUM_S = 30.0
 _FRESH_S = 600.0  # hosts whose all-reduce passed so lately are not asked for another
+_PASSED = "ssh-preflight.json"
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000
 
 
 def check_hosts(
-    targets: Sequence[Target], plans: Sequence[RemotePlan], say: Callable[[str], object], *, folder: str | None = None
+    targets: Sequence[Target],
+    plans: Sequence[RemotePlan],
+    say: Callable[[str], object],
+    *,
+    folder: str | None = None,
+    again: bool = True,
 ) -> None:
     """Look at every host, try the way from each to the head, and add a few numbers up over all of them.
 
@@ -37,11 +42,14 @@ def check_hosts(
         targets, plans: the hosts, head first, and what they said about themselves.
         say: called with one line for each thing that is not as it should be, and with one at the end.
         folder: where the ranks will work there, for the disk's free space; their homes by default.
+        again: look also at hosts that were found well in the last ten minutes.
 
     Raises:
         ProvisionError: something would make the ranks fail; all such things are listed, one line each, with the fix.
     """
     began = time.monotonic()
+    if not again and _passed_lately("well", plans):
+        return
     hosts = [_Host(connections.hold(target), plan) for target, plan in zip(targets, plans, strict=True)]
     try:
         on_each([host.connection for host in hosts], lambda each: _ship(hosts, each))
@@ -58,10 +66,11 @@ def check_hosts(
                 findings += _reach(head, hosts[1:], threads)
             _refuse(findings, say)
             summed = ""
-            if len(hosts) > 1 and all(probe["torch"] for probe in probes.values()) and not _passed_lately(hosts):
+            if len(hosts) > 1 and all(probe["torch"] for probe in probes.values()) and not _passed_lately("sum", plans):
                 took_ms = _all_reduce(hosts, probes, threads)
-                _remember(hosts)
+                _remember("sum", plans)
                 summed = f", all-reduce of 4 MiB {took_ms:.1f} ms"
+        _remember("well", plans)
         route = probes[head.plan.host].get("route") or {}
         over = f", over {route['interface']}" if len(hosts) > 1 and route.get("interface") else ""
         say(f"preflight: {len(hosts)} hosts are well{over}{summed} ({time.monotonic() - began:.1f} s)")
@@ -151,17 +160,22 @@ def _refuse(findings: Sequence[Finding], say: Callable[[str], object]) -> None:
         raise ProvisionError(f"{len(fatal)} things are in the way:\n" + "\n".join(f"  {each}" for each in fatal))
 
 
-def _passed_lately(hosts: Sequence[_Host]) -> bool:
+def _passed_lately(what: str, plans: Sequence[RemotePlan]) -> bool:
+    return _key(what, plans) in _passed()
+
+
+def _remember(what: str, plans: Sequence[RemotePlan]) -> None:
+    passed = {**_passed(), _key(what, plans): time.time()}
+    write_atomic(atoll_home() / _PASSED, json.dumps(passed).encode())
+
+
+def _passed() -> dict[str, float]:
+    """When which hosts passed what, where that is not long ago."""
     with contextlib.suppress(OSError, ValueError):
-        passed = json.loads((atoll_home() / "ssh-preflight.json").read_bytes())
-        return bool(passed["hosts"] == _key(hosts) and 0 <= time.time() - passed["time_s"] < _FRESH_S)
-    return False
+        passed: dict[str, float] = json.loads((atoll_home() / _PASSED).read_bytes())
+        return {key: when_s for key, when_s in passed.items() if 0 <= time.time() - when_s < _FRESH_S}
+    return {}
 
 
-def _remember(hosts: Sequence[_Host]) -> None:
-    passed = {"hosts": _key(hosts), "time_s": time.time()}
-    write_atomic(os.path.join(atoll_home(), "ssh-preflight.json"), json.dumps(passed).encode())
-
-
-def _key(hosts: Sequence[_Host]) -> list[list[str]]:
-    return [[host.plan.host, host.plan.addr, host.plan.python] for host in hosts]
+def _key(what: str, plans: Sequence[RemotePlan]) -> str:
+    return json.dumps([what, *([plan.host, plan.addr, plan.python] for plan in plans)])

@@ -73,6 +73,7 @@ print(wheels[-1] if wheels else "")
 _TOLD = re.compile(r"\s*(Collecting|Downloading|Building|Installing|Resolved|Prepared|Installed|WARNING: Retrying)\b")
 _FROM_FILE = re.compile(r" \(from -r \S.*?requirements\.txt \(line \d+\)\)")  # pip says it of each requirement
 _TAIL_LINES = 12
+UNREACHABLE = "The package index could not be reached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +106,28 @@ class Installer:
         Raises:
             ImageError: there is none of the three.
         """
-        answer = subprocess.run(
-            [python, "-P", "-c", _FIND_PIP], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
-        if answer.returncode != 0:
-            raise ImageError(f"{python} cannot be run: {answer.stderr.strip()[-500:] or f'exit {answer.returncode}'}")
-        module, wheel = answer.stdout.split("\n")[:2]
+        pip = _pip_of(python)
         uv = find_uv()
-        if module:
-            return cls((python, "-P", "-m", "pip"), python, uv=False)
-        if uv:
+        if uv and (pip is None or pip[-1] != "pip"):
             return cls((uv, "pip"), python, uv=True)
-        if wheel:
-            return cls((python, "-P", f"{wheel}/pip"), python, uv=False)
+        if pip:
+            return cls(pip, python, uv=False)
         raise ImageError(
             f"{python} has no pip, and there is no uv on PATH; install one: `{python} -m ensurepip`, or uv from "
             "https://docs.astral.sh/uv"
         )
+
+    @classmethod
+    def find_pip(cls, python: str) -> Installer:
+        """pip in any case: for what uv can't do.
+
+        Raises:
+            ImageError: there is none.
+        """
+        found = _pip_of(python)
+        if found is None:
+            raise ImageError(f"{python} has no pip, which gets wheels for other hosts: `{python} -m ensurepip`")
+        return cls(found, python, uv=False)
 
     def plan(
         self, requirements: Sequence[str], constraints: Sequence[str], work: Path, progress: Progress
@@ -156,6 +162,42 @@ class Installer:
             options = ["--no-user", "--no-warn-script-location", *_PIP_OPTIONS]
         command = ["install", "--no-deps", "--target", str(target), *options, *limits]
         self._run(command, specs, work, progress)
+
+    def wheel(self, location: str, folder: Path, work: Path, progress: Progress) -> None:
+        """Put a wheel of a local project, or of a wheel itself, into ``folder``; pip's own only.
+
+        Raises:
+            ImageError: it could not be built.
+        """
+        progress(f"building a wheel of {location}")
+        self._run(["wheel", "--no-deps", "-w", str(folder), *_PIP_COMMON], [location], work, progress)
+
+    def download(
+        self,
+        requirements: Sequence[str],
+        constraints: Sequence[str],
+        python: str,
+        platforms: Sequence[str],
+        folder: Path,
+        work: Path,
+        progress: Progress,
+    ) -> None:
+        """Put wheels of everything that the requirements need into ``folder``; pip's own only.
+
+        Args:
+            python: version of the interpreter they are for, e.g. ``"3.12"``.
+            platforms: tags that it can use.
+
+        Raises:
+            ImageError: something has no such wheel.
+        """
+        progress(redact(f"downloading wheels of {', '.join(requirements)}"))
+        options = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
+        for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
+            options += ["--abi", abi]
+        options += [part for platform in platforms for part in ("--platform", platform)]
+        limits = self._constraint_options(constraints, work)
+        self._run(["download", "-d", str(folder), *_PIP_COMMON, *options, *limits], requirements, work, progress)
 
     def _constraint_options(self, constraints: Sequence[str], work: Path) -> list[str]:
         options = []
@@ -208,6 +250,19 @@ class Installer:
         return list(lines)
 
 
+def _pip_of(python: str) -> tuple[str, ...] | None:
+    """The command line of an interpreter's own pip, else of the one that Python ships for ``ensurepip``."""
+    answer = subprocess.run(
+        [python, "-P", "-c", _FIND_PIP], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if answer.returncode != 0:
+        raise ImageError(f"{python} cannot be run: {answer.stderr.strip()[-500:] or f'exit {answer.returncode}'}")
+    module, wheel = answer.stdout.split("\n")[:2]
+    if module:
+        return python, "-P", "-m", "pip"
+    return (python, "-P", f"{wheel}/pip") if wheel else None
+
+
 def _as_line(requirement: str) -> str:
     """A requirement for a file of them, where spaces, ``#`` and ``$`` of a path would be read as something else."""
     odd = requirement.startswith("/") and "[" not in requirement and re.search(r"[\s#$]", requirement)
@@ -221,7 +276,8 @@ def _write_private(path: Path, lines: Sequence[str]) -> Path:
     return path
 
 
-_PIP_OPTIONS = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--root-user-action", "ignore"]
+_PIP_COMMON = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+_PIP_OPTIONS = [*_PIP_COMMON, "--root-user-action", "ignore"]
 
 
 def _read_pip_report(report: Path, requirements: Sequence[str]) -> list[Pin]:
@@ -283,7 +339,7 @@ def _next_step(text: str) -> str:
         r"connection|name resolution|timed out|unreachable|name or service|dns error|connect error", text, re.I
     ):
         return (
-            "The package index could not be reached: check the network and proxy, or point PIP_INDEX_URL or "
+            f"{UNREACHABLE}: check the network and proxy, or point PIP_INDEX_URL or "
             "PIP_FIND_LINKS (UV_INDEX_URL, UV_FIND_LINKS for uv) at one that can be."
         )
     if re.search(r"no matching distribution|could not find a version|not found in the package registry", text, re.I):

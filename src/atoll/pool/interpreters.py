@@ -131,8 +131,8 @@ def user_python() -> str:
     the first ``python3`` on PATH.
     """
     for folder in (os.environ.get("VIRTUAL_ENV"), ".venv", os.environ.get("CONDA_PREFIX")):
-        if folder and os.access(python := os.path.abspath(os.path.join(folder, "bin", "python")), os.X_OK):
-            return python
+        if folder and os.access(python := os.path.join(folder, "bin", "python"), os.X_OK):
+            return os.path.abspath(python)
     if re.search(r"/(uv/tools|pipx/venvs)/", sys.executable):
         return shutil.which("python3") or sys.executable
     return sys.executable

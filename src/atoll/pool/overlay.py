@@ -242,7 +242,7 @@ def _workshop(store: Path, key: str, progress: Progress) -> Iterator[Path]:
     A second process that wants the same waits for the first and says so. The kernel drops the lock of a process that
     dies, and the next one to build anything clears what it left.
     """
-    with _lock(store, key, progress):
+    with locked(store, key, progress):
         _sweep(store)
         work = store / f".build-{key}"
         shutil.rmtree(work, ignore_errors=True)
@@ -254,7 +254,8 @@ def _workshop(store: Path, key: str, progress: Progress) -> Iterator[Path]:
 
 
 @contextmanager
-def _lock(store: Path, key: str, progress: Progress) -> Iterator[None]:
+def locked(store: Path, key: str, progress: Progress) -> Iterator[None]:
+    """One process at a time gets on with ``key``; those that wait say so."""
     descriptor = os.open(store / f".lock-{key}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         told_at = float("-inf")

@@ -10,17 +10,22 @@ import platform
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
 from atoll.core.errors import ConfigError, ProvisionError
+from atoll.pool.hosts_check import check_hosts
 from atoll.pool.image import Image, check_env
 from atoll.pool.local_files import include_paths
+from atoll.pool.remote_image import build
 from atoll.providers.base import Plan, Provider
 from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh.bundle import folder_files, pack
+from atoll.providers.ssh.bundle import folder_files, pack, put
+from atoll.providers.ssh.connection import Connection, connections, on_each
+from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.provider import SSH
 from atoll.wire.segments import Arena, Segment
 
 _MOST_BYTES = 100 << 20
@@ -68,39 +73,74 @@ def is_remote(plan: Plan) -> bool:
 
 
 def prepare(
-    plan: Plan, image: Image, pip: Sequence[str] | None, env: Mapping[str, object] | None
+    provider: Provider,
+    plan: Plan,
+    image: Image,
+    pip: Sequence[str] | None,
+    env: Mapping[str, object] | None,
+    say: Callable[[str], object],
 ) -> tuple[Plan, dict[str, str]]:
-    """The plan with the modules that the image includes, and the variables of its ranks.
+    """The plan with what the image asks for, built on the hosts, which are looked at first; variables of its ranks.
+
+    Args:
+        say: called with a line for each thing the user should know, and for each step that takes time.
 
     Raises:
         ConfigError: the image asks for what can't be had there.
-        ProvisionError: a host's Python is not this one.
+        ImageError: a package can't be installed there.
+        ProvisionError: a host's Python is not this one, or something there would make the ranks fail.
     """
     own = ".".join(platform.python_version_tuple()[:2])
     if image.python not in (None, own):
-        raise ConfigError(f'Image(python="{image.python}"): ranks on other hosts run what python= of SSH(...) names')
-    if image.apt or image.pip or pip:
-        wanted = [*image.apt, *image.pip, *(pip or ())]
         raise ConfigError(
-            f"{', '.join(wanted)}: packages are not installed on ssh hosts by this version. Install them into an "
-            f"environment there and name its interpreter: SSH(python='~/venv/bin/python')"
+            f'Image(python="{image.python}"): this process runs Python {own}, and functions travel between equal minor '
+            f"versions only. Run this with Python {image.python}, or leave python= out"
         )
-    remote = [node for node in plan.nodes if isinstance(node, RemotePlan)]
-    other = [node for node in remote if node.minor != own]
+    files = included_files(image.includes)
+    variables = {**check_env("Image(env=)", image.env), **check_env("env=", env)}
+    nodes = [node for node in plan.nodes if isinstance(node, RemotePlan)]
+    if image.python is None:
+        _refuse_other_python(nodes, own)
+    if isinstance(provider, SSH):
+        targets = provider.targets()[: len(nodes)]
+        nodes = _with_code(targets, nodes)
+        check_hosts(targets, nodes, say, again=False)
+        if image.python or image.apt or image.pip or pip:
+            nodes = build(targets, nodes, image, pip or (), say)
+    if files:
+        code = pack(files)
+        nodes = [dataclasses.replace(node, bundles=(*node.bundles, code)) for node in nodes]
+    return dataclasses.replace(plan, nodes=tuple(nodes)), variables
+
+
+def _refuse_other_python(nodes: Sequence[RemotePlan], own: str) -> None:
+    other = [node for node in nodes if node.minor != own]
     if other:
         raise ProvisionError(
             f"{', '.join(f'{node.host} has Python {node.minor}' for node in other)}, this process {own}: functions "
-            f"travel between equal minor versions only. Name a Python {own} there with SSH(python=...), or run this "
-            f"with {other[0].minor}",
+            f"travel between equal minor versions only. Name a Python {own} there with SSH(python=...), have it looked "
+            f'for there with image=Image(python="{own}"), or run this with {other[0].minor}',
             node=other[0].node,
         )
-    files = included_files(image.includes)
-    if files:
-        code = pack(files)
-        nodes = (dataclasses.replace(node, bundles=(*node.bundles, code)) for node in remote)
-        plan = dataclasses.replace(plan, nodes=tuple(nodes))
-    variables = {**check_env("Image(env=)", image.env), **check_env("env=", env)}
-    return plan, variables
+
+
+def _with_code(targets: Sequence[Target], nodes: Sequence[RemotePlan]) -> list[RemotePlan]:
+    """Bring Atoll's own code to hosts that lack it."""
+
+    def bring(connection: Connection) -> None:
+        node = nodes[held.index(connection)]
+        for each in node.bundles:
+            put(connection, node, each)
+
+    held = [connections.hold(target) for target in targets]
+    try:
+        on_each(held, bring)
+    finally:
+        for target in targets:
+            connections.release(target)
+    return [
+        dataclasses.replace(node, present=node.present | {bundle.digest for bundle in node.bundles}) for node in nodes
+    ]
 
 
 def included_files(includes: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]]:

@@ -57,6 +57,12 @@ def check_requirement(what: str, text: str) -> str:
     """
     if len(text.splitlines()) > 1:  # it goes into a file of requirements, a line each
         raise ConfigError(f"{what}: {redact(text)!r} has several lines; give each requirement as a string of its own")
+    if re.match(r"(-r|--requirement)\b", text):
+        raise ConfigError(
+            f"{what}: {redact(text)!r} is an option of pip; give the requirements themselves, for example "
+            "pip=[line for line in open('requirements.txt') if line[0] not in '#\\n']. A uv.lock becomes such a file with "
+            "`uv export --no-hashes --no-emit-project -o requirements.txt`"
+        )
     if text.startswith("-"):
         raise ConfigError(
             f"{what}: {redact(text)!r} is an option of pip, not a requirement; set options through the environment "

@@ -23,6 +23,7 @@ class NodePlace:
         network: path of a network namespace, or None: the machine's own.
         resolv_conf: text of ``/etc/resolv.conf`` in that namespace, or None: as on the machine.
         visible: paths that stay visible though they lie below ``/tmp``: the entry of ``/tmp`` that holds them does.
+        mounts: what is seen elsewhere, too: path of a file or folder, and where; nothing is made there outside.
     """
 
     hostname: str
@@ -32,6 +33,7 @@ class NodePlace:
     network: str | None = None
     resolv_conf: str | None = None
     visible: tuple[str, ...] = ()
+    mounts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

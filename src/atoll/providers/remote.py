@@ -36,6 +36,7 @@ class RemotePlan(NodePlan):
         tmp: where temporary files go.
         base_env: environment of a command there.
         bundles: code that ranks import from, Atoll's first; ``present`` are digests of those that are there.
+        packages: folders of packages that its ranks import from before the interpreter's own.
         grace_s: how long a lost connection may last, in seconds.
     """
 
@@ -48,6 +49,7 @@ class RemotePlan(NodePlan):
     base_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     bundles: tuple[Bundle, ...] = ()
     present: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
     grace_s: float = 30.0
 
     def bundle_path(self, bundle: Bundle) -> str:
@@ -62,7 +64,7 @@ class RemotePlan(NodePlan):
     @property
     def import_path(self) -> list[str]:
         """What comes first in a rank's ``sys.path``."""
-        return [self.bundle_path(bundle) for bundle in self.bundles]
+        return [*(self.bundle_path(bundle) for bundle in self.bundles), *self.packages]
 
 
 class RemoteHandle(Node, Protocol):

@@ -204,8 +204,11 @@ def control_of(spec: ClusterSpec) -> Control:
     return LocalControl(folder_of(spec.name))
 
 
-def make_ready(cluster: ClusterSpec, say: Callable[[str], None]) -> ClusterSpec:
+def make_ready(cluster: ClusterSpec, say: Callable[[str], None], *, from_here: bool = False) -> ClusterSpec:
     """Look at a cluster's hosts before a job, and decide where it is supervised from; nothing to do for local nodes.
+
+    Args:
+        from_here: this machine supervises it, because its jobs end with a process here.
 
     Raises:
         ProvisionError: a host can't be used.
@@ -214,7 +217,7 @@ def make_ready(cluster: ClusterSpec, say: Callable[[str], None]) -> ClusterSpec:
         return cluster
     from atoll.tasks import ssh_clusters
 
-    return ssh_clusters.make_ready(cluster, say)
+    return ssh_clusters.make_ready(cluster, say, from_here=from_here)
 
 
 def unfinished(cluster: ClusterSpec) -> list[JobRow]:

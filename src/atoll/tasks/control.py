@@ -158,13 +158,15 @@ class LocalControl:
         follow: bool = True,
         tail: int = 0,
         rank: int | None = None,
+        skip_bytes: int = 0,
     ) -> JobStatus:
-        """Write a job's log, until the job has ended."""
+        """Write a job's log, until the job has ended; with ``skip_bytes`` without what came before."""
         with Store(self._folder) as store:
             supervisor.reconcile_store(store, self._folder)
             watched = _Watched(store, self._folder, store.job(job_id))
             only = _only(watched.job, rank)
             with Follower(self._folder / "jobs" / str(job_id) / RUN_LOG, write, only) as follower:
+                follower.skip(skip_bytes)
                 if tail:
                     follower.tail(tail)
                 if follow:
@@ -172,6 +174,13 @@ class LocalControl:
                 else:
                     follower.drain()
             return store.job(job_id).status
+
+    def position_of_tail(self, job_id: int, num_lines: int, rank: int | None = None) -> int:
+        """Where in a job's log the last so many lines begin: what ``skip_bytes`` of ``follow`` is to be."""
+        with Store(self._folder) as store:
+            only = _only(store.job(job_id), rank)
+        with Follower(self._folder / "jobs" / str(job_id) / RUN_LOG, lambda data: None, only) as follower:
+            return follower.position_of_tail(num_lines)
 
     def cluster(self) -> ClusterSpec:
         """The cluster's record."""
@@ -291,6 +300,8 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
             return control.change(**{name: getattr(fields, name) for name in wish["fields"]}).to_json()
         case "remove_nodes":
             return control.remove_nodes()
+        case "position_of_tail":
+            return control.position_of_tail(wish["job_id"], wish["tail"], wish["rank"])
         case _:
             raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
 
@@ -309,7 +320,9 @@ def _stream(folder: Path, wish: Mapping[str, Any]) -> int:
             view = view[os.write(sys.stdout.fileno(), view) :]
 
     control = LocalControl(folder, wait)
-    status = control.follow(wish["job_id"], write, follow=wish["follow"], tail=wish["tail"], rank=wish["rank"])
+    status = control.follow(
+        wish["job_id"], write, follow=wish["follow"], rank=wish["rank"], skip_bytes=wish["skip_bytes"]
+    )
     return status.exit_code
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import ConfigError
+from atoll.pool.interpreters import user_path
 from atoll.tasks import clusters
 from atoll.tasks.clusters import Decision, Wish
 from atoll.tasks.jobs import Job
@@ -243,7 +244,8 @@ def _submit(
     parallel: int,
 ) -> list[Job]:
     spec, secrets = task.job(infra=cluster.infra)
-    inherited = () if cluster.hosts else _INHERITED  # other machines have paths of their own
+    base_env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    base_env["PATH"] = user_path()
     spec = dataclasses.replace(
         spec,
         setup=spec.setup if options.setup else None,
@@ -251,7 +253,7 @@ def _submit(
         num_accelerators=decision.num_accelerators,
         simulated=cluster.simulated and decision.num_accelerators > 0,
         strict=options.strict,
-        base_env={name: os.environ[name] for name in inherited if name in os.environ},
+        base_env={} if cluster.hosts else base_env,  # other machines have paths of their own
     )
     control = clusters.control_of(cluster)
     group = f"sweep-{random.token_hex(2)}" if variants[0].labels else None

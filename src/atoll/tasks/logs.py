@@ -15,6 +15,7 @@ from pathlib import Path
 
 RUN_LOG = "run.log"
 _BAR_S = 0.5  # of lines that a progress bar overdraws, one is shown so often
+_QUIET_S = 0.5  # a line without its end is shown once nothing has come for so long
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut: it must not be kept in memory
 _SHORTEST_SECRET = 6  # shorter values would be found everywhere
 _HIDDEN = b"****"
@@ -30,13 +31,23 @@ class Redactor:
     def __init__(self, secrets: Iterable[str]) -> None:
         # Of a key with several lines, each line is a secret: output is looked at line by line.
         values = {line for value in secrets for line in (value, *value.splitlines()) if len(line) >= _SHORTEST_SECRET}
-        ordered = sorted((value.encode() for value in values), key=len, reverse=True)
+        self._values = ordered = sorted((value.encode() for value in values), key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, ordered))) if ordered else None
         self.longest_bytes = len(ordered[0]) if ordered else 0
 
     def hide(self, data: bytes) -> bytes:
         """``data`` with every secret value in it as ``****``."""
         return data if self._pattern is None else self._pattern.sub(_HIDDEN, data)
+
+    def num_settled(self, data: bytes) -> int:
+        """How many bytes of ``data`` can't belong to a value that is still being written."""
+        longest = min(len(data), self.longest_bytes - 1)
+        tails = range(len(data) - longest, len(data))
+        at = next((at for at in tails if any(each.startswith(data[at:]) for each in self._values)), len(data))
+        for found in self._pattern.finditer(data) if self._pattern is not None else ():
+            if found.start() < at < found.end():
+                return found.start()
+        return at
 
     def hide_text(self, text: str) -> str:
         """The same for text."""
@@ -61,6 +72,12 @@ class _Redacted:
         self._held = data[cut:]
         return self._redactor.hide(data[:cut])
 
+    def settle(self) -> bytes:
+        """What is held back and can be shown though its line has no end yet."""
+        cut = self._redactor.num_settled(self._held) if self._held else 0
+        settled, self._held = self._held[:cut], self._held[cut:]
+        return self._redactor.hide(settled)
+
     def flush(self) -> bytes:
         held, self._held = self._held, b""
         return self._redactor.hide(held)
@@ -74,6 +91,7 @@ class Prefixer:
         self._joint = b"\n" + prefix
         self._open = b""  # a line without its end
         self._ended = False  # the state of a bar was shown up to its \r: a \n that comes next is the same line's
+        self._shown = False  # the line's beginning was shown by `settle`, without an end: what comes next goes on there
         self._bar_shown = 0.0
 
     @property
@@ -94,28 +112,44 @@ class Prefixer:
             lines += self.flush()
         return lines + self.tick(now)
 
+    def settle(self) -> bytes:
+        """The beginning of a line whose end is long in coming, such as a question."""
+        if not self._open or b"\r" in self._open.lstrip(b"\r"):
+            return b""
+        begun = self._lines(self._open)[:-1]
+        self._open, self._shown = b"", True
+        return begun
+
+    def interrupted(self) -> None:
+        """Somebody else wrote after a line's beginning: what comes next stands on a line of its own."""
+        self._ended, self._shown = self._ended or self._shown, False
+
     def tick(self, now: float) -> bytes:
         """The state of an open progress bar, where it is time to show one."""
         due = self.bar_due
         if due is None or now < due:
             return b""
         states, _, self._open = self._open.rpartition(b"\r")
-        state = next((each for each in reversed(states.split(b"\r")) if each), None)
-        if state is None:  # a bar whose first state is still being written
+        if not states.strip(b"\r"):  # a bar whose first state is still being written
             return b""
         self._ended = not self._open
         self._bar_shown = now
-        return self._lines(state)
+        return self._lines(states)
 
     def flush(self) -> bytes:
         """The last line, where it was left without an end."""
         rest, self._open = self._open.rstrip(b"\r"), b""
-        return self._lines(rest) if rest else b""
+        return self._lines(rest) if rest or self._shown else b""
 
     def _lines(self, body: bytes) -> bytes:
+        goes_on, self._shown = self._shown, False
+        overdraws = body.startswith(b"\r") and body.lstrip(b"\r")[:1] not in (b"", b"\n")
         if b"\r" in body:
             body = _OVERDRAWN.sub(b"", _LINE_ENDS.sub(b"\n", body.rstrip(b"\r")))
-        return b"".join((self._prefix, body.replace(b"\n", self._joint), b"\n"))
+        begin = self._prefix
+        if goes_on:
+            begin = self._joint if overdraws else b""
+        return b"".join((begin, body.replace(b"\n", self._joint), b"\n"))
 
 
 class LogFile:
@@ -126,7 +160,14 @@ class LogFile:
         self._fd: int | None = None
         self._lost_bytes = 0
         self._whole = True  # does what is written end with a line's end?
+        self.begun_by: object = None  # whose line it is that has no end yet
         self.problem: str | None = None
+
+    def write_for(self, writer: object, data: bytes) -> None:
+        """The same as ``write``, where several write: nobody's line goes on behind what another has begun."""
+        if data:
+            self.write(data if self.begun_by in (None, writer) else b"\n" + data)
+            self.begun_by = None if data.endswith(b"\n") else writer
 
     def write(self, data: bytes) -> None:
         """Add to it; after output was lost, first a line that says how much."""
@@ -173,28 +214,41 @@ class Stream:
         self._raw = raw
         self._redacted = _Redacted(redactor)
         self._prefixer = Prefixer(prefix.encode())
+        self._quiet_at: float | None = None  # until then it may have more to say
 
     @property
     def due(self) -> float | None:
         """When ``tick`` has something to do (monotonic), or None."""
-        return self._prefixer.bar_due
+        dues = (self._prefixer.bar_due, self._quiet_at)
+        return min((due for due in dues if due is not None), default=None)
 
     def feed(self, data: bytes, now: float) -> None:
         """Bytes that it wrote."""
-        data = self._redacted.feed(data)
-        self._raw.write(data)
-        self._run_log.write(self._prefixer.feed(data, now))
+        self._quiet_at = None if data.endswith(b"\n") else now + _QUIET_S
+        self._take(self._redacted.feed(data), now)
 
     def tick(self, now: float) -> None:
-        """Show the state of a progress bar where it is time."""
-        self._run_log.write(self._prefixer.tick(now))
+        """Show the state of a progress bar where it is time, and the beginning of a line once it is quiet."""
+        self._show(self._prefixer.tick(now))
+        if self._quiet_at is not None and now >= self._quiet_at:
+            self._quiet_at = None
+            self._take(self._redacted.settle(), now)
+            self._show(self._prefixer.settle())
 
     def close(self, now: float) -> None:
         """It ended: what it left without an end of line is shown too."""
-        data = self._redacted.flush()
-        self._raw.write(data)
-        self._run_log.write(self._prefixer.feed(data, now) + self._prefixer.flush())
+        self._take(self._redacted.flush(), now)
+        self._show(self._prefixer.flush())
         self._raw.close()
+
+    def _take(self, data: bytes, now: float) -> None:
+        self._raw.write(data)
+        if self._run_log.begun_by is not self:
+            self._prefixer.interrupted()
+        self._show(self._prefixer.feed(data, now))
+
+    def _show(self, data: bytes) -> None:
+        self._run_log.write_for(self, data)
 
 
 class JobLog:
@@ -213,7 +267,7 @@ class JobLog:
 
     def say(self, text: str) -> None:
         """A line of our own."""
-        self._run_log.write(self.redactor.hide(text.encode(errors="replace")) + b"\n")
+        self._run_log.write_for(None, self.redactor.hide(text.encode(errors="replace")) + b"\n")
 
     def stream(self, prefix: str, raw: str) -> Stream:
         """For one process; ``raw`` is its file's name in the job's folder."""
@@ -271,6 +325,7 @@ class Follower:
         self._write = write
         self._only = only
         self._open = b""  # of a line that is looked at, what there is
+        self._skip_bytes = 0
         self._fd: int | None = None
 
     def __enter__(self) -> Follower:
@@ -287,6 +342,20 @@ class Follower:
             any_came = True
             self._write(block)
         return any_came
+
+    def position_of_tail(self, num_lines: int) -> int:
+        """How many bytes come before the last so many lines of what there is now; of a log with this one position."""
+        if self._only is None:
+            return 0 if self._found() is None or self._fd is None else tail_start(self._fd, num_lines)
+        num_bytes, lines = 0, deque[bytes](maxlen=num_lines)
+        for block in self._blocks():
+            num_bytes += len(block)
+            lines.extend(block.splitlines(keepends=True))
+        return num_bytes - sum(map(len, lines))
+
+    def skip(self, num_bytes: int) -> None:
+        """Leave out the first so many bytes."""
+        self._skip_bytes = num_bytes
 
     def tail(self, num_lines: int) -> None:
         """Hand on the last so many lines of what there is now."""
@@ -314,6 +383,9 @@ class Follower:
                 block = self._open + block
                 cut = block.rfind(b"\n") + 1
                 block, self._open = b"".join(self._only.findall(block, 0, cut)), block[cut:]
+            if self._skip_bytes:
+                skipped = min(len(block), self._skip_bytes)
+                block, self._skip_bytes = block[skipped:], self._skip_bytes - skipped
             if block:
                 yield block
 

@@ -35,7 +35,7 @@ from atoll.tasks.transitions import (
 
 # From the culprit's end to the job's there are 2 s; what others need to end on SIGTERM must fit in.
 STOP_GRACE_S = 1.5
-CANCEL_GRACE_S = 5.0
+CANCEL_GRACE_S = 4.0  # nothing of a job survives its cancel, or the end of its owner, by 5 s
 # A setup that fails on one node mostly fails on all: so long the others may do so by themselves, to be named as well.
 SETUP_SETTLE_S = 0.5
 # Ends heard of within this time happened at once: the first heard of need not have been the first.

@@ -6,6 +6,7 @@ Everything is copied, buckets too: a node of one's own has no bucket to mount. W
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -17,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.hints import nearest, redact
-from atoll.tasks.tarball import MOUNTS, SELF, Entry, Receiver, expose, manifest, unwritable
+from atoll.core.paths import write_atomic
+from atoll.tasks.nodes import TARGETS, WORKDIR
+from atoll.tasks.tarball import MOUNTS, SELF, Entry, Receiver, manifest, unwritable
 from atoll.tasks.variables import substitute
 from atoll.tasks.workdir import Progress, mirror
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-WORKDIR = "sky_workdir"
 _MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
 _EXTRAS = {"s3": "atoll[s3]", "s3a": "atoll[s3]", "gs": "atoll[gcs]", "gcs": "atoll[gcs]", "az": "adlfs"}
 _EXTRAS |= {"abfs": "adlfs", "http": "fsspec[http]", "https": "fsspec[http]", "hf": "huggingface_hub"}
@@ -115,8 +117,8 @@ def _checked(key: str, source: object) -> str | None:
     return os.fspath(path)
 
 
-def place(target: str, home: Path, tmp: Path) -> tuple[Path, Path | None]:
-    """Where on a node a target lies, and the path that has to become a link to it, if any."""
+def place(target: str, home: Path) -> tuple[Path, Path | None]:
+    """Where a target of a node of this machine lies, and the path that its jobs see it at, where that is another."""
     parts = PurePosixPath(target).parts
     if parts[0] == "~":
         return home.joinpath(*parts[1:]), None
@@ -125,23 +127,20 @@ def place(target: str, home: Path, tmp: Path) -> tuple[Path, Path | None]:
     at = Path(target)
     if at.is_relative_to(home):
         return at, None
-    if at.is_relative_to("/tmp"):
-        return tmp / at.relative_to("/tmp"), None
     return home / MOUNTS / at.relative_to("/"), at
 
 
-def apply_mount(mount: Mount, home: Path, tmp: Path = Path("/tmp"), progress: Progress | None = None) -> list[str]:
+def apply_mount(mount: Mount, home: Path, progress: Progress | None = None) -> list[str]:
     """Put a mount on a node of this machine; lines for the user.
 
     Args:
-        home: the node's HOME.
-        tmp: what the node sees as ``/tmp``.
+        home: the node's HOME. Beside it is noted what its jobs see outside of it.
 
     Raises:
         ConfigError: the source cannot be read; the message names the mount.
         ProvisionError: the node cannot be written to.
     """
-    at, link = place(mount.target, home, tmp)
+    at, seen = place(mount.target, home)
     if mount.source is None:
         lines = [f"{mount.key} has no source: an empty folder that stays on its node"]
         try:
@@ -152,8 +151,15 @@ def apply_mount(mount: Mount, home: Path, tmp: Path = Path("/tmp"), progress: Pr
         lines = _download(mount, mount.source, at, progress)
     else:
         lines = [f"{mount.key}: {line}" for line in mirror(Path(mount.source), at, progress).notes]
-    failed = expose(link, at) if link is not None else None
-    return [*lines, f"{mount.key}: {failed}"] if failed else lines
+    if seen is not None:
+        _note_target(home.parent / TARGETS, str(seen), str(at))
+    return lines
+
+
+def _note_target(path: Path, target: str, source: str) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if target not in known:
+        write_atomic(path, json.dumps({**known, target: source}).encode())
 
 
 def fetch_mount(mount: Mount, cache: Path, progress: Progress | None = None) -> Mount:

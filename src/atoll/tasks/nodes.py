@@ -6,6 +6,7 @@ Standard library only, as everything that a supervisor on a head node needs.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import secrets
 import shutil
@@ -27,6 +28,7 @@ from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, node_name
 from atoll.wire import frames
 
 WORKDIR = "sky_workdir"  # SkyPilot's name for it, below HOME
+TARGETS = "mounts.json"  # beside a node's home: paths at which its jobs see files that lie in the home
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -136,6 +138,7 @@ class LocalNodes:
                 network=None if self._network is None else self._network.path,
                 resolv_conf=None if self._network is None else self._network.resolv_conf,
                 visible=(str(self._folder), *visible),
+                mounts=_mounts_of(home),
             )
             handle = _TaskNode(Local().start(replace(plan, place=place), agent_command(_SOURCE_ROOT)), tag, node, tmp)
         except OSError as error:
@@ -193,6 +196,14 @@ class _TaskNode:
         if os.path.exists(self._tmp):  # the agent removes it last: it was killed
             kill_tree(None, self._tag)
             shutil.rmtree(self._tmp, ignore_errors=True)
+
+
+def _mounts_of(home: Path) -> tuple[tuple[str, str], ...]:
+    try:
+        known = json.loads((home.parent / TARGETS).read_text())
+    except FileNotFoundError:
+        return ()
+    return tuple((known[target], target) for target in sorted(known))  # the outer ones first
 
 
 def _address(node: int) -> str:

@@ -6,8 +6,11 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.tasks.control import Write
@@ -16,6 +19,10 @@ from atoll.tasks.store import JobRow
 
 _EXIT_CODES = frozenset(status.exit_code for status in JobStatus)
 _BLOCK_BYTES = 1 << 20
+_NO_CONNECTION = 255  # ssh's own exit code
+_ANSWER_S = 120.0  # cancelled jobs end within 30, and a network file system may take its time
+_PATIENCE_S = 600.0
+_RETRY_S, _RETRY_MOST_S = 0.5, 5.0
 _KINDS: dict[str, type[Exception]] = {
     each.__name__: each for each in (AtollError, ConfigError, ProvisionError, LookupError)
 }
@@ -27,11 +34,15 @@ class ProgramControl:
     Args:
         command: gives the argument list that runs an operation, such as ``ssh`` with what it is to run there.
         cluster: name of the cluster.
+        note: is told when the connection is lost and there again; standard error by default.
     """
 
-    def __init__(self, command: Callable[[str], Sequence[str]], cluster: str) -> None:
+    def __init__(
+        self, command: Callable[[str], Sequence[str]], cluster: str, note: Callable[[str], object] | None = None
+    ) -> None:
         self._command = command
         self._cluster = cluster
+        self._note = note or _to_stderr
 
     def create(self, cluster: ClusterSpec) -> None:
         """Write the cluster's record there."""
@@ -62,21 +73,37 @@ class ProgramControl:
         tail: int = 0,
         rank: int | None = None,
     ) -> JobStatus:
-        """Write a job's log, until the job has ended."""
-        wish = {"job_id": job_id, "follow": follow, "tail": tail, "rank": rank}
-        with self._start("follow", wish) as process:
+        """Write a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
+        wish = {"job_id": job_id, "follow": follow, "rank": rank}
+        seen_bytes = self._patiently("position_of_tail", job_id=job_id, tail=tail, rank=rank) if tail else 0
+
+        def counted(data: bytes) -> None:
+            nonlocal seen_bytes
+            write(data)
+            seen_bytes += len(data)
+
+        lost = _Lost(self._cluster, self._note)
+        while True:
+            before = seen_bytes
+            code, said = self._stream({**wish, "skip_bytes": seen_bytes}, counted)
+            if seen_bytes > before:
+                lost.is_over()
+            if code in _EXIT_CODES:
+                lost.is_over()
+                return JobRow.from_json(self._patiently("job", job_id=job_id)).status
+            if code != _NO_CONNECTION:
+                self._fail(said, code)
+            lost.wait(said)
+
+    def _stream(self, wish: Mapping[str, Any], write: Write) -> tuple[int, bytes]:
+        """Hand on what one run of ``follow`` writes; its exit code and what it said."""
+        with tempfile.TemporaryFile() as said, self._started("follow", wish, said) as process:
             assert process.stdout is not None
-            try:
-                while block := os.read(process.stdout.fileno(), _BLOCK_BYTES):
-                    write(block)
-            except BaseException:  # Ctrl-C, or nobody reads any more: it ends when it notices
-                process.terminate()
-                raise
-            assert process.stderr is not None
-            said = process.stderr.read()
-        if process.returncode not in _EXIT_CODES:
-            self._fail(said, process.returncode)
-        return self.job(job_id).status
+            while block := os.read(process.stdout.fileno(), _BLOCK_BYTES):
+                write(block)
+            code = process.wait()
+            said.seek(0)
+            return code, said.read()
 
     def cluster(self) -> ClusterSpec:
         """The cluster's record."""
@@ -90,21 +117,53 @@ class ProgramControl:
         """Cancel the jobs, and remove the nodes' files."""
         self._ask("remove_nodes")
 
-    def _start(self, operation: str, wish: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    @contextlib.contextmanager
+    def _started(self, operation: str, wish: Mapping[str, Any], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+        """The program, with what it is asked; it has ended afterwards. What it starts over there notices that."""
         pipe = subprocess.PIPE
-        process = subprocess.Popen([*self._command(operation)], stdin=pipe, stdout=pipe, stderr=pipe)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # where it failed, it says why
-            process.stdin.write(json.dumps({"cluster": self._cluster, **wish}).encode())
-        return process
+        command = [*self._command(operation)]
+        # Ctrl-C is this process's to handle: a program that it ended too would look like a lost connection.
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # where it failed, it says why
+                process.stdin.write(json.dumps({"cluster": self._cluster, **wish}).encode())
+            process.stdin = None
+            yield process
+        finally:
+            process.kill()
+            process.stdout.close()
+            process.wait()
 
     def _ask(self, operation: str, **wish: Any) -> Any:
-        with self._start(operation, wish) as process:
-            assert process.stdout is not None and process.stderr is not None
-            answer, said = process.stdout.read(), process.stderr.read()
-        if process.returncode != 0:
-            self._fail(answer or said, process.returncode)
+        code, answer, said = self._asked(operation, wish)
+        if code != 0:
+            self._fail(answer or said, code)
         return json.loads(answer)["value"]
+
+    def _patiently(self, operation: str, **wish: Any) -> Any:
+        """Ask for something that changes nothing, again where the connection is lost."""
+        lost = _Lost(self._cluster, self._note)
+        while (done := self._asked(operation, wish))[0] == _NO_CONNECTION:
+            lost.wait(done[2])
+        lost.is_over()
+        code, answer, said = done
+        if code != 0:
+            self._fail(answer or said, code)
+        return json.loads(answer)["value"]
+
+    def _asked(self, operation: str, wish: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
+        """Exit code, answer, and what the program said."""
+        with tempfile.TemporaryFile() as said, self._started(operation, wish, said) as process:
+            try:
+                answer, _ = process.communicate(timeout=_ANSWER_S)
+            except subprocess.TimeoutExpired:
+                raise ProvisionError(
+                    f"cluster {self._cluster}: {operation}: its head did not answer within {_ANSWER_S:.0f} s. Is its "
+                    f"disk full, or its home on a server that is gone?"
+                ) from None
+            said.seek(0)
+            return process.returncode, answer, said.read()
 
     def _fail(self, said: bytes, code: int) -> None:
         try:
@@ -112,5 +171,53 @@ class ProgramControl:
             kind, message = _KINDS.get(answer["error"], AtollError), answer["message"]
         except (ValueError, KeyError, TypeError):
             text = said.decode(errors="replace").strip()[-2000:]
+            if code == _NO_CONNECTION:
+                raise ProvisionError(_unreachable(self._cluster, text)) from None
             kind, message = AtollError, f"cluster {self._cluster} can't be asked (exit code {code}): {text}"
         raise kind(message)
+
+
+class _Lost:
+    """Patience with a connection that is lost: says so, waits a little more each time, and gives up in the end."""
+
+    def __init__(self, cluster: str, note: Callable[[str], object]) -> None:
+        self._cluster = cluster
+        self._note = note
+        self._since: float | None = None
+        self._pause_s = _RETRY_S
+
+    def wait(self, said: bytes) -> None:
+        """It could not be made once more.
+
+        Raises:
+            ProvisionError: it has been so for too long.
+        """
+        text = said.decode(errors="replace").strip()
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            why = f" ({text.splitlines()[-1]})" if text else ""
+            self._note(f"the connection to the head of cluster {self._cluster} is lost{why}; trying again")
+        elif now - self._since > _PATIENCE_S:
+            raise ProvisionError(_unreachable(self._cluster, text))
+        time.sleep(self._pause_s)
+        self._pause_s = min(1.5 * self._pause_s, _RETRY_MOST_S)
+
+    def is_over(self) -> None:
+        """It is there again."""
+        if self._since is not None:
+            self._note(f"the head of cluster {self._cluster} answers again")
+        self._since, self._pause_s = None, _RETRY_S
+
+
+def _unreachable(cluster: str, said: str) -> str:
+    why = f": {said.splitlines()[-1]}" if said else ""
+    return (
+        f"the head of cluster {cluster}, which supervises its jobs, can't be reached{why}. They go on there as long as "
+        f"it runs: `atoll logs {cluster}` shows them once it can be reached"
+    )
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -92,7 +92,7 @@ def _to_local_nodes(
         counted = None if progress is None else _counted(progress, node, cluster.num_nodes)
         lines = [] if seen is None else list(mirror(seen, home / WORKDIR, counted).notes)
         for mount in mounts:
-            lines += apply_mount(mount, home, home.parent / "tmp", counted)
+            lines += apply_mount(mount, home, counted)
         for line in lines if node == 0 else ():
             say(line)
 

@@ -61,17 +61,22 @@ def place(cluster: ClusterSpec, accelerators: Sequence[tuple[str, int]]) -> tupl
     return cluster, ()
 
 
-def make_ready(cluster: ClusterSpec, say: Say) -> ClusterSpec:
+def make_ready(cluster: ClusterSpec, say: Say, *, from_here: bool) -> ClusterSpec:
     """Look at the hosts before a job, decide where its supervisor runs, and write the record there.
+
+    Args:
+        from_here: it runs on this machine.
 
     Raises:
         ProvisionError: something would make the ranks fail; one line for each such thing.
     """
     provider, plans = provider_of(cluster), plans_of(cluster)
     targets = provider.targets()[: cluster.num_nodes]
-    check_hosts(targets, plans, say, folder=posixpath.dirname(_workdir(cluster, plans[0])))
+    check_hosts(targets, plans, say, folder=posixpath.dirname(workdir_of(cluster, plans[0])))
     ssh = {**cluster.ssh, "addresses": [plan.addr for plan in plans], "bundle": plans[0].bundles[0].digest}
     cluster = dataclasses.replace(cluster, ssh=ssh)
+    if from_here:
+        return dataclasses.replace(cluster, supervised_from="here")
     inside, why_not = _from_head(targets, plans)
     if why_not is not None:
         say(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
@@ -79,7 +84,7 @@ def make_ready(cluster: ClusterSpec, say: Say) -> ClusterSpec:
     head = plans[0]
     cluster = dataclasses.replace(cluster, supervised_from=head.host)
     say(f"the supervisor runs on {head.host}: this machine may sleep or leave meanwhile")
-    there = {**ssh, "key": None, "jump": None}
+    there = {**ssh, "key": None, "jump": None, "names": [plan.host for plan in plans]}
     record = dataclasses.replace(cluster, hosts=(HERE, *inside), ssh=there, supervised_from="here")
     control(cluster).create(record)
     return cluster
@@ -192,7 +197,7 @@ class _Files:
         self._target = target
         self._plan = plan
         self._connection = connections.hold(target)
-        self._workdir = _workdir(cluster, plan)
+        self._workdir = workdir_of(cluster, plan)
         bundle.put(self._connection, plan, plan.bundles[0])
 
     def close(self) -> None:
@@ -258,7 +263,3 @@ class _Files:
             return posixpath.join(self._workdir, target), None
         inside = any(PurePosixPath(target).is_relative_to(each) for each in (self._plan.home, "/tmp"))
         return (target, None) if inside else (posixpath.join(self._plan.home, MOUNTS, target.lstrip("/")), target)
-
-
-def _workdir(cluster: ClusterSpec, plan: RemotePlan) -> str:
-    return workdir_of(cluster.name, plan, cluster.ssh.get("workdir"))

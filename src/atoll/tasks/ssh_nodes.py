@@ -53,12 +53,14 @@ def plans_of(cluster: ClusterSpec) -> list[RemotePlan]:
     plan = provider_of(cluster).plan(nodes=cluster.num_nodes, accelerator=wanted, workers_per_node=1)
     found = [node for node in plan.nodes if isinstance(node, RemotePlan)]
     addresses = cluster.ssh.get("addresses") or [node.addr for node in found]
-    return [replace(node, addr=addr) for node, addr in zip(found, addresses, strict=False)]
+    names = cluster.ssh.get("names") or [node.host for node in found]  # as the user calls them
+    return [replace(node, addr=addr, host=name) for node, addr, name in zip(found, addresses, names, strict=False)]
 
 
-def workdir_of(cluster: str, plan: RemotePlan, given: str | None) -> str:
-    """Where a task's workdir lies on a host."""
-    return given or posixpath.join(plan.folder, "clusters", cluster, "sky_workdir")
+def workdir_of(cluster: ClusterSpec, plan: RemotePlan) -> str:
+    """Where a task's workdir lies on a host: as config.toml says, or in the host's state folder."""
+    within = cluster.ssh.get("files_in") or posixpath.join("clusters", cluster.name)
+    return str(cluster.ssh.get("workdir") or posixpath.join(plan.folder, within, "sky_workdir"))
 
 
 class SSHNodes:
@@ -113,7 +115,7 @@ class SSHNodes:
             handle.stop()
             raise ProvisionError(f"{node_name(node)} could not be started: {reason}", node=node) from error
         env = {**plan.base_env, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
-        workdir = workdir_of(self._cluster.name, plan, self._cluster.ssh.get("workdir"))
+        workdir = workdir_of(self._cluster, plan)
         return StartedNode(handle, plan.addr, plan.home, workdir, tmp, env)
 
     def close(self) -> None:

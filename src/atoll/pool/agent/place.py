@@ -15,10 +15,11 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from atoll.pool.agent.mounts import Overmounts
+
 VARIABLE = "ATOLL_PLACE"  # how an agent is told of it: its command line shows in everybody's `pkill -f`
 _TITLE = b"atoll-agent"
 _TMP = "/tmp"
-_MS_BIND, _MS_REC = 4096, 16384
 _MNT_DETACH = 2
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -26,6 +27,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NARROWED = """#!/bin/sh
 pids=$(grep -lFxze '{tag}' /proc/[0-9]*/environ 2>/dev/null | tr -dc '0-9\\n' | paste -sd, -)
 exec '{program}' -s "$(ps -o sess= -p "$pids" | sort -u | tr -d ' ' | paste -sd, -)" "$@"
+"""
+# For root on a machine without sudo: setups written for cloud machines use it before every command.
+_SUDO = """#!/bin/sh
+while :; do
+    case "$1" in
+        --) shift; break ;;
+        -u*|-g*|--user*|--group*)
+            echo "sudo: $1: this machine has no sudo, and what stands in for it runs commands as root only" >&2
+            exit 1 ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+[ $# -eq 0 ] || exec env "$@"
 """
 
 
@@ -40,7 +55,7 @@ class Place:
     def __init__(self, wish: Mapping[str, Any]) -> None:
         self._wish = wish
         self._tmp: str = wish["tmp"]
-        self._mounts: list[str] = []
+        self._mounts = Overmounts(os.path.join(_TMP, f".{os.path.basename(self._tmp)}-root"))
         # Opened while these names still mean the machine's folders. Through them no later mount is ever reached.
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._above = os.open(os.path.dirname(self._tmp), flags)
@@ -55,6 +70,9 @@ class Place:
             _try(notes, "its /etc/resolv.conf", self._mount_resolv_conf)
         wanted = _TMP not in wish["visible"]  # else it is to be the machine's
         self._has_tmp = own["mnt"] and wanted and _try(notes, "its /tmp", self._mount_tmp)
+        notes += (
+            self._show_mounts() if own["mnt"] else [_elsewhere(each, "no mounts of its own") for _, each in self._shown]
+        )
         self.report = {
             "pid_namespace": own["pid"],
             "hostname": named,
@@ -68,26 +86,33 @@ class Place:
         """The node's folder for temporary files, as its processes see it."""
         return _TMP if self._has_tmp else self._tmp
 
-    def programs(self, tag: str) -> str | None:
-        """Folder of programs that go before those on ``PATH``, or None.
+    def programs(self, tag: str, path: str) -> str | None:
+        """Folder of programs that go before those on ``path``, or None.
 
-        Where processes are the machine's, ``pkill`` and ``pgrep`` that find only those with the tag.
+        Where processes are the machine's, ``pkill`` and ``pgrep`` that find only those with the tag. For root where
+        there is no ``sudo``, one that just runs the command.
         """
-        if self.report["pid_namespace"]:
+        texts = {}
+        if not self.report["pid_namespace"]:
+            found = {name: shutil.which(name) for name in ("pkill", "pgrep")}
+            texts = {name: _NARROWED.format(tag=tag, program=each) for name, each in found.items() if each}
+        if os.geteuid() == 0 and shutil.which("sudo", path=path) is None:
+            texts["sudo"] = _SUDO
+        if not texts:
             return None
         folder = os.path.join(self.tmp, "atoll-bin")
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        for name in ("pkill", "pgrep"):
-            path = os.path.join(folder, name)
-            if not os.path.exists(path) and (program := shutil.which(name)):
-                with open(path, "w", encoding="utf-8") as file:
-                    file.write(_NARROWED.format(tag=tag, program=program))
-                os.chmod(path, 0o700)
+        for name, text in texts.items():
+            program = os.path.join(folder, name)
+            if not os.path.exists(program):
+                with open(program, "w", encoding="utf-8") as file:
+                    file.write(text)
+                os.chmod(program, 0o700)
         return folder
 
     def remove(self) -> None:
         """Remove the temporary files. What was mounted on folders among them stays whole."""
-        for path in reversed(self._mounts):
+        for path in reversed(self._mounts.made):
             _libc.umount2(os.fsencode(path), _MNT_DETACH)
         shutil.rmtree(os.path.basename(self._tmp), ignore_errors=True, dir_fd=self._above)
 
@@ -107,12 +132,27 @@ class Place:
     def _mount_resolv_conf(self) -> None:
         self._mount_text("resolv.conf", "/etc/resolv.conf", self._wish["resolv_conf"].splitlines())
 
+    @property
+    def _shown(self) -> list[tuple[str, str]]:
+        return [(source, target) for source, target in self._wish["mounts"]]
+
+    def _show_mounts(self) -> list[str]:
+        """Put a task's files where it wants them; returns a line for each that can't be there."""
+        notes = []
+        for source, target in self._shown:
+            try:
+                self._mounts.show(source, target)
+            except OSError as error:
+                notes.append(_elsewhere(target, error.strerror or str(error)))
+        self._mounts.seal()
+        return notes
+
     def _mount_text(self, name: str, target: str, lines: list[str]) -> None:
         path = os.path.join(self._tmp, name)
         with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write("\n".join([*lines, ""]))
         os.chmod(path, 0o644)
-        self._bind(path, target)
+        self._mounts.bind(path, target)
 
     def _mount_tmp(self) -> None:
         """See a folder in ours as ``/tmp``, and in it again the entries of ``/tmp`` that must stay visible."""
@@ -130,9 +170,9 @@ class Place:
                     os.mkdir(path)
                 else:
                     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            self._bind(own, _TMP)
+            self._mounts.bind(own, _TMP)
             for name, fd in kept.items():
-                self._bind(f"/proc/self/fd/{fd}", os.path.join(_TMP, name))
+                self._mounts.bind(f"/proc/self/fd/{fd}", os.path.join(_TMP, name))
 
     def _kept_entries(self) -> set[str]:
         """Names in ``/tmp`` that hold what must be visible, also through links."""
@@ -143,13 +183,6 @@ class Place:
                 if spelling.startswith(_TMP + "/") and os.path.lexists(os.path.join(_TMP, first)):
                     names.add(first)
         return names
-
-    def _bind(self, source: str, target: str) -> None:
-        flags = ctypes.c_ulong(_MS_BIND | _MS_REC)
-        if _libc.mount(os.fsencode(source), os.fsencode(target), None, flags, None) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), target)
-        self._mounts.append(target)
 
 
 def take_place() -> Place | None:
@@ -172,6 +205,10 @@ def _try(notes: list[str], what: str, apply: Callable[[], None]) -> bool:
         notes.append(f"{what} is shared with the machine: {error}")
         return False
     return True
+
+
+def _elsewhere(target: str, why: str) -> str:
+    return f"file_mounts.{target}: it can't be shown there ({why}): it is at ~/.atoll-mounts{target}"
 
 
 def _hide_command_line() -> None:

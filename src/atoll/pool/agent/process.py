@@ -64,8 +64,9 @@ class Process:
             if self._env.get("TMPDIR") == tmp:
                 self._env["TMPDIR"] = place.tmp
             tmp = place.tmp
-            if (programs := place.programs(f"ATOLL_POOL_TAG={node_tag}")) is not None:
-                self._env["PATH"] = f"{programs}:{self._env.get('PATH', os.defpath)}"
+            path = self._env.get("PATH", os.defpath)
+            if (programs := place.programs(f"ATOLL_POOL_TAG={node_tag}", path)) is not None:
+                self._env["PATH"] = f"{programs}:{path}"
         argv = list(spec["argv"])
         if script := spec.get("script"):
             argv.append(self._write_script(tmp, script))

@@ -1,0 +1,118 @@
+"""Files that a node sees at paths where the machine has something else, or nothing. For a mount namespace of one's own.
+
+Nothing is made on the machine for it: a folder that lacks a name is covered by one in memory that has it, and in which
+what the folder holds is seen again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC = 1, 32, 4096, 16384
+_MNT_DETACH = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Overmounts:
+    """Makes the mounts, and knows them.
+
+    Args:
+        scratch: a path that may be made for a moment.
+    """
+
+    def __init__(self, scratch: str) -> None:
+        self._scratch = scratch
+        self._covers: dict[int, str] = {}  # by device
+        self.made: list[str] = []
+
+    def bind(self, source: str, target: str) -> None:
+        """See ``source`` at ``target``, which exists and is of its kind.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        _mount(source, target, None, _MS_BIND | _MS_REC)
+        self.made.append(target)
+
+    def show(self, source: str, target: str) -> None:
+        """See ``source`` at ``target``, whether that exists or not.
+
+        Raises:
+            OSError: the kernel refuses, or a file and a folder meet.
+        """
+        target = os.path.realpath(target)
+        if not os.path.lexists(target):
+            above = os.path.dirname(target)
+            while not os.path.lexists(above):
+                above = os.path.dirname(above)
+            if above != "/tmp" and os.stat(above).st_dev not in self._covers:
+                self._cover(above)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            _make_like(os.stat(source).st_mode, target)
+        self.bind(source, target)
+
+    def seal(self) -> None:
+        """What a job would write into a cover itself would be lost: it is refused from now on."""
+        for cover in self._covers.values():
+            _mount(None, cover, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+
+    def _cover(self, folder: str) -> None:
+        with contextlib.ExitStack() as opened:
+            held = {}
+            for name in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError):  # it went away just now
+                    held[name] = os.open(os.path.join(folder, name), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    opened.callback(os.close, held[name])
+            cover = folder
+            if folder == "/":
+                cover = self._scratch
+                os.mkdir(cover)
+            _mount("atoll", cover, "tmpfs", 0, f"mode={stat.S_IMODE(os.stat(folder).st_mode):o}")
+            for name, fd in held.items():
+                _repeat(fd, os.path.join(cover, name))
+        if folder == "/":
+            _become_root(cover)
+            _libc.umount2(os.fsencode(cover), _MNT_DETACH)  # it is seen in itself
+            os.rmdir(cover)
+        else:
+            self.made.append(folder)
+        self._covers[os.stat(folder).st_dev] = folder
+
+
+def _repeat(fd: int, path: str) -> None:
+    """Have what is open seen at ``path`` too."""
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISLNK(mode):
+        os.symlink(os.readlink("", dir_fd=fd), path)
+        return
+    _make_like(mode, path)
+    _mount(f"/proc/self/fd/{fd}", path, None, _MS_BIND | _MS_REC)
+
+
+def _make_like(mode: int, path: str) -> None:
+    if stat.S_ISDIR(mode):
+        os.mkdir(path)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def _become_root(folder: str) -> None:
+    os.chdir(folder)
+    if _libc.pivot_root(b".", b".") != 0:  # the old root lies on the new one then
+        raise _error("/")
+    _libc.umount2(b".", _MNT_DETACH)
+    os.chdir("/")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+    if _libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]) != 0:
+        raise _error(target)
+
+
+def _error(target: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), target)
