@@ -41,13 +41,20 @@ def _training() -> list[str]:
 
 
 def _sections() -> list[str]:
-    groups: dict[str, list[str]] = {"Calls and data": [], "Pools, images and providers": [], "Errors": []}
+    groups: dict[str, list[str]] = {
+        "Calls and data": [],
+        "Pools, images and providers": [],
+        "Tasks and clusters": [],
+        "Errors": [],
+    }
     for name in sorted((n for n in atoll.__all__ if not n.startswith("__")), key=str.lower):
         value = getattr(atoll, name)
         if inspect.isclass(value) and issubclass(value, BaseException):
             groups["Errors"].append(name)
         elif _home(name).startswith("atoll.functions"):
             groups["Calls and data"].append(name)
+        elif _home(name).startswith("atoll.tasks"):
+            groups["Tasks and clusters"].append(name)
         else:
             groups["Pools, images and providers"].append(name)
     lines: list[str] = []

@@ -11,18 +11,32 @@ import subprocess
 import sys
 import time
 import tomllib
+import typing
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import grimp
 import pytest
+import typer
 
 import atoll
 import leaks
+from atoll.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 HEAVY = {"torch", "numpy", "pydantic", "typer", "rich"}
+# What runs on a host that has nothing but a Python: agent, link, preflight, images, a cluster's supervisor.
+ON_BARE_HOSTS = (
+    *("atoll.tasks.spec", "atoll.tasks.transitions", "atoll.tasks.machine", "atoll.tasks.causes", "atoll.tasks.store"),
+    *("atoll.tasks.logs", "atoll.tasks.loop", "atoll.tasks.channel", "atoll.tasks.runner", "atoll.tasks.schedule"),
+    *("atoll.tasks.ports", "atoll.tasks.record", "atoll.tasks.dispatcher", "atoll.tasks.supervisor"),
+    *("atoll.tasks.control", "atoll.tasks.remote_control", "atoll.tasks.environment", "atoll.tasks.nodes"),
+    *("atoll.tasks.ssh_nodes", "atoll.tasks.tarball"),
+    *("atoll.wire.frames", "atoll.wire.records", "atoll.wire.relay", "atoll.wire.linked"),
+    *("atoll.pool.agent", "atoll.pool.preflight", "atoll.pool.host_image"),
+    *("atoll.providers.remote", "atoll.providers.network", "atoll.providers.ssh"),
+)
 
 
 def python(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -90,19 +104,47 @@ def test_an_upward_import_is_caught(tmp_path):
     assert "atoll.core is not allowed to import atoll.functions" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["atoll.pool.agent", "atoll.wire.frames"])
-def test_agent_and_frames_need_only_the_standard_library(module):
+def test_bare_hosts_need_only_the_standard_library():
+    """By the import graph, late imports included: nothing of another package is reached, by whatever way."""
     graph = grimp.build_graph("atoll", include_external_packages=True, cache_dir=None)
-    own = {module} | graph.find_descendants(module)
+    own = {found for name in ON_BARE_HOSTS for found in (name, *graph.find_descendants(name))}
     reached = own.union(*(graph.find_upstream_modules(name) for name in own))
     strangers = {
-        name
-        for name in reached - own
-        if name.split(".")[0] not in sys.stdlib_module_names
-        and name != "atoll"
-        and not name.startswith(("atoll.core", "atoll.wire", "atoll.pool"))
+        name: [module for module in own if graph.find_shortest_chain(module, name)]
+        for name in reached
+        if name.split(".")[0] not in sys.stdlib_module_names and name.split(".")[0] != "atoll"
     }
     assert not strangers
+    # The agent and the frames come with less than a supervisor: no provider, nothing of tasks.
+    for module in ("atoll.pool.agent", "atoll.wire.frames"):
+        part = {module} | graph.find_descendants(module)
+        beyond = part.union(*(graph.find_upstream_modules(name) for name in part)) - part
+        own_code = {name for name in beyond if name.startswith("atoll.")}
+        assert all(name.startswith(("atoll.core", "atoll.wire", "atoll.pool")) for name in own_code), own_code
+
+
+def test_bare_hosts_import_it_from_a_zip(tmp_path):
+    """As they do it: an interpreter without site packages, and one archive."""
+    archive = shutil.make_archive(str(tmp_path / "atoll"), "zip", SOURCE, "atoll")
+    modules = [
+        str(path.relative_to(SOURCE).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+        for name in ON_BARE_HOSTS
+        for path in sorted((SOURCE / name.replace(".", "/")).rglob("*.py"))
+        or [(SOURCE / name.replace(".", "/")).with_suffix(".py")]
+    ]
+    assert len(modules) > len(ON_BARE_HOSTS)
+    code = f"""
+import importlib, sys
+sys.path.insert(0, {archive!r})
+for name in {modules!r}:
+    assert importlib.import_module(name).__file__.startswith({archive!r}), name
+print(*sorted({{name.split(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names) - {{"__main__"}}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["atoll"]
 
 
 # --------------------------------------------------------------------------------------------------- packaging
@@ -151,7 +193,8 @@ def test_docs_build_without_warnings_and_name_everything_public(tmp_path):
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "WARNING" not in output
-    for page in ("guide", "training", "recipes", "accelerators", "examples", "troubleshooting", "api-reference"):
+    pages = ("guide", "training", "recipes", "tasks", "ssh", "accelerators", "examples", "troubleshooting")
+    for page in (*pages, "api-reference", "benchmarks"):
         assert (tmp_path / page / "index.html").is_file()
     text = (tmp_path / "api-reference" / "index.html").read_text()
     missing = [name for name in atoll.__all__ if not name.startswith("__") and f"sky.{name}" not in text]
@@ -163,10 +206,29 @@ def test_docs_build_without_warnings_and_name_everything_public(tmp_path):
     assert not failures, f"docs/troubleshooting.md does not say what to do about {failures}"
 
 
+def commands(group: typing.Any, before: str = "atoll") -> list[str]:
+    """``atoll launch``, ``atoll pools ls``, …: every command that is not hidden."""
+    found = []
+    for name, command in group.commands.items():
+        if not command.hidden:
+            whole = f"{before} {name}"
+            found += commands(command, whole) if hasattr(command, "commands") else [whole]
+    return found
+
+
+def test_every_command_is_documented():
+    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    known = commands(typer.main.get_command(app))
+    assert len(known) > 20
+    missing = [command for command in known if not re.search(rf"\b{command}\b", text)]
+    assert not missing
+
+
 def complete_snippets() -> list[tuple[str, str]]:
     """Those that a reader can paste into a file and run: they import what they use."""
     found = []
-    for page in ("README.md", "docs/index.md", "docs/guide.md", "docs/training.md", "docs/examples.md"):
+    pages = ("index", "guide", "tasks", "training", "examples")
+    for page in ("README.md", *(f"docs/{name}.md" for name in pages)):
         blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
         complete = [block for block in blocks if re.search(r"^import atoll(\.train| as sky)$", block, re.M)]
         found += [(f"{page}-{number}", block) for number, block in enumerate(complete)]
