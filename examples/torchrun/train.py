@@ -1,8 +1,8 @@
 """Trains a small GPT on Jane Austen's novels with DistributedDataParallel, under torchrun or anything that speaks like it.
 
-Stopped at any moment and started again it goes on from its last checkpoint and ends at the very same weights: the
-learning rate and the order of the data are functions of the step, and the batch is cut out of the same global batch
-whatever the number of ranks.
+Stopped at any moment and started again it goes on from its last checkpoint and ends at the same weights: the learning
+rate and the order of the data are functions of the step, and the batch is cut out of the same global batch whatever
+the number of ranks.
 """
 
 import argparse

@@ -62,6 +62,7 @@ _WHERE = {
     "down": "atoll.tasks.api",
     "autostop": "atoll.tasks.api",
     "tail_logs": "atoll.tasks.api",
+    "UnknownCluster": "atoll.tasks.clusters",
     "JobStatus": "atoll.tasks.spec",
     "ClusterStatus": "atoll.tasks.spec",
     "InstanceInfo": "atoll.functions.info",
@@ -89,7 +90,7 @@ def __getattr__(name: str) -> Any:
 def _hint(name: str) -> str:
     """What was probably meant."""
     if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot", "Slurm"):
-        return f": this version runs on sky.Local() only, {name} comes with a later one"
+        return f": this version has sky.Local() and sky.SSH(hosts), {name} comes with a later one"
     import difflib
 
     near = difflib.get_close_matches(name, __all__, 1)

@@ -69,6 +69,11 @@ def test_one_login_serves_many_commands_and_ends_when_closed(bed: Testbed, conne
         time.sleep(0.02)
 
 
+def test_what_takes_long_to_send_arrives_whole(bed: Testbed, connect: Connect) -> None:
+    bed.hosts[0].slow(20)
+    assert connect("h1").run("wc -c", bytes(2 << 20), limit_s=60).stdout.split() == [b"2097152"]
+
+
 def test_the_last_user_of_a_login_ends_it(connect: Connect) -> None:
     one, two = connect(), connect()
     assert one.run("hostname").stdout == two.run("hostname").stdout == b"h1\n"

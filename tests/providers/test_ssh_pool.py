@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,8 +149,6 @@ def test_modules_of_this_machine_travel_by_value_or_as_included(
 
 
 def test_what_can_not_be_had_is_refused_with_what_to_do(bed: Testbed) -> None:
-    with pytest.raises(ConfigError, match=r"packages are not installed on ssh hosts .* SSH\(python="):
-        sky.ComputePool(sky.SSH("h1"), pip=["torch"]).up()
     with pytest.raises(ConfigError, match="accelerator=A100:1 can't be had on h1: it has no GPU"):
         sky.ComputePool(sky.SSH("h1"), accelerator="A100").up()
     with pytest.raises(ProvisionError, match="2 of 2 hosts failed:\n  h1:23: refuses"):
@@ -160,7 +159,7 @@ def test_another_minor_version_of_python_is_refused(bed: Testbed) -> None:
     other = "/root/.pyenv/versions/3.12.1/bin/python3"
     if not os.path.exists(other) or sys.version_info[:2] == (3, 12):
         pytest.skip(f"needs {other}, and another Python here")
-    with pytest.raises(ProvisionError, match=r"h1 has Python 3\.12, this process 3\.\d+: .* with SSH\(python=...\)"):
+    with pytest.raises(ProvisionError, match=r"h1 has Python 3\.12, this process 3\.\d+: .*SSH\(python=.*Image"):
         sky.ComputePool(sky.SSH("h1", python=other)).up()
 
 
@@ -263,3 +262,65 @@ def test_ctrl_c_while_nodes_start_ends_everything(bed: Testbed) -> None:
         sky.ComputePool(sky.SSH(BOTH)).up()
     timer.join()
     assert time.monotonic() - started < 6
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "functions"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("environment_variables.py", "WORLD_SIZE"),
+        ("shard.py", "the whole is 500500"),
+        pytest.param("shard_with_shuffle.py", "", marks=pytest.mark.long),
+        pytest.param("set_epoch.py", "", marks=pytest.mark.long),
+        pytest.param("distributed_sampler.py", "rank 1: ", marks=pytest.mark.long),
+        pytest.param("process_group_guard.py", "", marks=pytest.mark.long),
+    ],
+)
+def test_a_script_of_the_guide_runs_with_only_the_provider_changed(
+    name: str, said: str, bed: Testbed, tmp_path: Path
+) -> None:
+    for needed in (name, "stand_ins.py"):
+        shutil.copy(EXAMPLES / needed, tmp_path)
+    where = (EXAMPLES / "where.py").read_text()
+    provider = f"provider = sky.SSH(hosts={BOTH!r}, python={sys.executable!r})"
+    changed = where.replace("provider = sky.Local()", provider).replace("str = _arguments.accelerator", "object = None")
+    assert changed.count(provider) == changed.count("object = None") == 1  # hosts have no GPUs, and simulate none
+    (tmp_path / "where.py").write_text(changed)
+    done = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "preflight: 2 hosts are well" in done.stderr
+    assert said in done.stdout
+
+
+def test_gather_streams_and_calls_that_are_tried_again(bed: Testbed) -> None:
+    @sky.compute
+    def count(num: int) -> Iterator[int]:
+        yield from range(num)
+
+    @sky.compute
+    def die_once(mark: str) -> str:
+        if sky.instance_info().rank == 1 and not os.path.exists(mark):
+            Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "survived"
+
+    with sky.ComputePool(sky.SSH(BOTH), retries=1) as pool:
+        assert sorted(sky.gather(whereabouts(1), whereabouts(2)) >> pool)[0][1:3] == (0, 1)
+        assert list(count(100) >> pool) == list(range(100))
+        assert die_once("/home/sky/died") @ pool == ["survived"] * 2
+
+
+def test_a_pool_says_what_is_wrong_with_its_hosts_before_anything_starts(
+    bed: Testbed, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with sky.ComputePool(sky.SSH(BOTH), logs="quiet") as pool:
+        assert pool.run(len, "ab") == [2, 2]
+    assert capfd.readouterr().err == ""
+    with sky.ComputePool(sky.SSH("h1")) as pool:
+        assert pool.run(len, "ab") == [2]
+    assert "preflight: " in capfd.readouterr().err
+    with sky.ComputePool(sky.SSH("h1")) as pool:
+        assert pool.run(len, "ab") == [2]
+    assert "preflight: " not in capfd.readouterr().err  # it was well just now

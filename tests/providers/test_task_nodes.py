@@ -139,7 +139,7 @@ def test_no_node_sees_processes_of_another(nodes: list[TaskNode]) -> None:
 def test_root_needs_no_sudo_where_the_machine_has_none(mode: str, tmp_path: Path) -> None:
     for name in ("bash", "sh", "env", "id"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
-    with contextlib.closing(TaskNode()) as node:
+    with contextlib.closing(TaskNode(visible=(str(tmp_path),))) as node:
         said = node.run("sudo -n -E -- env A=1 bash -c 'echo $A'; sudo A=2 bash -c 'echo $A $0 \"$@\"' x 'y  z'; "
                         "sudo -u nobody id; echo $?; sudo; sudo absent; echo $?; sudo -n bash -c 'exit 7'; echo $?",
                         env={"PATH": str(tmp_path)})  # fmt: skip
@@ -155,9 +155,10 @@ def test_root_needs_no_sudo_where_the_machine_has_none(mode: str, tmp_path: Path
             ]
         else:
             assert said.count("sudo: command not found") == 6
-        (tmp_path / "sudo").write_text("#!/bin/sh\necho the real one")
-        (tmp_path / "sudo").chmod(0o755)
-        assert node.run("sudo -n true", 1, env={"PATH": str(tmp_path)}) == "the real one\n"
+    (tmp_path / "sudo").write_text("#!/bin/sh\necho the real one")
+    (tmp_path / "sudo").chmod(0o755)
+    with contextlib.closing(TaskNode(visible=(str(tmp_path),))) as node:
+        assert node.run("sudo -n true", env={"PATH": str(tmp_path)}) == "the real one\n"
 
 
 # ---------------------------------------------------------------------------------------------------- where refused

@@ -224,7 +224,7 @@ def test_everything_through_the_program(home: Path) -> None:
         program_control("../x").cluster()
     broken = ProgramControl(lambda operation: ["sh", "-c", "echo no route >&2; exit 255"], "train")
     for ask in (broken.cluster, lambda: broken.follow(1, got.append)):
-        with pytest.raises(AtollError, match=r"exit code 255.*no route"):
+        with pytest.raises(AtollError, match=r"the head of cluster train.* can't be reached: no route"):
             ask()
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from testbed.hosts import Host, Testbed
 
 pytestmark = pytest.mark.serial
 ATOLL = str(Path(sys.executable).parent / "atoll")
+Run = Callable[..., "Running"]
 SUPERVISED = ("here", "on the head")
 
 
@@ -86,6 +87,22 @@ def nothing_runs_on(*hosts: Host) -> None:
         assert host.run("find /tmp -mindepth 1 -maxdepth 1 -name 'atoll-*'").split() in ([], ["/tmp/atoll-2000"])
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Starts commands, and ends those that go on after the test."""
+    begun: list[Running] = []
+
+    def begin(*words: str) -> Running:
+        begun.append(Running(tmp_path / f"said-{len(begun)}", *words))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+
+
 @pytest.fixture(params=SUPERVISED)
 def lab(request: pytest.FixtureRequest, make_bed: MakeBed) -> Iterator[Testbed]:
     """Three hosts; afterwards nothing of ours runs on any that is alive."""
@@ -96,7 +113,7 @@ def lab(request: pytest.FixtureRequest, make_bed: MakeBed) -> Iterator[Testbed]:
     nothing_runs_on(*(host for host in bed.hosts if host.pids()))
 
 
-def test_hosts_that_lose_power_or_freeze_are_named_in_time(lab: Testbed, tmp_path: Path) -> None:
+def test_hosts_that_lose_power_or_freeze_are_named_in_time(lab: Testbed, run: Run) -> None:
     head, dying, freezing = lab.hosts
     declare("power", ["h1", "h2"], grace_s=2)
     declare("ice", ["h1", "h3"], grace_s=2)
@@ -104,7 +121,7 @@ def test_hosts_that_lose_power_or_freeze_are_named_in_time(lab: Testbed, tmp_pat
     jobs = []
     for name in ("power", "ice"):
         words = ["launch", "-c", name, "--infra", f"ssh/{name}", "--num-nodes", "2", job]
-        jobs.append(Running(tmp_path / f"{name}.log", *words))
+        jobs.append(run(*words))
     for each in jobs:
         each.says(r"\(worker1, rank=1, .*it runs")
         each.says(r"\(head, rank=0, .*it runs")
@@ -125,3 +142,184 @@ def test_hosts_that_lose_power_or_freeze_are_named_in_time(lab: Testbed, tmp_pat
     nothing_runs_on(head)
     freezing.thaw()
     nothing_runs_on(freezing)
+
+
+def test_a_cut_shorter_than_the_grace_kills_nothing_and_no_line_is_lost(lab: Testbed, run: Run) -> None:
+    declare("lab", ["h1", "h2"], grace_s=60)
+    job = "for i in $(seq 150); do echo line $i; sleep 0.1; done"
+    launched = run("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", job)
+    launched.says("rank=1.* line 5\n")
+    followed = run("logs", "c", "--tail", "2")
+    only = run("logs", "c", "--rank", "1")
+    followed.says(r"line \d+\n")
+    for host in lab.hosts[:2]:
+        host.cut()
+    time.sleep(8)
+    for host in lab.hosts[:2]:
+        host.heal()
+    said = launched.ends(0)
+    for rank in (0, 1):
+        lines = [int(each) for each in re.findall(rf"rank={rank}, .* line (\d+)\n", said)]
+        assert lines == [*range(1, 151)], said
+    assert "h2 (node 1) has not been heard for" in said
+    assert "h2 (node 1) answers again" in said
+    for watcher, which in ((followed, ("rank=0", "rank=1")), (only, ("rank=1",))):
+        watched = watcher.ends(0)
+        for rank in which:
+            lines = [int(each) for each in re.findall(rf"{rank}, .* line (\d+)\n", watched)]
+            assert lines == [*range(lines[0], 151)], watched
+    assert "rank=0" not in only.said
+
+
+def test_a_node_that_is_back_is_taken_up_again_at_the_same_task_id(lab: Testbed, run: Run) -> None:
+    declare("lab", ["h1", "h2"], grace_s=1)
+    tried = "~/tried-$SKYPILOT_NODE_RANK"
+    job = f"echo id $SKYPILOT_TASK_ID; test -e {tried} && exit 0; touch {tried}; sleep 1000"
+    launched = run("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", job)
+    launched.says("rank=1.* id ")
+    launched.says("rank=0.* id ")
+    lab.hosts[1].cut()
+    launched.says("worker1 was lost")
+    lab.hosts[1].heal()
+    said = launched.ends(0)
+    assert len(re.findall(" id ", said)) == 4
+    assert len(set(re.findall(r" id (\S+)", said))) == 1
+    assert json.loads(atoll("queue", "c", "-o", "json"))[0]["restarts"] >= 1
+
+
+def test_what_is_wrong_with_hosts_is_one_line_each_with_the_fix(make_bed: MakeBed, run: Run) -> None:
+    """One host has each fault; all are tried at once, with a good host as the head."""
+    bed = make_bed(8, shared_home=False)
+    names = ("good", "refusing", "hanging", "old", "fixed", "full", "changed", "unknown")
+    good, refusing, hanging, old, fixed, full, *_ = bed.hosts
+    refusing.run("kill $(pgrep -o sshd)")
+    hanging.run("echo sleep 1000 > /home/sky/.bashrc")
+    old.run("printf '#!/bin/sh\\necho Python 3.8.10\\n' > /usr/local/bin/old-python; chmod +x /usr/local/bin/old-python")
+    fixed.run("mount -o remount,ro /home")
+    full.run("mount -t tmpfs -o size=64k,mode=1777 none /tmp; mount -t tmpfs -o size=64k,mode=777 none /home/sky")
+    known = bed.home / ".ssh" / "known_hosts"
+    keys = {line.split()[0]: line for line in known.read_text().splitlines()}
+    keys[bed.hosts[6].addr] = keys[good.addr].replace(good.addr, bed.hosts[6].addr)
+    del keys[bed.hosts[7].addr]
+    known.write_text("\n".join(keys.values()) + "\n")
+    (bed.folder / "work").mkdir()
+    (bed.folder / "work" / "data").write_bytes(b"x" * 100_000)
+    rsync = fixed.run("which rsync || true").strip()
+    if rsync:  # nobody needs it there
+        fixed.run(f"mount --bind /dev/null {rsync}")
+    for name, host in zip(names, bed.hosts, strict=True):
+        declare(name, ["h1", host.name])
+    old_python = "/usr/local/bin/old-python"
+    declare("ancient", [old.name], python=old_python)
+    declare("stranger", ["h1", "stranger@h1"])
+    declare("behind", ["h1"], jump="h2")
+    expected = {
+        "refusing": r"h2: refuses connections: does sshd run there, and on this port\?",
+        "hanging": r"h3: hangs at login: no answer within \d+ s. Try `ssh h3`",
+        "ancient": rf"h4: has Python 3.8.10 as {old_python}, and Atoll needs 3.11 or newer there: install one",
+        "full": r"h6: could not write \S+ there: .*No space left on device. Free some space there",
+        "changed": r"h7: its host key has CHANGED.*SHA256:\S+\. .*`ssh-keygen -R '10.77.0.17'`, then `ssh h7` once",
+        "unknown": r"h8: its host key is not known: its fingerprint is SHA256:\S+ .*accept it: `ssh h8` once",
+        "stranger": r"stranger@h1: does not let stranger in with the keys .*`ssh-copy-id stranger@h1`",
+        "behind": r"h1: its jump host can't be used: h2: refuses connections",
+    }
+    words = ("--workdir", str(bed.folder / "work"), "cat data | wc -c")
+    tried = {
+        name: run("launch", "-c", name, "--infra", f"ssh/{name}", "--num-nodes", num, *words)
+        for name, num in [*((name, "1" if name in ("ancient", "behind") else "2") for name in expected), ("fixed", "2")]
+    }
+    for name, pattern in expected.items():
+        said = tried[name].ends(100)
+        assert re.search(f"atoll: {pattern}", said), f"{name}: {said}"
+        assert "Traceback" not in said
+        assert said.count("\n") <= 4, said
+    said = tried["fixed"].ends(0)  # its home can't be written to: the files go elsewhere, and it is told
+    assert len(re.findall("rank=[01], .*100000\n", said)) == 2, said
+    assert "h5: ~/sky_workdir is something else, or can't be made: see /tmp/atoll-2000/clusters/fixed" in said
+    assert json.loads(atoll("status", "-o", "json"))[0]["name"] == "fixed"
+    checked = atoll("check", "ssh/refusing", "ssh/ancient", code=100)
+    assert "✓ ssh/refusing: h1: Python 3." in checked
+    assert "✗ ssh/refusing: h2: refuses connections" in checked
+    assert "✗ ssh/ancient: h4: has Python 3.8.10" in checked
+    assert "h1: no GPU" in atoll("gpus", "--infra", "ssh/good")
+    bed.hosts[2].run("pkill -x sleep -u sky")
+    atoll("down", "-y", "fixed")
+    nothing_runs_on(*bed.hosts)
+
+
+def test_a_port_that_is_blocked_is_named_with_both_addresses(bed: Testbed) -> None:
+    declare("lab", ["h1", "h2"])
+    wall = "add table inet f; add chain inet f i { type filter hook input priority 0; }; add rule inet f i"
+    bed.hosts[0].run(f"nft '{wall} ip saddr 10.77.0.12 tcp dport 1024-65535 ct state new reject'")
+    said = atoll("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "true", code=100)
+    assert re.search(r"h2: can't reach h1 at 10\.77\.0\.11:\d+ from 10\.77\.0\.12 \(.*\): open TCP 1024-65535 between", said)
+    assert "Traceback" not in said
+    nothing_runs_on(*bed.hosts)
+    assert "c" not in os.listdir(Path(os.environ["ATOLL_HOME"], "clusters"))
+
+
+def test_torchrun_killed_leaves_no_workers(bed: Testbed, run: Run) -> None:
+    declare("lab", ["h1"])
+    job = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --no-python sleep 1000"
+    launched = run("launch", "-c", "c", "--infra", "ssh/lab", job)
+    host = bed.hosts[0]
+    eventually(lambda: host.command_lines().count("sleep 1000") == 2, "the workers run", 40)
+    host.run("pkill -9 -f torch.distributed.run --oldest --uid sky -x || pkill -9 -f '^[^ ]*python[^ ]* -m torch.distributed.run'")
+    said = launched.ends(100)
+    assert "rank 0 on head" in said
+    assert "SIGKILL" in said or "137" in said
+    nothing_runs_on(host)
+
+
+def test_a_supervisor_on_the_head_that_is_killed_leaves_nothing(bed: Testbed) -> None:
+    trust(bed)
+    declare("lab", ["h1", "h2"], grace_s=2)
+    atoll("launch", "-d", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "setsid sleep 1000 & sleep 1000")
+    eventually(lambda: "RUNNING" in atoll("queue", "c"), "it runs")
+    bed.hosts[0].run("kill -9 $(cat /home/sky/.atoll/clusters/c/supervisor.lock)")
+    nothing_runs_on(*bed.hosts)
+    (row,) = json.loads(atoll("queue", "c", "-o", "json"))
+    assert row["status"] == "FAILED_DRIVER"
+    assert "its supervisor was killed" in row["reason"]
+    assert "✗ Job 1 failed (status: FAILED_DRIVER)" in atoll("logs", "c", code=100)
+    atoll("exec", "c", "--num-nodes", "2", "true")
+
+
+def test_a_launch_that_is_killed_locks_nothing(bed: Testbed, tmp_path: Path, run: Run) -> None:
+    declare("lab", ["h1", "h2"])
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "large").write_bytes(os.urandom(30 << 20))
+    bed.hosts[1].slow(40)
+    words = ("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "--workdir", str(work))
+    dying = run(*words, "true")
+    dying.says("copying to the nodes")
+    os.killpg(dying.process.pid, signal.SIGKILL)
+    dying.ends(-9)
+    bed.hosts[1].run("tc qdisc del dev eth0 root")
+    said = atoll(*words, "sha256sum large; touch ~/done-$SKYPILOT_NODE_RANK")
+    assert len(set(re.findall(r"rank=\d, .*\) (\w{64})  large", said))) == 1
+    said = run(*words, "sleep 1; echo well")
+    said.says("Job submitted")
+    os.killpg(said.process.pid, signal.SIGKILL)
+    said.ends(-9)
+    assert atoll("logs", "c").count(") well\n") == 2
+
+
+def test_a_head_that_is_off_hinders_no_other_command(bed: Testbed) -> None:
+    trust(bed)
+    declare("lab", ["h1", "h2"])
+    atoll("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "true")
+    bed.hosts[0].power_off()
+    began = time.monotonic()
+    assert "were not asked for their jobs; `atoll status --refresh`" in atoll("status")
+    assert time.monotonic() - began < 5
+    said = atoll("status", "--refresh", timeout=30)
+    assert "atoll: cluster c: h1: " in said
+    for words in (("logs", "c"), ("exec", "c", "true")):
+        said = atoll(*words, code=100, timeout=30)
+        assert "h1: " in said
+        assert "Traceback" not in said
+    assert "is gone for good: `atoll down --purge c`" in atoll("down", "c", code=100, timeout=30)
+    said = atoll("down", "--purge", "c", timeout=60)
+    assert "Cluster c is down and forgotten" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from testbed.fixtures import MakeBed
 from testbed.hosts import Testbed
 
 pytestmark = pytest.mark.serial
 ATOLL = str(Path(sys.executable).parent / "atoll")
+
+
+@pytest.fixture(params=["here", "on the head"])
+def either(request: pytest.FixtureRequest, lab: Testbed) -> Testbed:
+    """The same two hosts, supervised from here and from the head."""
+    if request.param != "here":
+        trust(lab)
+    return lab
 
 
 @pytest.fixture
@@ -68,7 +74,7 @@ def test_the_same_command_runs_on_hosts_with_only_the_infra_changed(lab, tmp_pat
         "name: both\nworkdir: work\nnum_nodes: 2\nenvs: {WORD: yes-really}\n"
         "setup: echo set up on $(hostname)\n"
         "run: |\n  echo $WORD $(cat data.txt) $(hostname) $SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES\n"
-        "  echo \"$SKYPILOT_NODE_IPS\"; cd ~/sky_workdir && ls\n"
+        '  echo "$SKYPILOT_NODE_IPS"; cd ~/sky_workdir && ls\n'
     )
     here = atoll("launch", "-c", "here", str(task), cwd=tmp_path)
     there = atoll("launch", "-c", "there", "--infra", "ssh/lab", str(task), cwd=tmp_path)
@@ -118,3 +124,100 @@ def test_a_head_that_can_log_in_to_the_others_supervises_and_this_machine_may_le
     atoll("down", "-y", "away")
     assert time.monotonic() - started < 60
     assert "tick 6" in atoll("logs", "away", "1")
+
+
+def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "file_mounts:\n  /ckpt: {name: my-bucket, mode: MOUNT}\n  ~/mine: {name: other-bucket}\n"
+        "run: ls -d ~/mine ~/.atoll-mounts/ckpt\n"
+    )
+    said = atoll("launch", "-c", "m", "--infra", "ssh/lab", str(task), cwd=tmp_path)
+    assert "h1: /ckpt could not be made (Permission denied): it is at /home/sky/.atoll-mounts/ckpt" in said
+    assert ") /home/sky/mine" in said
+    assert "0 of 0 MB" not in said
+    atoll("down", "m")
+
+
+def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "deep").mkdir(parents=True)
+    (work / "deep" / "tool.sh").write_text("#!/bin/sh\necho the tool on $(hostname)\n")
+    (work / "deep" / "tool.sh").chmod(0o755)
+    (work / "gone").touch()
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "file").write_text("mounted\n")
+    either.hosts[0].run("echo 'export FROM_BASHRC=seen' >> /home/sky/.bashrc; chown sky:sky /home/sky/.bashrc")
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "workdir: work\nfile_mounts: {~/extra: extra, /tmp/one: extra/file}\n"
+        "run: ./deep/tool.sh; cat ~/extra/file /tmp/one; echo $FROM_BASHRC; ls; echo made > made.txt\n"
+    )
+    said = atoll("launch", "-c", "c", "--infra", "ssh/lab", str(task), cwd=tmp_path)
+    assert ") the tool on h1\n" in said
+    assert said.count(") mounted\n") == 2
+    assert ") seen\n" in said
+    assert "ssh/lab has 2 hosts; ask for fewer" in refused("launch", "-c", "c", "--num-nodes", "3", str(task), cwd=tmp_path)
+    (work / "gone").unlink()
+    (work / "deep" / "tool.sh").write_text("#!/bin/sh\necho another tool on $(hostname)\n")
+    said = atoll("launch", "-c", "c", "--num-nodes", "2", str(task), cwd=tmp_path)
+    assert "cluster c is resized: 1 → 2 nodes" in said
+    for host in ("h1", "h2"):
+        assert f") another tool on {host}\n" in said
+    assert "gone\n" not in said
+    assert "made.txt\n" in said  # what a job made stays
+    assert ") h2\n" in atoll("exec", "c", "--num-nodes", "2", "hostname")
+    assert atoll("ssh", "c/worker1", "--", "hostname") == "h2\n"
+    atoll("cp", "c:sky_workdir/made.txt", str(tmp_path))
+    assert (tmp_path / "made.txt").read_text() == "made\n"
+    atoll("cp", str(tmp_path / "made.txt"), "c/worker1:brought.txt")
+    assert either.hosts[1].run("cat /home/sky/brought.txt") == "made\n"
+    atoll("stop", "c", "-y")
+    assert "atoll launch -c c" in refused("exec", "c", "true")
+    atoll("start", "c", "-y")
+    assert "made.txt\n" in atoll("exec", "c", "cat ~/sky_workdir/made.txt; ls")
+    place = "/home/sky/.atoll/clusters/c"
+    assert "made.txt" in either.hosts[0].run(f"ls {place}/sky_workdir")
+    atoll("down", "c", "-y")
+    left = either.hosts[0].run(f"ls -A {place} 2>/dev/null || true; ls -A /home/sky")
+    assert "sky_workdir" not in left
+    assert ".atoll-sky_workdir.json" not in left
+    assert ") the tool on h1\n" in atoll("logs", "c", "1")
+    assert "is down" in refused("exec", "c", "true")
+
+
+def refused(*words: str, cwd: Path | None = None) -> str:
+    done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=60, cwd=cwd)
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def test_secrets_are_seen_nowhere(either: Testbed, tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "num_nodes: 2\nsecrets: {PLAIN: null}\n"
+        "run: |\n  echo lengths ${#PLAIN} ${#HF_TOKEN} and the value $HF_TOKEN\n  touch ~/up-$SKYPILOT_NODE_RANK\n"
+        "  while [ ! -e ~/go ]; do sleep 0.1; done\n"
+    )
+    values = ("very-secret-value-1", "hf_very-secret-value-2")
+    given = ("--secret", f"PLAIN={values[0]}", "--env", "HF_TOKEN")
+    os.environ["HF_TOKEN"] = values[1]
+    try:
+        atoll("launch", "-d", "-c", "c", "--infra", "ssh/lab", *given, str(task))
+    finally:
+        del os.environ["HF_TOKEN"]
+    home = either.hosts[0]
+    eventually(lambda: "up-1" in home.run("ls /home/sky"), "it runs", 20)
+    for host in either.hosts:
+        seen = "\n".join(host.command_lines())
+        assert "run.sh" in seen
+        assert not any(value in seen for value in values)
+    home.run("touch /home/sky/go")
+    said = atoll("logs", "c")
+    assert said.count("lengths 19 22 and the value ****") == 2
+    places = [either.folder / "home", Path(os.environ["ATOLL_HOME"])]
+    for folder in places:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                assert not any(value.encode() in path.read_bytes() for value in values), path

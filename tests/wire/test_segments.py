@@ -32,7 +32,7 @@ def received(encoded: Encoded) -> tuple[memoryview, list[memoryview], object]:
 
 
 def payload(head: bytes, parts: list[memoryview]) -> Payload:
-    return Payload(head, parts, [])
+    return Payload([head], parts, [])
 
 
 def open_files() -> int:

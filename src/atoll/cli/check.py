@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from atoll.cli import shown
 from atoll.core.errors import AtollError, ConfigError
-from atoll.tasks.spec import EXIT_FAILED
+from atoll.tasks.spec import EXIT_FAILED, ClusterSpec
 
 _TOOLS = {"bash": "tasks' scripts need it", "git": "a workdir's .gitignore needs it", "ssh": "ssh hosts need it"}
 
@@ -40,7 +39,9 @@ def check(
     \b
         atoll check
         atoll check ssh/lab
-    The exit code is 100 where something that was asked for can't be used.
+        atoll check local ssh/lab -o json
+    ssh hosts are logged in to, asked what they have, and looked at as before a job: driver, disk, clock, the way
+    from each to the head, an all-reduce. The exit code is 100 where something can't be used.
     """
     from atoll.providers.ssh.hosts import declared_groups
 
@@ -69,38 +70,40 @@ def _local() -> list[_Finding]:
     from atoll.providers.local import isolation
     from atoll.providers.network import Network, NetworkUnavailable
 
-    found = []
-    for tool, why in _TOOLS.items():
-        if shutil.which(tool) is None:
-            found.append(_Finding("local", False, f"{tool} is missing, and {why}: apt-get install {tool}"))
-    refused = isolation().refused
-    if refused is None:
-        found.append(_Finding("local", True, "nodes have processes, host name and /tmp of their own"))
+    missing = [
+        _Finding("local", False, f"{tool} is missing, and {why}: apt-get install {tool}")
+        for tool, why in _TOOLS.items()
+        if shutil.which(tool) is None
+    ]
+    own = isolation()
+    if own.refused is None:
+        lines = ["nodes have processes, host name and /tmp of their own"]
     else:
-        found.append(_Finding("local", True, f"nodes share processes, host name and /tmp with this machine: {refused}"))
+        shared = "processes" if own.command else "processes, host name and /tmp"
+        lines = [f"nodes share {shared} with this machine: {own.refused}"]
     try:
         Network.start().close()
-        found.append(_Finding("local", True, "clusters have networks of their own: equal ports don't meet"))
+        lines.append("clusters have networks of their own: equal ports don't meet")
     except NetworkUnavailable as error:
-        found.append(
-            _Finding("local", True, f"clusters share this machine's network, jobs with equal ports queue: {error}")
-        )
+        lines.append(f"clusters share this machine's network, jobs with equal ports queue: {error}")
     report = gpu_report()
     names = ", ".join(f"{gpu.name} ({gpu.memory_gb:.0f} GB)" for gpu in report.gpus)
-    found.append(
-        _Finding("local", True, f"GPUs: {names}" if names else f"no GPU ({report.reason}); they are simulated")
-    )
-    return found
+    lines.append(f"GPUs: {names}" if names else f"no GPU ({report.reason}); they are simulated")
+    return [*missing, *(_Finding("local", True, line) for line in lines)]
 
 
 def _ssh(infra: str) -> list[_Finding]:
+    """What each host says of itself, and then what the preflight before a job finds."""
     from concurrent.futures import ThreadPoolExecutor
 
     from atoll.providers.ssh import facts
     from atoll.providers.ssh.connection import connections
     from atoll.providers.ssh.hosts import Target, find_group
 
-    targets = find_group(infra.partition("/")[2]).targets
+    try:
+        targets = find_group(infra.partition("/")[2]).targets
+    except ConfigError as error:
+        return [_Finding(infra, False, str(error).removeprefix(f"{infra}: "))]
 
     def look(target: Target) -> _Finding:
         try:
@@ -111,10 +114,29 @@ def _ssh(infra: str) -> list[_Finding]:
         version = ".".join(map(str, host.python))
         return _Finding(infra, True, f"{target}: Python {version}, {host.cpus} cores, {cards}, reached at {host.addr}")
 
-    with ThreadPoolExecutor(len(targets)) as threads:
-        found = list(threads.map(look, targets))
-    connections.close_idle()
+    try:
+        with ThreadPoolExecutor(len(targets)) as threads:
+            found = list(threads.map(look, targets))
+        if all(each.ok for each in found):
+            found += _preflight(infra, len(targets))
+    finally:
+        connections.close_idle()
     return found
+
+
+def _preflight(infra: str, num_hosts: int) -> list[_Finding]:
+    from atoll.pool.hosts_check import check_hosts
+    from atoll.tasks.ssh_clusters import place
+    from atoll.tasks.ssh_nodes import plans_of, provider_of
+
+    said: list[str] = []
+    try:
+        cluster, _ = place(ClusterSpec(name="check", infra=infra, num_nodes=num_hosts), ())
+        check_hosts(provider_of(cluster).targets(), plans_of(cluster), said.append)
+        refused = []
+    except AtollError as error:
+        refused = [_Finding(infra, False, str(error))]
+    return [*(_Finding(infra, True, line) for line in said), *refused]
 
 
 def gpus(
@@ -156,8 +178,10 @@ def _remote_gpus(infra: str) -> list[dict[str, Any]]:
     from atoll.providers.ssh.hosts import find_group
 
     targets = find_group(infra.partition("/")[2]).targets
-    said: Sequence[facts.Facts] = on_each([connections.get(target) for target in targets], lambda c: facts.ask(c, ()))
-    connections.close_idle()
+    try:
+        said = on_each([connections.get(target) for target in targets], lambda connection: facts.ask(connection, ()))
+    finally:
+        connections.close_idle()
     for host in said:
         if not host.gpus:
             shown.note(f"{host.target}: {host.gpu_problem or 'no GPU'}")

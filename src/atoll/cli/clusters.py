@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -83,6 +84,8 @@ def status(
             for each, num in rows
         ],
     )
+    if any(num is None for _, num in rows) and not refresh:
+        shown.note("?: their heads were not asked for their jobs; `atoll status --refresh` does")
     for each in found if verbose else ():
         for line in each.notes:
             print(f"{each.name}: {line}")
@@ -261,7 +264,8 @@ def down(
     from atoll.tasks import clusters
 
     if purge:
-        _each(names, everything, output, clusters.down, "down and forgotten", then=clusters.forget)
+        act = functools.partial(clusters.down, purge=True)
+        _each(names, everything, output, act, "down and forgotten", then=clusters.forget)
     else:
         _each(names, everything, output, clusters.down, "down; `atoll logs {name}` still shows its jobs' logs")
 

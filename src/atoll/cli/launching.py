@@ -50,7 +50,7 @@ def launch(
     ] = None,
     down: Annotated[bool, typer.Option("--down", help="Take it down instead; after its last job without -i.")] = False,
     no_setup: Annotated[bool, typer.Option("--no-setup", help="Leave the task's setup out.")] = False,
-    fast: Annotated[bool, typer.Option("--fast", help="Leave setup out where the cluster is up already.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Leave setup out where the cluster is up and set up already.")] = False,
     no_simulate: Annotated[
         bool, typer.Option("--no-simulate", help="Refuse accelerators that this machine lacks.")
     ] = False,
@@ -71,7 +71,7 @@ def launch(
     100 after a failure, 103 after a cancel.
     """
     from atoll.tasks import clusters
-    from atoll.tasks.launches import Options, is_up, launch_jobs, plan, told
+    from atoll.tasks.launches import Options, is_set_up, launch_jobs, plan, told
 
     command = _Command(flags, detach, sweep, parallel, output)
     tasks = command.tasks(entrypoint)
@@ -79,7 +79,7 @@ def launch(
     options = Options(
         infra=flags.infra,
         simulate=not no_simulate,
-        setup=not no_setup and not (fast and is_up(name)),
+        setup=not no_setup and not (fast and is_set_up(name)),
         strict=flags.strict,
         idle_minutes=idle,
         down=down,

@@ -88,7 +88,8 @@ def cp(
     spec, number = _node(f"{cluster}/{node}")
     if spec.hosts:
         target = _target(spec, number)
-        options = ["-P" if each == "-p" else each for each in target.options]
+        options = ["-S", shutil.which("ssh") or "ssh", *("-P" if each == "-p" else each for each in target.options)]
+        path = _on_host(spec, number, path)
         ends = (f"{target.host}:{path}", dest) if there else (source, f"{target.host}:{path}")
         _become(["scp", "-r", "-p", *options, *ends])
     local = _on_node(spec, number, path)
@@ -122,6 +123,15 @@ def _remote(text: str) -> tuple[str, str, str] | None:
         return None
     name, _, node = where.partition("/")
     return name, node or node_name(0), path
+
+
+def _on_host(cluster: ClusterSpec, node: int, path: str) -> str:
+    """Where a host has ``path``: its workdir is that of this cluster, whichever one ``~/sky_workdir`` is."""
+    from atoll.tasks import ssh_clusters
+    from atoll.tasks.nodes import WORKDIR
+
+    first, slash, rest = path.removeprefix("~/").partition("/")
+    return ssh_clusters.workdir_on(cluster, node) + slash + rest if first == WORKDIR else path
 
 
 def _on_node(cluster: ClusterSpec, node: int, path: str) -> Path:

@@ -57,17 +57,17 @@ class RankWriter:
         for prefix, piece in _sorted(lines):
             if prefix is None:
                 self._own(piece)
-            elif self._local_ranks is not None:
-                self._ranks(b"".join(line for line in _LINES.findall(piece) if self._is_wanted(line)))
             elif self._alone:
                 self._ranks(piece[len(prefix) :].replace(b"\n" + prefix, b"\n"))
+            elif self._local_ranks is not None:
+                self._ranks(b"".join(line for line in _LINES.findall(piece) if self._is_wanted(line)))
             else:
                 self._ranks(piece)
 
     def _is_wanted(self, line: bytes) -> bool:
         found = _RANK.match(line)
-        assert self._local_ranks is not None
-        return (int(found[1]) if found else 0) % self._num_processes in self._local_ranks
+        assert found is not None and self._local_ranks is not None
+        return int(found[1]) % self._num_processes in self._local_ranks
 
 
 def _sorted(lines: bytes) -> Iterator[tuple[bytes | None, bytes]]:

@@ -40,7 +40,7 @@ def run(
     script: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="A script and its arguments; or after -- any command, once a node."
+            metavar="SCRIPT [ARGS]", help="A script and its arguments; or after -- any command, once a node."
         ),
     ] = None,
     nodes: Annotated[
@@ -117,20 +117,22 @@ def run(
     place = _Place(infra, _num_nodes(nodes), gpus, not no_simulate, _workdir(workdir, infra))
     if kind == "script":
         words = [place.script(words[0]), *words[1:]]
-    # From here on there is something to end.
-    with _interrupted_by_signals():
-        cluster, num_gpus = place.cluster()
-        variables, values = _variables(env, secret)
-        spec = dataclasses.replace(
-            place.job(cluster, (*place.interpreter(kind, cluster), *words)),
-            num_processes=1 if once_a_node else _num_processes(nproc, num_gpus, infra),
-            env=variables,
-            restarts=Restarts(on_errors=max_restarts, on_lost_nodes=max_restarts),
-            run_id=rdzv_id,
-            master_port=master_port,
-            owner_pid=os.getpid(),
-        )
-        code = _run(cluster, spec, values, place.workdir, _local_ranks(local_ranks, spec.num_processes))
+    try:
+        with _interrupted_by_signals():
+            cluster, num_gpus = place.cluster()
+            variables, values = _variables(env, secret)
+            spec = dataclasses.replace(
+                place.job(cluster, (*place.interpreter(kind, cluster), *words)),
+                num_processes=1 if once_a_node else _num_processes(nproc, num_gpus, infra),
+                env=variables,
+                restarts=Restarts(on_errors=max_restarts, on_lost_nodes=max_restarts),
+                run_id=rdzv_id,
+                master_port=master_port,
+                owner_pid=os.getpid(),
+            )
+            code = _run(cluster, spec, values, place.workdir, _local_ranks(local_ranks, spec.num_processes))
+    except KeyboardInterrupt:  # before there was a job
+        code = EXIT_CANCELLED
     raise typer.Exit(code)
 
 
@@ -207,7 +209,9 @@ class _Place:
         here = self.workdir / path
         if not here.is_file():
             near = nearest(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
-            raise typer.BadParameter(f"{path}: no such script{near}; a module is run with -m, any command after --")
+            raise typer.BadParameter(
+                f"{path}: no such script{near or '.'} A module is run with -m, any command after --"
+            )
         if not self.local and os.path.isabs(path) and here.is_relative_to(self.workdir):
             return str(here.relative_to(self.workdir))
         return path
@@ -336,8 +340,6 @@ def _run(
         if code:
             shown.note(f"atoll: the whole log: atoll logs {cluster.name}")
         return code
-    except KeyboardInterrupt:  # before there was a job
-        return EXIT_CANCELLED
     finally:
         with contextlib.suppress(AtollError):
             clusters.down(cluster.name)

@@ -318,12 +318,15 @@ class CopyProgress:
     """How far copying to the nodes is, once it takes over a second: a moving line on a terminal, else one in 10 s."""
 
     def __init__(self) -> None:
-        self._began = self._said = time.monotonic()
+        self._began: float | None = None  # when copying did: before it, hosts may have been looked at for long
+        self._said = 0.0
         self._moving = sys.stderr.isatty()
 
     def __call__(self, done_bytes: int, num_bytes: int) -> None:
         now = time.monotonic()
         over = done_bytes >= num_bytes
+        if self._began is None:
+            self._began = self._said = now
         if now - self._began < 1 or (not over and now - self._said < (0.1 if self._moving else 10)):
             return
         self._said = now

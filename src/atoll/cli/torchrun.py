@@ -1,4 +1,4 @@
-"""How ``torchrun`` spells what ``atoll run`` is told: both spellings of its flags, and those with nothing left to say."""
+"""The flags of ``torchrun`` as ``atoll run`` takes them: in both spellings, and those with nothing left to say."""
 
 from __future__ import annotations
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import posixpath
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from atoll.core.errors import AtollError, ConfigError, RemoteTraceback
+from atoll.core.errors import AtollError, ProvisionError, RemoteTraceback
 from atoll.core.paths import DRIVER_PID, shown_path
 
 if TYPE_CHECKING:
+    from atoll.cli.train_hosts import TrainHosts
     from atoll.core.events import Event as PoolEvent
     from atoll.pool.logs import LogLine
     from atoll.train.recipe.load import Loaded
@@ -52,7 +54,7 @@ def train(
     gpus: Annotated[
         str | None, typer.Option("--gpus", "--accelerators", help="Of each node: H100:8. With --dryrun none is needed.")
     ] = None,
-    infra: Annotated[str, typer.Option(help="Where nodes come from; this version knows 'local'.")] = "local",
+    infra: Annotated[str, typer.Option(help="Where nodes come from: local, or ssh/NAME.")] = "local",
     dryrun: Annotated[
         bool, typer.Option("--dryrun", help="Say what it would need, GiB a rank by part, and start nothing.")
     ] = False,
@@ -72,8 +74,6 @@ def train(
     """
     from atoll.train.recipe.load import load_recipe, require_complete
 
-    if infra != "local":
-        raise ConfigError(f"--infra {infra}: this version trains on local nodes; expected --infra local")
     if output not in ("table", "json"):
         raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
     recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
@@ -83,8 +83,15 @@ def train(
         return
     require_complete(loaded.recipe)
     try:
-        result = _run(
-            loaded, nodes, nproc, gpus, quiet=output == "json", resume=not no_resume, allow_changes=allow_changes
+        result, hosts = _run(
+            loaded,
+            infra,
+            nodes,
+            nproc,
+            gpus,
+            quiet=output == "json",
+            resume=not no_resume,
+            allow_changes=allow_changes,
         )
     except AtollError:
         raise
@@ -96,7 +103,7 @@ def train(
     if output == "json":
         print(json.dumps(result, indent=2))
     elif result["steps"]:
-        _say_next(loaded, result, nodes, nproc, arguments)
+        _say_next(loaded, result, hosts, infra, nodes, nproc, arguments)
     if result["status"] != "finished":
         raise typer.Exit(_NOT_FINISHED)
 
@@ -119,30 +126,50 @@ def _recipe_and_overrides(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _run(
-    loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None, *, quiet: bool, resume: bool, allow_changes: bool
-) -> dict[str, Any]:
+    loaded: Loaded,
+    infra: str,
+    nodes: int,
+    nproc: int | None,
+    gpus: str | None,
+    *,
+    quiet: bool,
+    resume: bool,
+    allow_changes: bool,
+) -> tuple[dict[str, Any], TrainHosts | None]:
     from rich.console import Console as Terminal
 
     from atoll.cli.rank import train_rank
     from atoll.pool.compute_pool import ComputePool
-    from atoll.train.events import Note, decode
+    from atoll.train.events import Note, RunStarted, decode
     from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console
 
     show = Console(Terminal(stderr=True) if quiet else None)
     tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
-    folder = Path(loaded.recipe.train.output_dir).absolute()
-    if not resume:
-        folder = fresh_folder(folder)
-        tree["train"]["output_dir"] = str(folder)
+    options: dict[str, Any] = {"resume": resume, "allow_changes": allow_changes}
+    hosts = None
+    if infra != "local":
+        from atoll.cli.train_hosts import make_ready, train_requirements
+
+        hosts = make_ready(infra, nodes, tree["train"]["output_dir"], resume=resume, say=lambda line: show(Note(line)))
+        options["folder"] = hosts.folder
+    else:
+        folder = Path(loaded.recipe.train.output_dir).absolute()
+        if not resume:
+            folder = fresh_folder(folder)
+            tree["train"]["output_dir"] = str(folder)
     began = threading.Event()
 
     def on_event(event: PoolEvent) -> None:
         from atoll.core.events import HangSuspected, MetricsReported
 
         if isinstance(event, MetricsReported) and "event" in event.metrics:
-            began.set()
-            show(decode(event.metrics))
+            told = decode(event.metrics)
+            if hosts is not None and isinstance(told, RunStarted):
+                hosts.output_dir = posixpath.join(hosts.folder, told.output_dir)
+            if hosts is None or hosts.output_dir is not None:
+                began.set()
+            show(told)
         elif isinstance(event, HangSuspected):
             who = ", ".join(map(str, event.ranks))
             show(Note(f"no progress for {event.silent_s:.0f} s on rank {who}; [train] hang_timeout_s ends it"))
@@ -153,30 +180,51 @@ def _run(
     for note in loaded.notes:
         show(Note(note))
     pool = ComputePool(
+        None if hosts is None else hosts.provider,
         nodes=nodes,
         accelerator=gpus,
         workers_per_node=nproc if nproc is not None else "auto",
         logs=on_line,
         on_event=on_event,
-        env={DRIVER_PID: os.getpid()},
+        env={DRIVER_PID: os.getpid()} if hosts is None else None,
+        pip=None if hosts is None else train_requirements(),
         hang_timeout=loaded.recipe.train.hang_timeout_s,
     )
-    options = {"resume": resume, "allow_changes": allow_changes}
+    stop = _LocalStop(folder) if hosts is None else hosts
     with contextlib.closing(show), pool:
         future = pool.submit(train_rank, tree, options, everywhere=True)
-        with _interruptible(folder, began, lambda text: show(Note(text))):
+        with _interruptible(stop, began, lambda text: show(Note(text))):
             results: list[dict[str, Any]] = list(future.result())
-    return results[0]
+    return results[0], hosts
+
+
+class _Stoppable(Protocol):
+    def ask_to_stop(self, reason: str) -> None: ...
+    def forget(self) -> None: ...
+
+
+class _LocalStop:
+    """A run on this machine, which looks for a file."""
+
+    def __init__(self, folder: Path) -> None:
+        from atoll.train.stopping import STOP_FILE
+
+        self._file = folder / STOP_FILE
+
+    def ask_to_stop(self, reason: str) -> None:
+        self._file.write_text(reason)
+
+    def forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
+def _interruptible(run: _Stoppable, began: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM or SIGHUP asks the run to save and end, the second ends it.
 
     Before the run has told of anything there is nothing to save, and nobody who would look at the file.
     """
-    from atoll.train.stopping import STOP_FILE
-
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -187,8 +235,12 @@ def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], No
             raise KeyboardInterrupt
         asked = True
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        (folder / STOP_FILE).write_text(name)
         say(f"{name}: saving a checkpoint, then stopping; once more stops at once")
+        try:
+            run.ask_to_stop(name)
+        except ProvisionError as error:
+            say(f"the run could not be asked: {error}")
+            asked = False
 
     before = {number: signal.signal(number, ask) for number in _SOFT}
     try:
@@ -196,22 +248,34 @@ def _interruptible(folder: Path, began: threading.Event, say: Callable[[str], No
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        with contextlib.suppress(OSError):
-            (folder / STOP_FILE).unlink(missing_ok=True)
+        run.forget()
 
 
-def _say_next(loaded: Loaded, result: dict[str, Any], nodes: int, nproc: int | None, arguments: list[str]) -> None:
+def _say_next(
+    loaded: Loaded,
+    result: dict[str, Any],
+    hosts: TrainHosts | None,
+    infra: str,
+    nodes: int,
+    nproc: int | None,
+    arguments: list[str],
+) -> None:
     from atoll.train.metrics.summary import next_steps
 
     wanted = loaded.recipe.train
     share, left = divmod(wanted.global_batch, 2 * nodes * (nproc or 1))  # of a rank, on twice as many nodes
     folder = shown_path(result["output_dir"])  # --no-resume has made one of its own
+    if hosts is not None:
+        print(f"\nresults are in {result['output_dir']} on {hosts.head}; to get them here:")
+        fetch, folder = hosts.fetch_line(result["output_dir"])
+        print(f"  {fetch}")
     elsewhere = ["--train.output_dir", folder] if folder != shown_path(str(Path(wanted.output_dir).absolute())) else []
+    where = [] if hosts is None else ["--infra", infra]
     smaller = ["--train.micro_batch", str(share)] if share and not left and share % wanted.micro_batch else []
     lines = next_steps(
         loaded.source,
         folder,
-        options=[*([] if nproc is None else ["--nproc", str(nproc)]), *arguments, *elsewhere],
+        options=[*where, *([] if nproc is None else ["--nproc", str(nproc)]), *arguments, *elsewhere],
         steps=2 * result["steps"],
         status=result["status"],
         has_checkpoint=result["checkpoint"] is not None,

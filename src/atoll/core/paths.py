@@ -28,8 +28,10 @@ def write_atomic(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(name, target)
-    except BaseException:  # also Ctrl-C: the temporary file is ours to remove
+    except BaseException as error:  # also Ctrl-C: the temporary file is ours to remove
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = os.fspath(target)  # a disk that is full does not say which
         raise
     fsync_folder(target.parent)
 

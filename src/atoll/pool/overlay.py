@@ -258,7 +258,7 @@ def locked(store: Path, key: str, progress: Progress) -> Iterator[None]:
     """One process at a time gets on with ``key``; those that wait say so."""
     descriptor = os.open(store / f".lock-{key}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        told_at = float("-inf")
+        told_at = time.monotonic() - 29  # nothing is said of a wait of less than a second
         while not _try_lock(descriptor):
             if time.monotonic() - told_at >= 30:
                 told_at = time.monotonic()

@@ -78,7 +78,7 @@ def prepare(
     image: Image,
     pip: Sequence[str] | None,
     env: Mapping[str, object] | None,
-    say: Callable[[str], object],
+    say: Callable[[str], None],
 ) -> tuple[Plan, dict[str, str]]:
     """The plan with what the image asks for, built on the hosts, which are looked at first; variables of its ranks.
 

@@ -19,14 +19,13 @@ from typing import IO, Any
 from atoll.core.errors import AtollError, ImageError, ProvisionError
 from atoll.pool.host_image import MARK, NAMES
 from atoll.pool.image import Image
-from atoll.pool.installer import Installer
+from atoll.pool.installer import Installer, Progress
 from atoll.pool.requirements import constraint_lines, is_location, location_stamp, merge, without_cuda
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import Target
 
-Say = Callable[[str], object]
 _BOOT = (
     "import os, sys; sys.path.insert(0, {code!r}); os.environ['ATOLL_HOME'] = {home!r}; "
     "from atoll.pool.host_image import main; main()"
@@ -34,7 +33,7 @@ _BOOT = (
 
 
 def build(
-    targets: Sequence[Target], plans: Sequence[RemotePlan], image: Image, pip: Sequence[str], say: Say
+    targets: Sequence[Target], plans: Sequence[RemotePlan], image: Image, pip: Sequence[str], say: Progress
 ) -> list[RemotePlan]:
     """The nodes with interpreter and import paths of the image, which is built where it is not there yet.
 
@@ -98,7 +97,7 @@ def _planned(plan: RemotePlan, made: Mapping[str, Any], python: str | None) -> R
 class _Host:
     """One host while its image is built."""
 
-    def __init__(self, target: Target, plan: RemotePlan, wish: dict[str, Any], wheels: _Wheels, say: Say) -> None:
+    def __init__(self, target: Target, plan: RemotePlan, wish: dict[str, Any], wheels: _Wheels, say: Progress) -> None:
         self.plan = plan
         self._target = target
         self._wish = {**wish, "has_gpu": plan.num_accelerators > 0}
@@ -172,7 +171,7 @@ class _Wheels:
     """Wheels for hosts that can't get them themselves, each kind got once."""
 
     def __init__(
-        self, folder: Path, requirements: Sequence[str], local: Sequence[str], constraints: Sequence[str], say: Say
+        self, folder: Path, requirements: Sequence[str], local: Sequence[str], constraints: Sequence[str], say: Progress
     ) -> None:
         self._folder = folder
         self._requirements = requirements

@@ -60,8 +60,8 @@ def check_requirement(what: str, text: str) -> str:
     if re.match(r"(-r|--requirement)\b", text):
         raise ConfigError(
             f"{what}: {redact(text)!r} is an option of pip; give the requirements themselves, for example "
-            "pip=[line for line in open('requirements.txt') if line[0] not in '#\\n']. A uv.lock becomes such a file with "
-            "`uv export --no-hashes --no-emit-project -o requirements.txt`"
+            "pip=[line for line in open('requirements.txt') if line[0] not in '#\\n']. A uv.lock becomes such a file "
+            "with `uv export --no-hashes --no-emit-project -o requirements.txt`"
         )
     if text.startswith("-"):
         raise ConfigError(

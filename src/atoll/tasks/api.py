@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atoll.tasks import clusters
 from atoll.tasks.jobs import Job, find_job
-from atoll.tasks.launches import Options, Say, exec_jobs, is_up, launch_jobs, silent
+from atoll.tasks.launches import Options, Say, exec_jobs, is_set_up, launch_jobs, silent
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def launch(
         idle_minutes_to_autostop: stop the cluster after so many minutes without a job.
         down: take it down instead of stopping it; after its last job where no minutes are given.
         no_setup: leave the task's setup out.
-        fast: leave setup out where the cluster is up already.
+        fast: leave setup out where the cluster is up and set up already.
         simulate: run on CPU what asks for accelerators that this machine lacks.
         strict: a script ends at its first command that fails.
         on_line: called with each line that ``atoll launch`` would print.
@@ -70,7 +70,7 @@ def launch(
     options = Options(
         infra=infra,
         simulate=simulate,
-        setup=not no_setup and not (fast and is_up(cluster_name)),
+        setup=not no_setup and not (fast and is_set_up(cluster_name)),
         strict=strict,
         idle_minutes=idle_minutes_to_autostop,
         down=down,

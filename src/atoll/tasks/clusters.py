@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.hints import nearest
 from atoll.core.paths import atoll_home
 from atoll.tasks import record
@@ -370,14 +370,30 @@ def start(name: str) -> ClusterSpec:
         return change(load(name), status=ClusterStatus.UP)
 
 
-def down(name: str) -> list[int]:
+def down(name: str, *, purge: bool = False) -> list[int]:
     """Take a cluster down: its jobs end, its nodes' files go, its jobs' logs are kept. Returns the jobs ended.
+
+    Args:
+        name: the cluster.
+        purge: do so also where the head that supervises it can't be reached, and leave what is there.
 
     Raises:
         UnknownCluster: there is none.
+        ProvisionError: its head can't be reached.
     """
-    with locked(load(name).name):
-        return _end(load(name), ClusterStatus.DOWN)
+    with locked(load(name).name) as folder:
+        cluster = load(name)
+        try:
+            return _end(cluster, ClusterStatus.DOWN)
+        except ProvisionError as error:
+            if cluster.supervised_from == "here":
+                raise
+            if not purge:
+                raise ProvisionError(
+                    f"{error}. If this host, the head of cluster {name}, is gone for good: `atoll down --purge {name}`"
+                ) from None
+            record.change(folder, status=ClusterStatus.DOWN)
+            return []
 
 
 def forget(name: str) -> None:
@@ -389,9 +405,19 @@ def forget(name: str) -> None:
 def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
     """End its jobs, then have it stopped or down; the jobs that were ended."""
     control = control_of(cluster)
-    ended = control.cancel(None)
+    try:
+        ended = control.cancel(None)
+    except AtollError:  # on a full disk it takes the room that the nodes' files have
+        if status is not ClusterStatus.DOWN or cluster.supervised_from != "here":
+            raise
+        control.remove_nodes()
+        ended = control.cancel(None)
     if status is ClusterStatus.DOWN:
         control.remove_nodes()
+        if cluster.hosts:
+            from atoll.tasks import ssh_clusters
+
+            ssh_clusters.remove_files(cluster)
         change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
         change(cluster, status=status)

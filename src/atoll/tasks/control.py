@@ -194,6 +194,8 @@ class LocalControl:
 
     def remove_nodes(self) -> None:
         """Cancel the jobs, and remove the nodes' files."""
+        if not supervisor.is_running(self._folder):  # on a full disk the store can't be opened before
+            _remove_tree(self._folder / "nodes")
         self._end_jobs()
         _remove_tree(self._folder / "nodes")
 

@@ -84,10 +84,12 @@ class Variant:
     labels: Mapping[str, str]
 
 
-def is_up(name: str | None) -> bool:
-    """Is there a cluster of this name that is up?"""
+def is_set_up(name: str | None) -> bool:
+    """Is there a cluster of this name that is up, and has a setup succeeded on each of its nodes?"""
     have = None if name is None else clusters.find(name)
-    return have is not None and have.status is ClusterStatus.UP
+    if have is None or have.status is not ClusterStatus.UP:
+        return False
+    return set(range(have.num_nodes)) <= set(clusters.control_of(have).cluster().setup_done)
 
 
 def plan(task: Task, name: str, options: Options) -> Decision:

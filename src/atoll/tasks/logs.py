@@ -97,7 +97,7 @@ class Prefixer:
     @property
     def bar_due(self) -> float | None:
         """When the state of a progress bar that is waiting may be shown (monotonic), or None."""
-        return self._bar_shown + _BAR_S if b"\r" in self._open and self._open.strip(b"\r") else None
+        return self._bar_shown + _BAR_S if self._open.rpartition(b"\r")[0].strip(b"\r") else None
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Lines that are whole now. ``\\r\\n`` becomes ``\\n``; of what a lone ``\\r`` overdraws the last is kept."""
@@ -130,8 +130,6 @@ class Prefixer:
         if due is None or now < due:
             return b""
         states, _, self._open = self._open.rpartition(b"\r")
-        if not states.strip(b"\r"):  # a bar whose first state is still being written
-            return b""
         self._ended = not self._open
         self._bar_shown = now
         return self._lines(states)

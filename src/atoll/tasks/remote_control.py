@@ -21,7 +21,6 @@ _EXIT_CODES = frozenset(status.exit_code for status in JobStatus)
 _BLOCK_BYTES = 1 << 20
 _NO_CONNECTION = 255  # ssh's own exit code
 _ANSWER_S = 120.0  # cancelled jobs end within 30, and a network file system may take its time
-_PATIENCE_S = 600.0
 _RETRY_S, _RETRY_MOST_S = 0.5, 5.0
 _KINDS: dict[str, type[Exception]] = {
     each.__name__: each for each in (AtollError, ConfigError, ProvisionError, LookupError)
@@ -34,15 +33,13 @@ class ProgramControl:
     Args:
         command: gives the argument list that runs an operation, such as ``ssh`` with what it is to run there.
         cluster: name of the cluster.
-        note: is told when the connection is lost and there again; standard error by default.
+        patience_s: where the connection is lost, it is made again for so long before a log or a job is given up.
     """
 
-    def __init__(
-        self, command: Callable[[str], Sequence[str]], cluster: str, note: Callable[[str], object] | None = None
-    ) -> None:
+    def __init__(self, command: Callable[[str], Sequence[str]], cluster: str, patience_s: float = 0.0) -> None:
         self._command = command
         self._cluster = cluster
-        self._note = note or _to_stderr
+        self._patience_s = patience_s
 
     def create(self, cluster: ClusterSpec) -> None:
         """Write the cluster's record there."""
@@ -62,7 +59,7 @@ class ProgramControl:
 
     def job(self, job_id: int | None) -> JobRow:
         """One job; None is the newest."""
-        return JobRow.from_json(self._ask("job", job_id=job_id))
+        return JobRow.from_json(self._patiently("job", job_id=job_id))
 
     def follow(
         self,
@@ -82,7 +79,7 @@ class ProgramControl:
             write(data)
             seen_bytes += len(data)
 
-        lost = _Lost(self._cluster, self._note)
+        lost = _Lost(self._cluster, self._patience_s)
         while True:
             before = seen_bytes
             code, said = self._stream({**wish, "skip_bytes": seen_bytes}, counted)
@@ -90,7 +87,7 @@ class ProgramControl:
                 lost.is_over()
             if code in _EXIT_CODES:
                 lost.is_over()
-                return JobRow.from_json(self._patiently("job", job_id=job_id)).status
+                return self.job(job_id).status
             if code != _NO_CONNECTION:
                 self._fail(said, code)
             lost.wait(said)
@@ -143,7 +140,7 @@ class ProgramControl:
 
     def _patiently(self, operation: str, **wish: Any) -> Any:
         """Ask for something that changes nothing, again where the connection is lost."""
-        lost = _Lost(self._cluster, self._note)
+        lost = _Lost(self._cluster, self._patience_s)
         while (done := self._asked(operation, wish))[0] == _NO_CONNECTION:
             lost.wait(done[2])
         lost.is_over()
@@ -180,9 +177,9 @@ class ProgramControl:
 class _Lost:
     """Patience with a connection that is lost: says so, waits a little more each time, and gives up in the end."""
 
-    def __init__(self, cluster: str, note: Callable[[str], object]) -> None:
+    def __init__(self, cluster: str, patience_s: float) -> None:
         self._cluster = cluster
-        self._note = note
+        self._patience_s = patience_s
         self._since: float | None = None
         self._pause_s = _RETRY_S
 
@@ -193,12 +190,12 @@ class _Lost:
             ProvisionError: it has been so for too long.
         """
         text = said.decode(errors="replace").strip()
-        now = time.monotonic()
         if self._since is None:
-            self._since = now
-            why = f" ({text.splitlines()[-1]})" if text else ""
-            self._note(f"the connection to the head of cluster {self._cluster} is lost{why}; trying again")
-        elif now - self._since > _PATIENCE_S:
+            self._since = time.monotonic()
+            if self._patience_s > 0:
+                why = f" ({text.splitlines()[-1]})" if text else ""
+                tell(f"the connection to the head of cluster {self._cluster} is lost{why}; trying again")
+        if time.monotonic() - self._since >= self._patience_s:
             raise ProvisionError(_unreachable(self._cluster, text))
         time.sleep(self._pause_s)
         self._pause_s = min(1.5 * self._pause_s, _RETRY_MOST_S)
@@ -206,7 +203,7 @@ class _Lost:
     def is_over(self) -> None:
         """It is there again."""
         if self._since is not None:
-            self._note(f"the head of cluster {self._cluster} answers again")
+            tell(f"the head of cluster {self._cluster} answers again")
         self._since, self._pause_s = None, _RETRY_S
 
 
@@ -218,6 +215,7 @@ def _unreachable(cluster: str, said: str) -> str:
     )
 
 
-def _to_stderr(line: str) -> None:
+def tell(line: str) -> None:
+    """A line for whoever waits; the answer itself has to stay whole."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import posixpath
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +21,20 @@ from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.errors import resolved
 from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import HERE, Target, find_group
-from atoll.tasks.remote_control import ProgramControl
+from atoll.tasks.nodes import WORKDIR
+from atoll.tasks.remote_control import ProgramControl, tell
 from atoll.tasks.spec import ClusterSpec
 from atoll.tasks.ssh_nodes import check_size, plans_of, provider_of, workdir_of
 from atoll.tasks.survey import Survey, survey
-from atoll.tasks.tarball import MOUNTS, entries_from
+from atoll.tasks.tarball import MOUNTS, entries_from, state_file
 from atoll.tasks.workdir import changed, write_tar
 
 Say = Callable[[str], object]
 Progress = Callable[[int, int], None]
 _BOOT = "import os, sys; sys.path.insert(0, {code!r}); os.environ['ATOLL_HOME'] = {home!r}; {then}"
 _HOP_S = 20.0
+_PATIENCE_S = 300.0  # a connection to the head that was there may be gone for so long
+_REMOVE_S = 300.0
 _TRANSFER_S = 24 * 3600.0
 
 
@@ -149,7 +153,7 @@ def control(cluster: ClusterSpec) -> ProgramControl:
         code = _BOOT.format(code=plan.import_path[0], home=plan.folder, then=then)
         return connection.argv(python_command(plan.python, code, operation))
 
-    return ProgramControl(command, cluster.name)
+    return ProgramControl(command, cluster.name, _PATIENCE_S)
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -177,7 +181,7 @@ def ship(
         say(line)
 
     def send(at: int) -> list[str]:
-        host = _Files(targets[at], plans[at], cluster)
+        host = _Files(targets[at], plans[at], workdir_of(cluster, plans[at]))
         counted = progress if at == 0 else None  # all get the same: one tells
         try:
             return host.send(seen, found, [target for target, path in mounts.items() if path is None], counted)
@@ -190,14 +194,97 @@ def ship(
                 say(line)
 
 
+def send_folder(
+    source: Path, targets: Sequence[Target], plans: Sequence[RemotePlan], dest: str, *, leave_out: str, say: Say
+) -> None:
+    """Send a folder of this machine to the same place on every host, only what is not there yet.
+
+    Args:
+        source: the folder.
+        dest: where it goes, on each.
+        leave_out: a path in it that does not travel.
+        say: called with a line for each thing the user should know.
+
+    Raises:
+        ConfigError: something in it can't be read.
+        ProvisionError: a host can't be written to.
+    """
+    seen = survey(source)
+    entries = [entry for entry in seen.entries if not PurePosixPath(entry.path).is_relative_to(leave_out)]
+    seen = dataclasses.replace(seen, entries=tuple(entries))
+    size = f"{seen.num_bytes / 1000:,.0f} kB"
+    for line in (*seen.notes, f"{seen.num_files} files ({size}) of {source} go to {dest} on each host"):
+        say(line)
+
+    def send(target: Target, plan: RemotePlan) -> None:
+        host = _Files(target, plan, dest)
+        try:
+            host.put(seen, dest, None)
+        finally:
+            host.close()
+
+    send(targets[0], plans[0])  # where a home is shared, the others lack nothing then
+    with ThreadPoolExecutor(len(plans)) as threads:
+        for _ in threads.map(send, targets[1:], plans[1:]):
+            pass
+
+
+# Several hosts may do it at once in a home that they share.
+_REMOVE = """rm -rf -- "$1" "$2" 2>/dev/null || rm -rf -- "$1" "$2" || exit 1
+[ "$(readlink "$3")" != "$1" ] || rm -f -- "$3"; rmdir -- "$(dirname "$1")" 2>/dev/null; exit 0"""
+
+
+def remove_files(cluster: ClusterSpec) -> None:
+    """Remove the workdir from every host, unless its place is the user's own choice or is shared by runs.
+
+    Tells where that fails.
+    """
+    if cluster.ssh.get("workdir") or cluster.ssh.get("files_in"):
+        return
+
+    def remove(node: int) -> None:
+        target = provider_of(cluster).targets()[node]
+        try:
+            plan = _plan_of(cluster, node)
+            workdir = workdir_of(cluster, plan)
+            paths = (workdir, str(state_file(Path(workdir))), posixpath.join(plan.home, WORKDIR))
+            answer = connections.get(target).run(shlex.join(["sh", "-c", _REMOVE, "sh", *paths]), limit_s=_REMOVE_S)
+            if answer.returncode != 0:
+                raise ProvisionError(f"{target}: {answer.stderr.decode(errors='replace').strip()}")
+        except ProvisionError as error:
+            tell(f"the workdir of cluster {cluster.name} stays on {target}, remove it by hand: {error}")
+
+    with ThreadPoolExecutor(cluster.num_nodes) as threads:
+        list(threads.map(remove, range(cluster.num_nodes)))
+    connections.close_idle()
+
+
+def workdir_on(cluster: ClusterSpec, node: int) -> str:
+    """Where the workdir lies on one of a cluster's hosts; ``~/sky_workdir`` is that of its latest launch, of any.
+
+    Raises:
+        ProvisionError: the host can't be asked.
+    """
+    try:
+        return workdir_of(cluster, _plan_of(cluster, node))
+    finally:
+        connections.close_idle()
+
+
+def _plan_of(cluster: ClusterSpec, node: int) -> RemotePlan:
+    own = {key: value for key, value in cluster.ssh.items() if key != "addresses"}
+    only = dataclasses.replace(cluster, hosts=cluster.hosts[node : node + 1], num_nodes=1, accelerator=None, ssh=own)
+    return plans_of(only)[0]
+
+
 class _Files:
     """Puts files on one host."""
 
-    def __init__(self, target: Target, plan: RemotePlan, cluster: ClusterSpec) -> None:
+    def __init__(self, target: Target, plan: RemotePlan, workdir: str) -> None:
         self._target = target
         self._plan = plan
         self._connection = connections.hold(target)
-        self._workdir = workdir_of(cluster, plan)
+        self._workdir = workdir
         bundle.put(self._connection, plan, plan.bundles[0])
 
     def close(self) -> None:
@@ -208,20 +295,27 @@ class _Files:
     ) -> list[str]:
         lines = []
         if seen is not None:
-            self._put(seen, self._workdir, progress)
+            self.put(seen, self._workdir, progress)
             said = self._run("expose", f"{self._plan.home}/sky_workdir", self._workdir)
             if said is not None:
-                lines.append(f"{self._plan.host}: the workdir is at {self._workdir}; ~/sky_workdir is something else")
+                lines.append(f"{self._plan.host}: ~/{WORKDIR} is something else, or can't be made: see {self._workdir}")
         for target, mount in found.items():
             at, link = self._place(target)
-            self._put(mount, at, progress)
-            if link is not None and (said := self._run("expose", link, at)) is not None:
-                lines.append(f"{self._plan.host}: {said}")
+            self.put(mount, at, progress)
+            lines += self._expose(link, at)
         for target in empty:
-            self._connection.run(f"mkdir -p {self._place(target)[0]!r}")
+            at, link = self._place(target)
+            self._connection.run(f"mkdir -p {shlex.quote(at)}")
+            lines += self._expose(link, at)
         return lines
 
-    def _put(self, seen: Survey, dest: str, progress: Progress | None) -> None:
+    def _expose(self, link: str | None, at: str) -> list[str]:
+        """Have it seen where the task wants it; a line where that is not permitted."""
+        said = None if link is None else self._run("expose", link, at)
+        return [] if said is None else [f"{self._plan.host}: {said}"]
+
+    def put(self, seen: Survey, dest: str, progress: Progress | None) -> None:
+        """Make a folder there what is seen here."""
         there = entries_from(json.dumps(self._run("manifest", dest)))
         todo = changed(seen, there)
         with tempfile.TemporaryFile() as said:

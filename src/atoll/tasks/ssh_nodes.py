@@ -25,6 +25,7 @@ from atoll.wire import frames
 # What a person's own shell there has: conda, modules, PATH. Some print, some ask: nothing may wait for an answer.
 _SHELL_ENV = "bash -ic 'printf atoll-env:; env -0' </dev/null 2>/dev/null"
 _SHELL_S = 10.0
+_OF_POOLS = "OMP_NUM_THREADS"  # a plan shares the cores between a pool's ranks; a task's processes say it themselves
 _NOT_THEIRS = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SHLVL", "_", "PWD", "OLDPWD")
 
 
@@ -114,7 +115,8 @@ class SSHNodes:
             reason = handle.reason or str(error)
             handle.stop()
             raise ProvisionError(f"{node_name(node)} could not be started: {reason}", node=node) from error
-        env = {**plan.base_env, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
+        base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
+        env = {**base, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
         workdir = workdir_of(self._cluster, plan)
         return StartedNode(handle, plan.addr, plan.home, workdir, tmp, env)
 

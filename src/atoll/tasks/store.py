@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 from atoll.core.errors import AtollError
 from atoll.core.paths import write_atomic
@@ -28,6 +29,8 @@ from atoll.tasks.transitions import Log, SetStatus
 
 SCHEMA = 1
 _BUSY_S = 20.0  # other processes' transactions take milliseconds
+_RESERVE = "reserve"  # a file whose room is given up for what must be written on a disk that a job has filled
+_RESERVE_BYTES = 1 << 18
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -130,6 +133,28 @@ class JobRow:
         return cls(**values)
 
 
+class _NoRoom(AtollError):
+    """The disk is full."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _for_sure(method: Method) -> Method:
+    """Has a method of the store that finds no room done again with the reserve's."""
+
+    @functools.wraps(method)
+    def done(self: Store, *arguments: Any, **more: Any) -> Any:
+        try:
+            return method(self, *arguments, **more)
+        except _NoRoom:
+            if not self.give_reserve():
+                raise
+            return method(self, *arguments, **more)
+
+    return cast(Method, done)
+
+
 class Store:
     """The jobs of the cluster that lives in ``folder``; made where it does not exist yet.
 
@@ -167,6 +192,18 @@ class Store:
         """Let go of the file."""
         self._db.close()
 
+    def keep_reserve(self) -> None:
+        """Set room aside for telling how jobs end, should one of them fill the disk."""
+        with contextlib.suppress(OSError), open(self._folder / _RESERVE, "ab") as file:
+            os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+
+    def give_reserve(self) -> bool:
+        """Make room; was there any?"""
+        with contextlib.suppress(OSError):
+            (self._folder / _RESERVE).unlink()
+            return True
+        return False
+
     # ------------------------------------------------------------------------------------------- writing
     def add(self, spec: JobSpec, *, task_id_for: Callable[[int], str], user: str) -> int:
         """A new job, ``PENDING``; its number.
@@ -185,6 +222,7 @@ class Store:
             db.execute("UPDATE jobs SET task_id = ? WHERE id = ?", (task_id_for(job_id), job_id))
         return job_id
 
+    @_for_sure
     def apply(self, job_id: int, actions: Sequence[SetStatus | Log], now_s: float) -> JobStatus:
         """Write what happened, as one transaction; the job's status after it.
 
@@ -213,6 +251,7 @@ class Store:
             drop_secrets(self._folder, job_id)
         return row.status
 
+    @_for_sure
     def ask_cancel(self, job_ids: Sequence[int] | None) -> list[int]:
         """Ask for an end of these jobs, or of all: those that had not ended. A ``PENDING`` one ends at once."""
         now_s = time.time()
@@ -331,9 +370,11 @@ class Store:
         except sqlite3.ProgrammingError:
             raise  # a mistake in the code that uses it
         except (sqlite3.Error, OSError) as error:
-            raise AtollError(f"the job store {self.path} {_what_is_wrong(error, self.path)}") from error
+            kind = _NoRoom if getattr(error, "sqlite_errorname", "").startswith(_FULL) else AtollError
+            raise kind(f"the job store {self.path} {_what_is_wrong(error, self.path)}") from error
 
 
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR")
 _COLUMNS = tuple(each.name for each in dataclasses.fields(JobRow))
 _FOLDED = tuple(
     name for name in _COLUMNS if name not in ("id", "name", "task_id", "user", "spec", "submitted_s")
@@ -362,7 +403,7 @@ def _what_is_wrong(error: sqlite3.Error | OSError, path: Path) -> str:
             f"is damaged ({error}). Jobs' logs are files beside it and not concerned; to begin a new store, move this "
             f"one away: mkdir -p {folder}/damaged && mv {folder}/{path.name}* {folder}/damaged"
         )
-    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+    if name.startswith(_FULL):
         return f"can't be written ({error}): is the disk full, or a quota used up? What it held before is still there"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return f"was held by another process for {_BUSY_S:.0f} s: try again"

@@ -186,6 +186,7 @@ def main(folder_name: str, answer: int) -> None:
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
     with Store(folder) as store:
+        store.keep_reserve()
         fail_orphans(store, folder)
         dispatcher = Dispatcher(folder, store, lock)
         os.write(answer, b"+")

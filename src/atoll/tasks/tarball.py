@@ -81,7 +81,7 @@ def manifest(dest: Path) -> dict[str, Entry]:
     """What lies in ``dest`` at the paths that earlier transfers brought, by path."""
     dest = Path(os.path.realpath(dest))
     found = {}
-    for path in _brought(_state_file(dest)):
+    for path in _brought(state_file(dest)):
         with contextlib.suppress(OSError):  # the job has removed it, or made a file of its folder
             entry = entry_of(path, below(dest, path))
             if entry is not None:
@@ -160,7 +160,7 @@ class Receiver:
         self.num_deleted = 0
         self._dest = Path(os.path.realpath(dest))
         self._entries = entries
-        self._state = _state_file(self._dest)
+        self._state = state_file(self._dest)
         self._parts = self._dest.parent / f".atoll-{self._dest.name}.part"
         self._whole = contextlib.ExitStack()
         self._parents: dict[str, str] = {}  # folders that were seen to be inside, and where to write for each
@@ -297,7 +297,8 @@ def _in_the_way(path: str, found: str, wanted: str) -> ConfigError:
     )
 
 
-def _state_file(dest: Path) -> Path:
+def state_file(dest: Path) -> Path:
+    """Beside a folder: what was brought into it."""
     return dest.parent / f".atoll-{dest.name}.json"
 
 

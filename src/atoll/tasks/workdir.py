@@ -164,14 +164,20 @@ class _Opened:
         return piece.ljust(size, b"\0")
 
     def copy_to(self, file: IO[bytes]) -> None:
-        """Copy inside the kernel, without the bytes coming here."""
+        """Copy inside the kernel, without the bytes coming here; holes stay holes."""
         assert self.file is not None
         here, there = self.file.fileno(), file.fileno()
         copy: Callable[[int, int, int], int] = os.copy_file_range
         done = 0
         while done < self.size:
+            start, end = _next_data(here, done, self.size)
+            if start > done:
+                self._count.add(start - done)
+                os.ftruncate(there, start)
+                done = os.lseek(there, start, os.SEEK_SET)
+                continue
             try:
-                num_bytes = copy(here, there, min(_PIECE_BYTES, self.size - done))
+                num_bytes = copy(here, there, min(_PIECE_BYTES, end - done))
             except OSError as error:
                 if copy is not os.copy_file_range or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                     raise
@@ -181,6 +187,20 @@ class _Opened:
                 break  # it shrank
             done += num_bytes
             self._count.add(num_bytes)
+
+
+def _next_data(fd: int, at: int, size: int) -> tuple[int, int]:
+    """Where the bytes from ``at`` on begin that are no hole, and where they end; the file stands at their beginning."""
+    try:
+        start = os.lseek(fd, at, os.SEEK_DATA)
+        end = os.lseek(fd, start, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but a hole is left
+            start = end = max(at, min(size, os.fstat(fd).st_size))
+        else:  # a file system that knows of none
+            start, end = at, size
+    os.lseek(fd, start, os.SEEK_SET)
+    return min(start, size), min(end, size)
 
 
 def _send_file(here: int, there: int, num_bytes: int) -> int:

@@ -8,7 +8,7 @@ function) travel by value, by cloudpickle.
 Three facts to know:
 
 - A large ``bytes``, ``bytearray`` or ``str`` stays in the head: the C pickler saves these exact types before it asks
-  anybody, so they cannot become buffers. They are copied once into the head and once out of it.
+  anybody, so they cannot become buffers. They are copied once out of it.
 - Buffers below ``INLINE_BYTES`` stay in the head too. Arrays are writable after ``loads`` either way, if they were.
 - Nothing received is unpickled here before the caller has authenticated its sender: that is the caller's duty.
 
@@ -48,19 +48,31 @@ class Payload:
     """One object, ready to travel.
 
     Attributes:
-        head: the pickle protocol 5 stream.
+        chunks: the pickle protocol 5 stream in parts; a large ``bytes`` is one of its own, as it is.
         buffers: out-of-band buffers in order, each a flat contiguous view of bytes (format ``B``).
         notes: lines that the user should see, each once.
     """
 
-    head: bytes
+    chunks: list[bytes]
     buffers: list[memoryview]
     notes: list[str]
 
     @property
+    def head(self) -> bytes:
+        """The pickle stream in one piece."""
+        if len(self.chunks) != 1 or type(self.chunks[0]) is not bytes:
+            self.chunks = [b"".join(self.chunks)]
+        return self.chunks[0]
+
+    @property
+    def head_bytes(self) -> int:
+        """Its length."""
+        return sum(map(len, self.chunks))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the head and all buffers together."""
-        return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
+        return self.head_bytes + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -> Payload:
@@ -78,7 +90,7 @@ def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -
         AtollError: an object refused for a reason of its own; a note tells where it sits.
     """
     if _is_plain(obj):
-        return Payload(pickle.dumps(obj, protocol=5), [], [])
+        return Payload([pickle.dumps(obj, protocol=5)], [], [])
     pickler_type = _pickler_type()
     plan: dict[int, Any] = {}
     for last_pass in (False,) * (_PASSES - 1) + (True,):
@@ -100,7 +112,7 @@ def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -
             pickler.clear_memo()
         if pickler.tensors is None or not pickler.tensors.grew:
             break
-    return Payload(b"".join(chunks), pickler.buffers, pickler.notes)
+    return Payload(chunks, pickler.buffers, pickler.notes)
 
 
 def loads(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:

@@ -85,10 +85,10 @@ def pack_exception(exc: BaseException) -> Payload:
         packer.add(exc, 0)
         packer.records[0].text = remote_traceback(exc)
         table = [record.astuple() for record in packer.records]
-        return Payload(pickle.dumps(table, protocol=5), packer.buffers, packer.notes)
+        return Payload([pickle.dumps(table, protocol=5)], packer.buffers, packer.notes)
     except Exception:  # noqa: BLE001 - whatever went wrong, the driver has to hear of the failure it was about
         bare = _Record(_type_name(exc), _message(exc), text=f"{_type_name(exc)}: {_message(exc)}")
-        return Payload(pickle.dumps([bare.astuple()], protocol=5), [], [])
+        return Payload([pickle.dumps([bare.astuple()], protocol=5)], [], [])
 
 
 class _Packer:

@@ -60,15 +60,19 @@ class Arena:
     def encode(self, payload: Payload) -> Encoded:
         """Lay a payload out for sending; large ones are copied once, into a memory file."""
         sizes = [len(buffer) for buffer in payload.buffers]
-        table: dict[str, Any] = {"h": len(payload.head), "b": sizes} if sizes else {"h": len(payload.head)}
-        total = len(payload.head) + sum(sizes)
+        head_bytes = payload.head_bytes
+        table: dict[str, Any] = {"h": head_bytes, "b": sizes} if sizes else {"h": head_bytes}
+        total = head_bytes + sum(sizes)
         if total <= _INLINE_BYTES:
             return Encoded(table, [payload.head, *payload.buffers])
-        parts = [memoryview(payload.head), *payload.buffers]
-        segment = self._take(sum(_aligned(len(part)) for part in parts))
+        segment = self._take(sum(map(_aligned, [head_bytes, *sizes])))
         offset = 0
         try:
-            for part in parts:
+            for chunk in payload.chunks:
+                _write(segment.fd, memoryview(chunk), offset)
+                offset += len(chunk)
+            offset = _aligned(head_bytes)
+            for part in payload.buffers:
                 _write(segment.fd, part, offset)
                 offset += _aligned(len(part))
         except BaseException:

@@ -132,4 +132,5 @@ def put(connection: Connection, plan: RemotePlan, bundle: Bundle) -> None:
     answer = connection.run(command, bundle.path.read_bytes(), limit_s=_UPLOAD_S)
     if answer.returncode != 0:
         said = answer.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        raise ProvisionError(f"{connection.target}: could not write {path} there: {said[-1]}")
+        fix = ". Free some space there" if "No space left" in said[-1] or "Disk quota" in said[-1] else ""
+        raise ProvisionError(f"{connection.target}: could not write {path} there: {said[-1]}{fix}")

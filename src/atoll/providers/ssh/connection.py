@@ -33,7 +33,8 @@ _PROMPT_S = 180.0  # the same where a person types
 _LOOK_S = 0.2
 _CONNECT_S = 10
 _ALIVE_S, _ALIVE_COUNT = 2, 3  # a host that is silent for their product is given up by ssh
-_PERSIST_S = 60  # a login that nobody uses ends by itself
+_PERSIST_S = 60  # a login that nobody uses ends by itself; it lasts where somebody may have typed a code for it
+_PERSIST_ALONE_S = 5
 _LONGEST_PATH = 104 - 18 - 16  # of a Unix socket, less what ssh and we put behind the folder
 _FAILED = 255  # ssh's own exit code
 _prompts = threading.Lock()  # one question at a time on the terminal
@@ -69,24 +70,24 @@ class Connection:
                 return self._run(command, data, _PROMPT_S, ask=True)
 
     def _run(self, command: str, data: bytes, limit_s: float, *, ask: bool) -> subprocess.CompletedProcess[bytes]:
-        process = self._start(command, ask=ask)
-        self._running.add(process)
-        try:
-            out, said = self._communicate(process, data, limit_s)
-        finally:
-            self._end(process)
+        with tempfile.TemporaryFile() as given:  # communicate() forgets what it has not written when its time is over
+            given.write(data)
+            given.seek(0)
+            process = self._start(command, stdin=given, ask=ask)
+            self._running.add(process)
+            try:
+                out, said = self._communicate(process, limit_s)
+            finally:
+                self._end(process)
         if process.returncode == _FAILED:
             raise explain(self.target, said.decode(errors="replace"), self._ssh)
         return subprocess.CompletedProcess(process.args, process.returncode, out, said)
 
-    def _communicate(self, process: subprocess.Popen[bytes], data: bytes, limit_s: float) -> tuple[bytes, bytes]:
+    def _communicate(self, process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes]:
         deadline = time.monotonic() + limit_s
-        given: bytes | None = data
         while True:
-            try:
-                return process.communicate(given, min(_LOOK_S, limit_s))
-            except subprocess.TimeoutExpired:
-                given = None  # it goes on with what it was given
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.communicate(timeout=min(_LOOK_S, limit_s))
             if process not in self._running:  # killed; the login may hold its pipes open for long
                 raise ProvisionError(f"{self.target}: interrupted")
             if time.monotonic() > deadline:
@@ -102,10 +103,17 @@ class Connection:
             return ["/bin/sh", "-c", command]
         return [self._ssh, *self._options(ask), "--", self.target.host, command]
 
-    def _start(self, command: str, stderr: int | IO[bytes] = subprocess.PIPE, *, ask: bool) -> subprocess.Popen[bytes]:
+    def _start(
+        self,
+        command: str,
+        stderr: int | IO[bytes] = subprocess.PIPE,
+        *,
+        stdin: int | IO[bytes] = subprocess.PIPE,
+        ask: bool,
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self.argv(command, ask=ask),
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=not ask,  # Ctrl-C is ours to handle; only one that asks needs the terminal
@@ -121,7 +129,7 @@ class Connection:
             "ServerAliveCountMax": _ALIVE_COUNT,
             "ControlMaster": "auto",
             "ControlPath": self._socket,
-            "ControlPersist": _PERSIST_S,
+            "ControlPersist": _PERSIST_S if _has_terminal() else _PERSIST_ALONE_S,
             "LogLevel": "INFO" if ask else "ERROR",
             "ClearAllForwardings": "yes",
             "RemoteCommand": "none",

@@ -31,7 +31,7 @@ def explain(target: Target, said: str, ssh: str) -> ProvisionError:
         return LoginDenied(f"{target}: {_denied(target, last, ssh)}")
     if "Could not resolve hostname" in text:
         hint = nearest(target.host.rpartition("@")[2], config_hosts())
-        return ProvisionError(f"{target}: unknown host{hint}. Is it spelt right, or missing in ~/.ssh/config?")
+        return ProvisionError(f"{target}: unknown host{hint or '.'} Is it spelt right, or missing in ~/.ssh/config?")
     for pattern, clause in _CAUSES:
         if re.search(pattern, text):
             return ProvisionError(f"{target}: {clause} ({last})")

@@ -98,7 +98,7 @@ def find_group(name: str) -> Group:
         return Group(name, targets([name]))
     hint = nearest(name, [*declared, *known])
     raise ConfigError(
-        f"ssh/{name}: no group of that name in {path}, and no Host in ~/.ssh/config{hint}. Declare it with\n"
+        f"ssh/{name}: no group of that name in {path}, and no Host in ~/.ssh/config{hint or '.'} Declare it with\n"
         f'  [ssh.{name}]\n  hosts = ["user@gpu-1", "gpu-2:2222"]\n'
         f"in {path}, or add `Host {name}` to ~/.ssh/config"
     )
@@ -149,9 +149,14 @@ def _declared(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     try:
-        found = tomllib.loads(text).get("ssh", {})
+        config = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{shown_path(str(path))}: {error}") from None
+    for section in config:
+        if section != "ssh":
+            hint = nearest(section, ["ssh"]) or ": it has sections such as [ssh.lab]"
+            raise ConfigError(f"{shown_path(str(path))}: no setting {section!r} is known{hint}")
+    found = config.get("ssh", {})
     if not isinstance(found, dict):
         raise ConfigError(f"{shown_path(str(path))}: ssh = {found!r}: expected sections such as [ssh.lab]")
     return found

@@ -1,0 +1,308 @@
+"""How jobs end, through the real command: failures are named, and nothing of a job is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.test_cluster_commands import Atoll, atoll, free_port, home, start, task_file
+from tests.pool.conftest import eventually, with_marker
+from tests.pool.test_agent_processes import memory_limit
+
+from atoll.providers.local import isolation
+from atoll.tasks import clusters
+
+__all__ = ["atoll", "home", "memory_limit"]
+
+
+@pytest.fixture(params=["namespaces", "shared"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With nodes that have namespaces of their own, and with nodes that share the machine's."""
+    way: str = request.param
+    if way == "shared":
+        monkeypatch.setenv("ATOLL_PID_NAMESPACE", "0")
+    elif isolation().refused is not None:
+        pytest.skip(f"nodes share the machine's processes here: {isolation().refused}")
+    return way
+
+
+def row_of(atoll: Atoll, name: str, job_id: int = 1) -> dict[str, object]:
+    """A job as ``queue -o json`` shows it."""
+    rows = json.loads(atoll("queue", name, "--all", "-o", "json")[1])
+    return next(row for row in rows if row["job_id"] == job_id)
+
+
+def wait_for_log(atoll: Atoll, name: str, text: str, times: int = 1) -> None:
+    eventually(lambda: atoll("logs", name, "--no-follow")[1].count(text) >= times, f"{text!r} in the log", 30)
+
+
+def sleeps() -> str:
+    """A command line that nobody else has."""
+    return f"sleep 7{random.randrange(10**6):06}"
+
+
+# ---------------------------------------------------------------------------------------------------- who failed
+def test_three_nodes_of_which_the_last_fails(atoll: Atoll) -> None:
+    sleeping = sleeps()
+    script = f"[ $SKYPILOT_NODE_RANK = 2 ] || exec {sleeping}; sleep 0.3; echo dying; date +%s.%N > ~/died; exit 1"
+    began = time.monotonic()
+    code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "3", script)
+    assert time.monotonic() - began < 20
+    assert code == 100
+    assert "failed (status: FAILED): rank 2 on worker2 exited with code 1. Its last lines:\n    dying\n" in out
+    assert "The others were stopped by the launcher" in out
+    assert "rank 0" not in out.partition("✗")[2]
+    row = row_of(atoll, "t")
+    died = float((clusters.node_home("t", 2) / "died").read_text())
+    assert 0 <= float(str(row["end_at"])) - died < 5, "2 s on an idle machine"
+    assert with_marker(sleeping.split()[1]) == []
+
+
+def test_a_shell_that_kills_itself(atoll: Atoll) -> None:
+    code, out, _ = atoll("launch", "-c", "t", "--nodes", "2", "[ $SKYPILOT_NODE_RANK = 0 ] || kill -9 $$; sleep 60")
+    assert code == 100
+    assert "rank 1 on worker1 was killed by SIGKILL" in out
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_one_ends_well_at_once_and_the_other_fails_later(atoll: Atoll, early: int) -> None:
+    script = f"[ $SKYPILOT_NODE_RANK = {early} ] && exit 0; sleep 0.7; exit 5"
+    code, out, _ = atoll("launch", "-c", "t", "--nodes", "2", script)
+    assert code == 100
+    assert f"rank {1 - early} on {('worker1', 'head')[early]} exited with code 5" in out
+
+
+def test_setup_that_fails_on_one_node(atoll: Atoll, tmp_path: Path) -> None:
+    task = task_file(
+        tmp_path / "task.yaml",
+        "num_nodes: 2\nsetup: echo on $SKYPILOT_SETUP_NODE_RANK; exit $((4 * SKYPILOT_SETUP_NODE_RANK))\nrun: echo no",
+    )
+    code, out, _ = atoll("launch", "-c", "t", task)
+    assert code == 100
+    assert re.search(r"status: FAILED_SETUP\): .*worker1.* code 4", out)
+    assert "no\n" not in out
+    assert "on 1" in atoll("logs", "t", "--tail", "100")[1]
+    # It is run again next time, since it has not succeeded.
+    assert "on 0" in atoll("launch", "-c", "t", "--fast", task)[1]
+
+
+def test_setup_alone(atoll: Atoll, tmp_path: Path) -> None:
+    task = task_file(tmp_path / "task.yaml", "setup: echo only this")
+    code, out, _ = atoll("launch", "-c", "t", task)
+    assert code == 0
+    assert re.search(r"^\(setup pid=\d+\) only this$", out, re.M)
+
+
+def test_the_last_command_decides_unless_strict(atoll: Atoll) -> None:
+    script = "false; echo after"
+    assert atoll("launch", "-c", "t", script)[0] == 0
+    code, out, _ = atoll("exec", "t", "--strict", script)
+    assert code == 100
+    assert "after" not in out
+    code, out, _ = atoll("exec", "t", "true; (exit 7)")
+    assert code == 100
+    assert "exited with code 7" in out
+
+
+def test_memory_that_ran_out_is_told_apart(atoll: Atoll, memory_limit: Callable[[int], str]) -> None:
+    procs = memory_limit(64 << 20)
+    hog = f"echo $$ > {procs}; exec {sys.executable} -c 'x = bytearray(1 << 30); print(len(x))'"
+    code, out, _ = atoll("launch", "-c", "t", hog)
+    assert code == 100
+    assert "memory" in out.partition("✗")[2]
+
+
+# ------------------------------------------------------------------------------------------------ nothing is left
+def test_cancel_reaches_those_that_hide(atoll: Atoll, both_ways: str) -> None:
+    away, bare, forked = sleeps(), sleeps(), sleeps()
+    script = f"setsid {away} & env -i setsid bash -c '({forked} &) ; exec {bare}' & echo begun; wait"
+    assert atoll("launch", "-c", "t", "--nodes", "2", "-d", script)[0] == 0
+    words = [each.split()[1] for each in (away, bare, forked)]
+    eventually(lambda: all(len(with_marker(word)) >= 2 for word in words), "all of them on both nodes", 20)
+    assert atoll("cancel", "t", "1")[0] == 0
+    assert atoll("logs", "t")[0] == 103
+    eventually(lambda: not any(with_marker(word) for word in words), "nothing of it left")
+
+
+def test_a_killed_torchrun_leaves_no_worker(atoll: Atoll, tmp_path: Path, both_ways: str) -> None:
+    word = sleeps().split()[1]
+    worker = tmp_path / "worker.py"
+    worker.write_text(f"import time\nprint('working', flush=True)\ntime.sleep({word})\n")
+    script = (
+        f"{sys.executable} -m torch.distributed.run --nproc_per_node 2 {worker} {word} & agent=$!; "
+        "sleep 0.1; wait $agent"
+    )
+    atoll("launch", "-c", "t", "-d", script)
+    wait_for_log(atoll, "t", "working", 2)
+    agent = next(pid for pid in with_marker(word) if "torch.distributed.run" in _command(pid))
+    os.kill(agent, signal.SIGKILL)
+    assert atoll("logs", "t")[0] == 100
+    assert "exited with code 137" in str(row_of(atoll, "t")["reason"])
+    eventually(lambda: not with_marker(word), "no worker left")
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_pkill_hits_nobody_else(atoll: Atoll, both_ways: str) -> None:
+    """Neither its own shell, nor its peer, nor another cluster; in a cluster that is called so itself."""
+    sleeping = sleeps()
+    word = sleeping.split()[1]
+    atoll("launch", "-c", "other", "-d", f"exec -a torchrun {sleeping}")
+    eventually(lambda: with_marker(word), "it sleeps", 20)
+    script = (
+        "pkill -f torchrun || true; echo first; exec -a torchrun sleep 1.$SKYPILOT_NODE_RANK & mine=$!; "
+        "sleep 0.2; [ $SKYPILOT_NODE_RANK = 0 ] && pkill -f torchrun; wait $mine; echo ended with $?"
+    )
+    code, out, _ = atoll("launch", "-c", "torchrun", "--num-nodes", "2", script)
+    assert code == 0
+    assert out.count("first") == 2
+    assert re.search(r"^\(head, .* ended with 143$", out, re.M)
+    assert re.search(r"^\(worker1, .* ended with 0$", out, re.M)
+    assert with_marker(word)
+    assert row_of(atoll, "other")["status"] == "RUNNING"
+
+
+# ------------------------------------------------------------------------------------------- ports, order, restarts
+def _serve(port: int, for_s: float) -> str:
+    code = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print('bound', flush=True)"
+    return f'master_port={port}; : torchrun --master_port={port}; {sys.executable} -c "{code}; time.sleep({for_s})"'
+
+
+def test_two_clusters_with_one_port_side_by_side(atoll: Atoll) -> None:
+    port = free_port()
+    assert atoll("launch", "-c", "one", "-d", _serve(port, 60))[0] == 0
+    wait_for_log(atoll, "one", "bound")
+    if "nodes share ports" in atoll("logs", "one", "--no-follow")[1]:
+        pytest.skip("no network namespace with a way out can be had here")
+    assert atoll("launch", "-c", "two", _serve(port, 0.1))[0] == 0
+    assert row_of(atoll, "one")["status"] == "RUNNING"
+
+
+def test_two_clusters_with_one_port_take_turns(atoll: Atoll, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_NETWORK_NAMESPACE", "0")
+    port = free_port()
+    atoll("launch", "-c", "one", "-d", _serve(port, 60))
+    wait_for_log(atoll, "one", "bound")
+    second = start("launch", "-c", "two", _serve(port, 0.1))
+    waits = f"waiting for port {port}, held by job 1 of cluster one"
+    eventually(lambda: clusters.find("two") is not None, "it is made", 20)
+    wait_for_log(atoll, "two", waits)
+    assert row_of(atoll, "two")["status"] == "PENDING"
+    atoll("cancel", "one", "1")
+    out, _ = second.communicate(timeout=30)
+    assert second.returncode == 0
+    assert waits in out
+    assert "bound" in out
+
+
+def test_nodes_that_start_in_any_order(atoll: Atoll, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that starts a node takes its time, a different one for each."""
+    if not isolation().command:
+        pytest.skip("nodes are started without a program here")
+    slow = tmp_path / "bin/unshare"
+    slow.parent.mkdir()
+    slow.write_text(
+        f'#!/bin/bash\n[ "$*" = "${{*%main*}}" ] || sleep 0.$((RANDOM % 9))\nexec {isolation().command[0]} "$@"\n'
+    )
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
+    script = "echo $SKYPILOT_NODE_RANK sees $(hostname) in $SKYPILOT_NODE_IPS"
+    code, out, _ = atoll("launch", "-c", "t", "--nodes", "5", script)
+    assert code == 0
+    seen = sorted(line.partition(") ")[2] for line in out.splitlines() if " sees " in line)
+    ips = " ".join(f"127.0.0.{node + 1}" for node in range(5))
+    names = ["head", *(f"worker{node}" for node in range(1, 5))]
+    assert seen == [f"{node} sees t-{name} in {ips}" for node, name in enumerate(names)]
+
+
+def test_restarts_keep_the_task_id_and_the_order(atoll: Atoll, tmp_path: Path) -> None:
+    task = task_file(
+        tmp_path / "task.yaml",
+        """
+num_nodes: 2
+resources: {job_recovery: {max_restarts_on_errors: 1, recover_on_exit_codes: 33}}
+run: |
+  echo "is $SKYPILOT_TASK_ID on" $SKYPILOT_NODE_IPS
+  echo x >> ~/runs
+  [ $SKYPILOT_NODE_RANK = 0 ] || sleep 60
+  case $(wc -l < ~/runs) in 1|2) exit 33;; 3) exit 1;; *) exit 2;; esac
+""",
+    )
+    code, out, _ = atoll("launch", "-c", "t", task)
+    assert code == 100
+    assert "exited with code 2" in out
+    said = re.findall(r"is (sky-\S+_t_1) on 127.0.0.1 127.0.0.2", out)
+    assert len(set(said)) == 1
+    assert len([line for line in out.splitlines() if line.startswith("(head, ") and " is sky-" in line]) == 4
+    assert row_of(atoll, "t")["restarts"] == 3
+
+
+# -------------------------------------------------------------------------------------------- terminals, supervisors
+def test_a_terminal_that_closes(atoll: Atoll) -> None:
+    """Its master side goes, and the kernel hangs up on the whole session."""
+    ours, theirs = os.openpty()
+    launched = start(
+        "launch", "-c", "t", "echo begun; sleep 1; echo ended", stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=_controlling,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"begun" not in shown:
+        shown += os.read(ours, 4096)
+    os.close(ours)
+    launched.wait(20)
+    code, out, _ = atoll("logs", "t")
+    assert code == 0
+    assert "ended" in out
+
+
+def _controlling() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("first", ["queue", "logs", "status"])
+def test_a_killed_supervisor_is_noticed(atoll: Atoll, first: str) -> None:
+    sleeping = sleeps()
+    word = sleeping.split()[1]
+    atoll("launch", "-c", "t", "--nodes", "2", "-d", f"echo begun; {sleeping}")
+    eventually(lambda: len(with_marker(word)) >= 2, "both sleep", 20)
+    folder = clusters.folder_of("t")
+    os.kill(int((folder / "supervisor.lock").read_text()), signal.SIGKILL)
+    eventually(lambda: not with_marker(word), "its nodes released")
+    code, out, _ = atoll(first, "t")
+    if first == "queue":
+        assert "FAILED_DRIVER" in out
+    elif first == "logs":
+        assert code == 100
+        assert "its supervisor was killed" in out
+    else:
+        assert "running" not in out
+    assert row_of(atoll, "t")["status"] == "FAILED_DRIVER"
+    assert atoll("logs", "t")[0] == 100
+    code, out, _ = atoll("launch", "-c", "t", "--nodes", "2", "echo works again")
+    assert code == 0
+    assert out.count("works again") == 2
+
+
+def test_thirty_quick_ones_all_run(atoll: Atoll) -> None:
+    atoll("launch", "-c", "t", "true")
+    for number in range(30):
+        assert atoll("exec", "t", "-d", f"echo {number} >> ~/done")[0] == 0
+    eventually(lambda: atoll("queue", "t", "-s", "-o", "json")[1] == "[]\n", "all have ended", 60)
+    rows = json.loads(atoll("queue", "t", "--all", "-o", "json")[1])
+    assert [row["status"] for row in rows] == ["SUCCEEDED"] * 31
+    done = (clusters.node_home("t", 0) / "done").read_text().split()
+    assert sorted(map(int, done)) == list(range(30))
