@@ -182,3 +182,15 @@ def test_a_file_not_worth_a_mapping_is_read(arena: Arena) -> None:
     assert bytes(part) == bytes(range(256)) * 4096
     part[0] = 7  # writable
     arena.give_back(encoded.segment)
+
+
+def test_large_bytes_are_not_copied_into_a_head_first(arena: Arena) -> None:
+    data = os.urandom(1 << 20)
+    made = dumps((data, {"more": bytearray(data)}))
+    assert any(chunk is data for chunk in made.chunks)
+    encoded = arena.encode(made)
+    head, buffers, _ = received(encoded)
+    assert loads(head, buffers) == (data, {"more": bytearray(data)})
+    assert bytes(head) == made.head
+    assert encoded.segment is not None
+    arena.give_back(encoded.segment)

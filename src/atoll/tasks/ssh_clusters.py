@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.paths import atoll_home
 from atoll.pool.hosts_check import check_hosts
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh import bundle
@@ -26,7 +27,7 @@ from atoll.tasks.remote_control import ProgramControl, tell
 from atoll.tasks.spec import ClusterSpec
 from atoll.tasks.ssh_nodes import check_size, plans_of, provider_of, workdir_of
 from atoll.tasks.survey import Survey, survey
-from atoll.tasks.tarball import MOUNTS, entries_from, state_file
+from atoll.tasks.tarball import MOUNTS, entries_from, lock_file, state_file
 from atoll.tasks.workdir import changed, write_tar
 
 Say = Callable[[str], object]
@@ -82,6 +83,10 @@ def make_ready(cluster: ClusterSpec, say: Say, *, from_here: bool) -> ClusterSpe
     if from_here:
         return dataclasses.replace(cluster, supervised_from="here")
     inside, why_not = _from_head(targets, plans)
+    before, now = cluster.supervised_from, "here" if why_not is not None else plans[0].host
+    if before != now and (before != "here" or (atoll_home() / "clusters" / cluster.name / "jobs.db").exists()):
+        was_on = "this machine" if before == "here" else before
+        say(f"its supervisor moves: jobs are counted from 1 again, and the logs of those so far stay on {was_on}")
     if why_not is not None:
         say(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
         return dataclasses.replace(cluster, supervised_from="here")
@@ -230,8 +235,8 @@ def send_folder(
 
 
 # Several hosts may do it at once in a home that they share.
-_REMOVE = """rm -rf -- "$1" "$2" 2>/dev/null || rm -rf -- "$1" "$2" || exit 1
-[ "$(readlink "$3")" != "$1" ] || rm -f -- "$3"; rmdir -- "$(dirname "$1")" 2>/dev/null; exit 0"""
+_REMOVE = """rm -rf -- "$1" "$2" "$3" 2>/dev/null || rm -rf -- "$1" "$2" "$3" || exit 1
+[ "$(readlink "$4")" != "$1" ] || rm -f -- "$4"; rmdir -- "$(dirname "$1")" 2>/dev/null; exit 0"""
 
 
 def remove_files(cluster: ClusterSpec) -> None:
@@ -247,7 +252,8 @@ def remove_files(cluster: ClusterSpec) -> None:
         try:
             plan = _plan_of(cluster, node)
             workdir = workdir_of(cluster, plan)
-            paths = (workdir, str(state_file(Path(workdir))), posixpath.join(plan.home, WORKDIR))
+            beside = (str(each(Path(workdir))) for each in (state_file, lock_file))
+            paths = (workdir, *beside, posixpath.join(plan.home, WORKDIR))
             answer = connections.get(target).run(shlex.join(["sh", "-c", _REMOVE, "sh", *paths]), limit_s=_REMOVE_S)
             if answer.returncode != 0:
                 raise ProvisionError(f"{target}: {answer.stderr.decode(errors='replace').strip()}")

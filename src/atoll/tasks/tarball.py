@@ -169,7 +169,7 @@ class Receiver:
 
     def __enter__(self) -> Receiver:
         self._dest.parent.mkdir(parents=True, exist_ok=True)
-        lock = self._whole.enter_context(open(self._dest.parent / f".atoll-{self._dest.name}.lock", "wb"))
+        lock = self._whole.enter_context(open(lock_file(self._dest), "wb"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two clients that send at once
             shutil.rmtree(self._parts, ignore_errors=True)  # of a transfer that was killed
@@ -300,6 +300,11 @@ def _in_the_way(path: str, found: str, wanted: str) -> ConfigError:
 def state_file(dest: Path) -> Path:
     """Beside a folder: what was brought into it."""
     return dest.parent / f".atoll-{dest.name}.json"
+
+
+def lock_file(dest: Path) -> Path:
+    """Beside a folder: held by whoever brings something into it."""
+    return dest.parent / f".atoll-{dest.name}.lock"
 
 
 def _brought(state: Path) -> set[str]:
