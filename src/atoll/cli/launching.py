@@ -50,7 +50,7 @@ def launch(
     ] = None,
     down: Annotated[bool, typer.Option("--down", help="Take it down instead; after its last job without -i.")] = False,
     no_setup: Annotated[bool, typer.Option("--no-setup", help="Leave the task's setup out.")] = False,
-    fast: Annotated[bool, typer.Option("--fast", help="Leave setup out where the cluster is up and set up already.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Leave setup out where the cluster is set up already.")] = False,
     no_simulate: Annotated[
         bool, typer.Option("--no-simulate", help="Refuse accelerators that this machine lacks.")
     ] = False,
