@@ -116,6 +116,7 @@ class LinkedChannel(Relay):
         self._done = False
         self._force = False
         self._began = threading.Event()
+        self._stopping = threading.Lock()
         self._failed: str | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._serve, name=f"atoll-link-{name}", daemon=True)
@@ -139,19 +140,22 @@ class LinkedChannel(Relay):
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # who reads it at this moment sees its end
         self.socket.close()
-        if threading.current_thread() is self._thread or self._wake < 0:  # a callback's: it ends when that returns
+        if threading.current_thread() is self._thread:  # a callback's: it ends when that returns
             return
-        if self._thread.ident is None:
-            self._done = True
-            self._serve()
-        else:
-            self._thread.join(_END_S)
-            if self._thread.is_alive():
-                self._force = True
-                os.eventfd_write(self._wake, 1)
-                self._thread.join()
-        os.close(self._wake)
-        self._wake = -1
+        with self._stopping:  # who starts it may find that it was stopped, and stop it too
+            if self._wake < 0:
+                return
+            if self._thread.ident is None:
+                self._done = True
+                self._serve()
+            else:
+                self._thread.join(_END_S)
+                if self._thread.is_alive():
+                    self._force = True
+                    os.eventfd_write(self._wake, 1)
+                    self._thread.join()
+            os.close(self._wake)
+            self._wake = -1
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
