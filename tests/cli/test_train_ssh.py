@@ -65,7 +65,7 @@ def nothing_stays(bed: Testbed) -> None:
 
 
 def command(*words: str) -> list[str]:
-    return [ATOLL, "train", *words, "--infra", "ssh/lab"]
+    return [ATOLL, "train", "--infra", "ssh/lab", *words]
 
 
 def train(folder: Path, *words: str, code: int = 0) -> str:

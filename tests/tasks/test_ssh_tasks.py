@@ -53,7 +53,7 @@ def trust(bed: Testbed) -> None:
     bed.hosts[0].run("chown -R sky:sky /home/sky/.ssh && chmod 700 /home/sky/.ssh && chmod 600 /home/sky/.ssh/*")
 
 
-def atoll(*words: str, code: int = 0, cwd: Path | None = None, timeout: float = 60) -> str:
+def atoll(*words: str, code: int = 0, cwd: Path | None = None, timeout: float = 100) -> str:
     done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=timeout, cwd=cwd)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
