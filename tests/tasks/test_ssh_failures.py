@@ -59,7 +59,7 @@ class Running:
     def said(self) -> str:
         return self._path.read_text(errors="replace")
 
-    def says(self, pattern: str, seconds: float = 30.0) -> float:
+    def says(self, pattern: str, seconds: float = 60.0) -> float:
         """Wait until it does; returns how long that took."""
         began = time.monotonic()
         while not re.search(pattern, self.said):
