@@ -137,7 +137,8 @@ def recipe(folder: Path, num: int) -> None:
     """A recipe through the pool: ``atoll train`` on two local nodes."""
     text, took = run(
         [*ATOLL, "train", "examples/austen/austen.toml", "--nodes", "2", "--nproc", str(num // 2),
-         "--train.steps", "60", "--train.micro_batch", "4", "--train.output_dir", str(folder / "austen"), "--metrics.plot", "false"]
+         "--train.steps", "60", "--train.micro_batch", "4", "--train.output_dir", str(folder / "austen"),
+         "--metrics.plot", "false"]
     )  # fmt: skip
     print(f"atoll train, 2 nodes × {num // 2}, {took:.1f} s:\n{tail(text, 8)}")
 
