@@ -57,4 +57,5 @@ class GPT(nn.Module):
         for _ in range(num_bytes):
             odds = self(tokens[:, -self.seq_len :])[:, -1].float().softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(odds, 1, generator=chance)], 1)
-        return bytes(tokens[0].tolist()).decode(errors="replace")
+        written = bytes(tokens[0].tolist()).decode(errors="ignore")  # at first it is hardly text
+        return "".join(letter for letter in written if letter.isprintable() or letter == "\n")

@@ -8,6 +8,7 @@ the number of ranks.
 import argparse
 import math
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -82,7 +83,18 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    train(args, device)
+    dist.barrier()  # no rank's connections go away under another
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    # Gloo's threads outlive the group, and now and then one aborts an interpreter that is being taken down around it.
+    os._exit(0)
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.batch % world:
         raise SystemExit(f"--batch {args.batch} does not divide by {world} ranks")
@@ -97,18 +109,20 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-    ddp = DistributedDataParallel(model, device_ids=[device.index] if on_gpu else None)
+    ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     if rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(f"{size / 1e6:.2f}M parameters, {len(text):,} bytes of text, {world} ranks on {device.type}", flush=True)
         print(f"resumed at step {first}" if first else "from the beginning", flush=True)
+        if first >= args.steps:
+            print(f"nothing to do: step {first} of {args.steps} is done; more --steps, or --out elsewhere", flush=True)
 
     began, seen = time.perf_counter(), 0
     for step in range(first, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         tokens, targets = (part.to(device, non_blocking=True) for part in batch(text, step, args))
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = ddp(tokens, targets)
         optimizer.zero_grad()
         loss.backward()
@@ -128,8 +142,6 @@ def main() -> None:
 
     if rank == 0:
         print(model.continue_text("It is a truth universally ", 120), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -476,7 +476,7 @@ def test_ssh_and_cp(atoll: Atoll, tmp_path: Path) -> None:
     Path("folder/inner").mkdir(parents=True)
     Path("folder/inner/file").write_text("content")
     assert atoll("cp", "folder", "t:copies/")[0] == 0
-    assert atoll("cp", "t:copies/folder", "back")[1] == "t:copies/folder → back: 1 files\n"
+    assert atoll("cp", "t:copies/folder", "back")[1] == "t:copies/folder → back: 1 file\n"
     assert Path("back/inner/file").read_text() == "content"
     code, _, err = atoll("cp", "t:absent", ".")
     assert code == 100
@@ -548,3 +548,200 @@ def test_from_python(tmp_path: Path) -> None:
     sky.start("t")
     sky.down("t")
     assert sky.status() == []
+
+
+# ------------------------------------------------------------------------------------- what one of them can't spoil
+@pytest.fixture
+def three(atoll: Atoll, home: Path) -> Iterator[Path]:
+    """Clusters a, b and c; whatever a test damages is removed."""
+    for name in "abc":
+        assert atoll("launch", "-c", name, "true")[0] == 0
+    yield home / "clusters"
+    for name in clusters.all_names():
+        clusters.purge(name, lambda line: None)
+
+
+@pytest.mark.parametrize("file", ["cluster.json", "jobs.db"])
+def test_a_damaged_cluster_spoils_no_other(atoll: Atoll, three: Path, file: str) -> None:
+    for each in (three / "b").glob(f"{file}-*"):
+        each.unlink()
+    (three / "b" / file).write_bytes(b"\0rubbish" * 2000)
+    code, out, err = atoll("status")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["NAME", "a", "c", "b"]
+    assert "DAMAGED" in out
+    assert len(err.splitlines()) == 1
+    assert "atoll down --purge b" in err
+    assert [row["name"] for row in json.loads(atoll("status", "-o", "json")[1])] == ["a", "c", "b"]
+    assert atoll("status", "b")[0] == 100
+    code, out, err = atoll("queue")
+    assert (code, out.count("SUCCEEDED"), len(err.splitlines())) == (0, 2, 1)
+    code, out, err = atoll("down", "a", "b", "c")
+    assert code == 100
+    assert "Cluster a is down" in out
+    assert "Cluster c is down" in out
+    assert atoll("down", "--purge", "b")[0] == 0
+    assert not (three / "b").exists()
+
+
+def test_down_tells_of_each(atoll: Atoll, three: Path) -> None:
+    code, out, err = atoll("down", "a", "nope", "b")
+    assert code == 102
+    assert [line.split(";")[0] for line in out.splitlines()] == ["Cluster a is down", "Cluster b is down"]
+    assert err.splitlines() == ["atoll: no cluster 'nope'; `atoll status` lists those that there are"]
+    (three / "c/cluster.json").unlink()
+    assert atoll("down", "c")[0] == 102
+    assert atoll("down", "--purge", "c", "nope")[0] == 102
+    assert not (three / "c").exists()
+
+
+def test_purge_of_a_damaged_cluster_ends_its_job(atoll: Atoll, three: Path) -> None:
+    atoll("exec", "a", "-d", "echo $$ > ~/pid; exec sleep 600")
+    eventually((three / "a/nodes/0/home/pid").exists, "the job runs")
+    (three / "a/cluster.json").write_text("{")
+    assert atoll("down", "--purge", "a")[0] == 0
+    assert not (three / "a").exists()
+
+
+def test_purge_of_a_folder_that_lies_elsewhere(atoll: Atoll, three: Path, tmp_path: Path) -> None:
+    (three / "a").rename(tmp_path / "moved")
+    (three / "a").symlink_to(tmp_path / "moved")
+    assert atoll("down", "--purge", "a")[0] == 0
+    assert not os.path.lexists(three / "a")
+    (three / "b/cluster.json").unlink()
+    (three / "d").symlink_to(tmp_path / "nowhere")
+    assert atoll("down", "--purge", "d")[0] == 0
+    assert not os.path.lexists(three / "d")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--workdir", "absent", "echo"],
+        ["absent.yaml"],
+        ["task.yaml"],
+    ],
+)
+def test_a_launch_that_starts_nothing_leaves_nothing(atoll: Atoll, home: Path, words: list[str]) -> None:
+    task_file(Path("task.yaml"), "file_mounts:\n  ~/data: ./absent\nrun: echo\n")
+    assert atoll("launch", "-c", "t", "--dryrun", *words)[0] == 100
+    assert atoll("launch", "-c", "t", *words)[0] == 100
+    assert not list(home.glob("clusters/*"))
+    atoll("launch", "-c", "t", "true")
+    assert atoll("launch", "-c", "t", *words)[0] == 100
+    assert clusters.load("t").status == "UP"
+    atoll("down", "t")
+    assert atoll("launch", "-c", "t", *words)[0] == 100
+    assert clusters.load("t").status == "DOWN"
+    assert atoll("logs", "t")[0] == 0
+
+
+def test_ctrl_c_before_the_job_is_there(home: Path) -> None:
+    with clusters.locked("t"):
+        process = start("launch", "-c", "t", "echo", "hi")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting for another launch on cluster t\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "nothing was started" in out + err
+    assert not list(home.glob("clusters/*"))
+
+
+# ---------------------------------------------------------------------------------------------------- surroundings
+def test_output_that_is_closed_or_knows_ascii_only(atoll: Atoll) -> None:
+    code = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c '{RUN}' launch -c t 'echo hi' >&-"],
+        env={**os.environ, "PYTHONPATH": SOURCE_ROOT},
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    assert (code.returncode, code.stderr) == (0, b"")
+    ascii_only = {**os.environ, "PYTHONPATH": SOURCE_ROOT, "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "atoll", "launch", "-c", "t", "--nodes", "2", "echo hi"]
+    done = subprocess.run(words, env=ascii_only, capture_output=True, timeout=60)
+    assert done.returncode == 0
+    assert b"Traceback" not in done.stderr
+    assert b"SUCCEEDED" in done.stdout
+
+
+def test_a_folder_that_was_removed(atoll: Atoll, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, err = atoll("run", "--", "echo", "x")
+    assert code == 100
+    assert "current folder is gone" in err
+    monkeypatch.chdir(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- words for newcomers
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["launch", "x.py"], 100, "atoll run x.py, or atoll launch --workdir . python x.py"),
+        (["launch", "--dryrun", "python", "x.py"], 0, "x.py is in this folder, which is not sent to the nodes"),
+        (["launch", "--dryrun", "--gpus", "0", "true"], 0, "no accelerator"),
+        (["launch", "--dryrun", "--gpus", "", "true"], 0, "no accelerator"),
+        (["launch", "--dryrun", "--gpus", "L4", "--gpus", "L4:2", "true"], 0, "the last one counts, --gpus L4:2"),
+        (["launch", "--dryrun", "--gpus", "L4:0.5", "true"], 0, "L4:0.5: a job has whole accelerators"),
+        (["launch", "--dryrun", "--gpus", "L4:5000", "true"], 100, "at most 1024 accelerators"),
+        (["launch", "--dryrun", "--gpus", "L44", "true"], 0, "did you mean L4? It is taken"),
+        (["launch", "--dryrun", "--num-nodes", "1001", "true"], 100, "1001 nodes on this machine alone"),
+        (["run", "--nodes", "1001", "x.py"], 100, "1001 nodes on this machine alone"),
+        (["run", "--gpus", "none", "--nproc", "2", "--", "true"], 0, "--nproc-per-node 2 has no effect"),
+        (["run", "--", "x.py"], 2, "leave the -- out"),
+        (["run", "--no-python", "./x.py"], 2, "./x.py is not executable"),
+        (["run", "--infra", "ssh/lab", "../y.py"], 2, "outside the workdir"),
+        (["jobs", "launch", "x"], 2, "not in this version"),
+        (["serve", "--help"], 2, "not in this version"),
+        (["show-gpus", "-a"], 2, "`atoll gpus`"),
+        (["logs", "-f", "absent"], 102, "`atoll status` lists"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_newcomers_are_told(
+    atoll: Atoll, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "y.py").touch()
+    (tmp_path / "here/x.py").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    got, out, err = atoll(*arguments)
+    assert (got, said in " ".join((out + err).split())) == (code, True), out + err
+
+
+def test_help_has_no_cut_sentences(atoll: Atoll, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in atoll("--help")[1].partition("\n")[2]
+
+
+def test_exec_and_ssh_take_a_script_as_one_word(atoll: Atoll) -> None:
+    atoll("launch", "-c", "t", "true")
+    code, out, _ = atoll("exec", "t", "--dryrun", "false")
+    assert (code, out.splitlines()[-1]) == (0, "nothing was started (--dryrun)")
+    assert atoll("exec", "t", "--dryrun", "--num-nodes", "3", "false")[0] == 100
+    assert len(sky.queue("t")) == 1
+    assert ssh("t", "--", "echo a | wc -c") == (0, "2\n")
+
+
+def test_python_is_told_what_a_task_is(tmp_path: Path) -> None:
+    with pytest.raises(sky.UsageError, match=r"sky\.Task\.from_yaml\('task\.yaml'\)"):
+        sky.launch("task.yaml")
+    with pytest.raises(sky.ConfigError, match=r"sky\.Resources"):
+        sky.Task(resources=1)
+    with pytest.raises(sky.ConfigError, match="zero character"):
+        sky.Task(run="a\0b")
+    job = sky.launch(sky.Task(run="true", secrets={"API_TOKEN": "hidden-value"}), "t")
+    job.wait(30)
+    said = f"{sky.queue('t')} {sky.status()}"
+    assert "base_env" not in said
+    assert "hidden-value" not in said
+    assert "PATH" not in said
+
+
+def test_the_traceback_of_a_single_rank_is_shown_once(atoll: Atoll, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("raise SystemExit('only-' + 'once')")
+    code, out, err = atoll("run", "x.py")
+    assert code == 100
+    assert (out + err).count("only-once") == 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         clusters.down(name)
 
 
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that all nodes and this test see: not below /tmp, of which each node has its own."""
+    folder = Path(tempfile.mkdtemp(prefix="atoll-test-", dir="/var/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
 def start(*words: str) -> subprocess.Popen[str]:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     return subprocess.Popen([sys.executable, "-c", RUN, *words], text=True, **streams)  # type: ignore[call-overload]
@@ -51,8 +61,8 @@ def most_at_once(folder: Path) -> int:
     return max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
 
 
-def test_never_more_jobs_at_once_than_parallel_says_and_a_failing_one_stops_no_other(tmp_path):
-    spans = tmp_path / "spans"
+def test_never_more_jobs_at_once_than_parallel_says_and_a_failing_one_stops_no_other(shared):
+    spans = shared / "spans"
     spans.mkdir()
     task = (
         "begin=$(date +%s.%N); sleep 0.3; "
@@ -69,15 +79,15 @@ def test_never_more_jobs_at_once_than_parallel_says_and_a_failing_one_stops_no_o
     assert len({row["group"] for row in rows}) == 1
     # Both nodes of a job begin and end about together: two jobs are four spans.
     assert 2 <= most_at_once(spans) <= 4
-    heads = tmp_path / "heads"
+    heads = shared / "heads"
     heads.mkdir()
     for path in spans.glob("*-0"):
         path.rename(heads / path.name)
     assert most_at_once(heads) == 2
 
 
-def test_one_after_the_other_by_default_on_a_cluster_with_gpus_for_all(tmp_path):
-    spans = tmp_path / "spans"
+def test_one_after_the_other_by_default_on_a_cluster_with_gpus_for_all(shared):
+    spans = shared / "spans"
     spans.mkdir()
     task = f"begin=$(date +%s.%N); sleep 0.1; echo $begin $(date +%s.%N) > {spans}/$SKYPILOT_JOB_RANK"
     out = atoll("launch", "-c", "t", "--gpus", "L4:1", "--sweep", "LR=0.1,0.01,0.001", task)
@@ -111,10 +121,10 @@ def test_ctrl_c_only_detaches_and_cancel_ends_all_that_are_left():
     eventually(lambda: statuses() == ["CANCELLED", "CANCELLED", "SUCCEEDED"], "they end", 20)
 
 
-def test_a_sweep_that_is_cancelled_exits_as_such(tmp_path):
-    words = ("launch", "-c", "t", "--sweep", "N=1,2", f"touch {tmp_path}/up; sleep 300")
+def test_a_sweep_that_is_cancelled_exits_as_such(shared):
+    words = ("launch", "-c", "t", "--sweep", "N=1,2", f"touch {shared}/up; sleep 300")
     process = start(*words)
-    eventually((tmp_path / "up").exists, "the first runs", 20)
+    eventually((shared / "up").exists, "the first runs", 20)
     atoll("cancel", "t", "--all")
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 103

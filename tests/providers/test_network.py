@@ -129,6 +129,13 @@ def test_closing_twice_is_fine_and_ends_everything(network: Network) -> None:
     assert len(leaks.descendants()) == len(before) - 2
 
 
+@pytest.mark.parametrize("which", [("_slirp", "slirp4netns"), ("_holder", "what holds it")])
+def test_it_tells_which_of_its_processes_ended(network: Network, which: tuple[str, str]) -> None:
+    assert network.fault is None
+    getattr(network, which[0]).kill()
+    eventually(lambda: network.fault == f"{which[1]} was killed by SIGKILL", "its fault")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_who_started_it(number: int) -> None:
     code = f"""

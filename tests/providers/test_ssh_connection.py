@@ -130,8 +130,11 @@ def test_a_key_that_is_not_taken(connect: Connect, tmp_path: Path, bed: Testbed)
     assert "`ssh-copy-id h1`" in said
 
 
-def test_a_name_nobody_knows(connect: Connect) -> None:
+def test_a_name_nobody_knows(connect: Connect, bed: Testbed) -> None:
     assert "h11: unknown host: did you mean 'h1'?" in refusal(connect("h11"))
+    with (bed.home / ".ssh" / "config").open("a") as config:
+        config.write("\nHost ghost\n")
+    assert "ghost: unknown host. Is it spelt right" in refusal(connect("ghost"))
 
 
 def test_a_port_where_nobody_listens(connect: Connect) -> None:

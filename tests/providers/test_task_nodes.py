@@ -18,7 +18,9 @@ from tests.pool.conftest import NAMESPACE, SOURCE_ROOT, eventually, mode, namesp
 from tests.pool.talking import TaskNode
 
 from atoll.pool.agent.place import VARIABLE
+from atoll.pool.members import agent_command
 from atoll.providers import local
+from atoll.providers.base import NodePlace, NodePlan
 
 __all__ = ["mode"]
 
@@ -90,10 +92,12 @@ def test_what_must_be_visible_is_and_outlives_the_node(kept: Path) -> None:
     link.symlink_to(kept / "deep")
     try:
         visible = (str(link / "file"), str(file), "/tmp/not-there/at-all", "/etc")
+        listed = sorted([file.name, kept.name, link.name])
         for kill in (False, True):
             with contextlib.closing(TaskNode(visible=visible)) as node:
                 assert node.run(f"cat {kept}/deep/file {file}; touch {kept}/deep/file") == "preciousalso precious"
-                assert f"{kept.name}" in node.run("ls -A /tmp", 1)
+                assert sorted(each for each in node.run("ls -A /tmp", 1).split() if each in listed) == listed
+                assert node.run(f"cat {link}/file", 1) == "precious"
                 if kill:
                     node.start("echo up; sleep 300", 2)
                     node.line(2)
@@ -104,6 +108,58 @@ def test_what_must_be_visible_is_and_outlives_the_node(kept: Path) -> None:
     finally:
         link.unlink()
         file.unlink()
+
+
+@own
+def test_only_what_must_be_visible_is_seen_and_only_its_own_can_be_removed(kept: Path) -> None:
+    for path in ("home", "venv/lib", "venv/bin", "tools/bin"):
+        (kept / path).mkdir(parents=True)
+    for path in ("home/mine", "venv/lib/package", "tools/bin/program", "sibling"):
+        (kept / path).write_text("here")
+    visible, readable = (str(kept / "home"), str(kept / "venv")), (str(kept), str(kept / "venv/bin"))
+    try:
+        with contextlib.closing(TaskNode(visible=visible, readable=(*readable[1:], str(kept / "tools/bin")))) as node:
+            assert node.run(f"ls {kept} {kept}/tools; cat {kept}/tools/bin/program").split() == [
+                *(f"{kept}:", "home", "tools", "venv", f"{kept}/tools:", "bin", "here")
+            ]
+            assert "Read-only file system" in node.run(f"touch {kept}/tools/bin/new 2>&1 || true; echo x > {kept}/lost")
+            assert node.run(f"echo > {kept}/venv/bin/new; rm -rf /tmp/* 2>/dev/null; ls {kept}/tools/bin") == (
+                "program\n"
+            )
+        assert sorted(os.listdir(kept)) == ["deep", "home", "sibling", "tools", "venv"]
+        assert (kept / "deep" / "file").exists()
+        assert (kept / "tools/bin/program").exists()
+        assert os.listdir(kept / "home") == os.listdir(kept / "venv") == []
+        # One that may be written to inside of one that may not.
+        (kept / "home" / "mine").write_text("here")
+        with contextlib.closing(TaskNode(visible=visible, readable=readable)) as node:
+            assert node.run(f"cat {kept}/sibling; echo x > {kept}/home/mine; rm -rf {kept} 2>/dev/null || echo no") == (
+                "hereno\n"
+            )
+        assert (kept / "sibling").read_text() == "here"
+    finally:
+        for path in ("home", "venv", "tools"):
+            shutil.rmtree(kept / path)
+        (kept / "sibling").unlink()
+
+
+@own
+def test_a_network_that_is_gone_is_named(kept: Path) -> None:
+    tmp = kept / "atoll-00000000-n0"
+    tmp.mkdir()
+    place = NodePlace("head", str(tmp), str(tmp), (), network=f"{kept}/gone/net")
+    (kept / "gone").mkdir()
+    (kept / "gone/user").symlink_to(os.readlink("/proc/self/ns/user"))
+    try:
+        node = local.Local().start(NodePlan(0, "127.0.0.1", 1, place=place), agent_command(SOURCE_ROOT))
+        assert node.channel.recv(1) == b""
+        said = node.reason
+        node.stop()
+        assert str(said).startswith("its agent exited with code 1 (nsenter: ")
+        assert f"{kept}/gone/net" in str(said)
+    finally:
+        shutil.rmtree(kept / "gone")
+        tmp.rmdir()
 
 
 # -------------------------------------------------------------------------------------------------------- processes

@@ -125,7 +125,7 @@ def test_records() -> None:
     assert clusters.matching(["o*", "t"]) == ["other", "t"]
     with pytest.raises(UnknownCluster, match="did you mean 'other'"):
         clusters.load("othr")
-    with pytest.raises(UnknownCluster, match="atoll launch -c something TASK"):
+    with pytest.raises(UnknownCluster, match="`atoll status` lists those"):
         clusters.load("something")
     with pytest.raises(UnknownCluster, match=r"no cluster matches 'x\*'"):
         clusters.matching(["x*"])

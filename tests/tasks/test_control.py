@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.tasks.test_cases_more import inside
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.tasks import supervisor
+from atoll.tasks import control, supervisor
 from atoll.tasks.remote_control import ProgramControl
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 from local_cluster import LocalCluster, processes_with, until
@@ -218,7 +221,7 @@ def test_everything_through_the_program(home: Path) -> None:
         control.job(99)
     with pytest.raises(LookupError, match="99"):
         control.follow(99, got.append)
-    with pytest.raises(LookupError, match="no cluster 'other'"):
+    with pytest.raises(LookupError, match="cluster other"):
         program_control("other").cluster()
     with pytest.raises(ConfigError, match="no name of a cluster"):
         program_control("../x").cluster()
@@ -259,3 +262,78 @@ def test_a_bare_python_is_enough() -> None:
         "import atoll.tasks.dispatcher, atoll.tasks.control, atoll.tasks.remote_control, atoll.tasks.ssh_nodes"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True, env={})
+
+
+# ------------------------------------------------------------------------------------------------- when things are odd
+def test_a_log_that_was_removed(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done")
+    cluster.wait_for(job, "going")
+    path = cluster.folder / "jobs" / str(job) / "run.log"
+    path.unlink()
+    gone = f"atoll: the log of job {job} is gone: somebody removed {path}\n"
+    assert cluster.follow(job, follow=False) == (JobStatus.RUNNING, gone)
+    (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
+    assert cluster.follow(job) == (SUCCEEDED, gone)
+    assert cluster.follow(job, tail=3) == (SUCCEEDED, gone)
+
+
+def test_a_supervisor_that_is_stopped_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_END_S", 0.3)
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo going; sleep 300")
+    cluster.wait_for(job, "going")
+    pid = cluster.supervisor_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AtollError, match=rf"its supervisor, process {pid}, is stopped: kill -CONT {pid}"):
+            cluster.control.remove_nodes()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert cluster.follow(job)[0] is CANCELLED
+    cluster.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"env": {"LONG": "x" * 200_000}}, "variable LONG has 200006 bytes, and Linux starts no program with more"),
+        ({"env": {f"V{i}": "x" * 100_000 for i in range(25)}}, "variables and arguments have 2500"),
+        ({"command": ("echo", "é" * 70_000)}, "argument 1 has 140001 bytes"),
+    ],
+)
+def test_more_than_the_kernel_takes(home: Path, spec: dict[str, Any], message: str) -> None:
+    cluster = LocalCluster.make(home)
+    with pytest.raises(ConfigError, match=message):
+        cluster.submit(**spec)
+    with pytest.raises(ConfigError, match="variable WORD has"):
+        cluster.submit("true", secrets={"WORD": "x" * 200_000})
+    assert cluster.control.queue() == []
+    assert cluster.run("echo ${#LONG}", env={"LONG": "x" * 131_000})[0] is SUCCEEDED
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_log_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
+    fill = f"cat /dev/zero > {tmp_path}/rest 2>/dev/null"
+    begun = time.monotonic()
+    said = inside(
+        f"mount -t tmpfs -o size=12m none {tmp_path}",
+        ["launch", "-c", "t", "head -c 30000000 /dev/zero | tr '\\0' x | fold; exit 5"],
+        fill,
+        ["queue", "t", "-o", "json"],
+        ["status"],
+        ["logs", "t", "--tail", "8"],
+        ["cancel", "t"],
+        ["down", "t", "--purge"],
+        f"rm {tmp_path}/rest",
+        ["launch", "-c", "t", "echo works"],
+        ["down", "t", "--purge"],
+    )
+    assert time.monotonic() - begun < 50
+    codes = [code for code, _ in said]
+    assert codes == [100, 0, 0, 100, 0, 0, 0, 0], [text[-300:] for _, text in said]
+    assert "exited with code 5" in said[0][1][-900:]
+    assert json.loads(said[1][1])[0]["exit_code"] == 5
+    assert "exited with code 5" in said[3][1]
+    assert "works" in said[6][1]

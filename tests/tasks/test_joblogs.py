@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -205,3 +207,39 @@ def test_one_rank_of_several(tmp_path: Path) -> None:
         follower.tail(4)
         assert not follower.drain()
     assert b"".join(got).decode() == "".join(expected[-4:])
+
+
+def test_short_lines_of_a_long_secret_are_hidden(tmp_path: Path) -> None:
+    log = JobLog(tmp_path, ["-----BEGIN-----\nabcd\nxyz\n", "12345"])
+    log.say("abcd xyz -----BEGIN----- 12345")
+    log.close(1.0)
+    assert (tmp_path / "run.log").read_text() == "**** xyz **** 12345\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_log_leaves_the_room_that_is_made_on_a_full_disk(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from atoll.tasks.logs import JobLog
+folder = Path(sys.argv[1])
+room = folder / "room"
+room.write_bytes(bytes(1 << 18))
+log = JobLog(folder)
+stream = log.stream("(p) ", "raw.log")
+for _ in range(20):
+    stream.feed(b"x" * 99 + b"\\n" + b"y" * 500_000 + b"\\n", 1.0)
+room.unlink()
+stream.feed(b"z" * 300_000 + b"\\n", 1.0)
+log.end(stream, 2.0)
+assert os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize >= 1 << 18, "nothing went there"
+log.say_last("the end", lambda: print("asked"))
+log.close(2.0)
+print((folder / "run.log").read_text()[-200:])
+"""
+    script = 'mount -t tmpfs -o size=5m none "$1" && "$2" -c "$3" "$1"'
+    command = ["unshare", "--mount", "bash", "-c", script, "-", str(tmp_path), sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("asked\n")
+    assert "bytes of output are missing here: No space left on device\nthe end\n" in done.stdout

@@ -122,6 +122,9 @@ def test_variables_in_targets_and_sources(tmp_path):
         ("~other/x", ".", r"file_mounts.~other/x: expected ~/NAME"),
         ("", ".", r"file_mounts.: expected a path"),
         (3, ".", r"file_mounts.3: expected a path"),
+        ("/usr", ".", r"file_mounts./usr: a node can't do without its own /usr: choose a folder in it, or ~/NAME"),
+        ("/lib64", ".", r"file_mounts./lib64: a node can't do without its own /lib64"),
+        ("/", ".", r"file_mounts./: a target has no / at its end"),
         ("~/sky_workdir", ".", r"that is where the workdir goes"),
         (
             "~/d",

@@ -279,8 +279,9 @@ def test_torchrun_killed_leaves_no_workers(bed: Testbed, run: Run) -> None:
 
 def test_a_supervisor_on_the_head_that_is_killed_leaves_nothing(bed: Testbed) -> None:
     trust(bed)
-    declare("lab", ["h1", "h2"], grace_s=2)
-    atoll("launch", "-d", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "setsid sleep 1000 & sleep 1000")
+    declare("lab", ["h1", "h2"], grace_s=60)
+    job = "setsid sleep 1000 & while :; do echo a line; sleep 0.02; done"
+    atoll("launch", "-d", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", job)
     eventually(lambda: "RUNNING" in atoll("queue", "c"), "it runs")
     bed.hosts[0].run("kill -9 $(cat /home/sky/.atoll/clusters/c/supervisor.lock)")
     nothing_runs_on(*bed.hosts)
@@ -341,3 +342,74 @@ def test_a_head_that_is_off_hinders_no_other_command(bed: Testbed, run: Run) -> 
     assert "is gone for good: `atoll down --purge c`" in atoll("down", "c", code=100, timeout=30)
     said = atoll("down", "--purge", "c", timeout=60)
     assert "Cluster c is down and forgotten" in said
+    assert "h1: /home/sky/.atoll/clusters/c stays there (jobs, logs, workdir)" in said
+
+
+def test_a_head_from_which_everything_was_removed_hinders_nothing(bed: Testbed) -> None:
+    trust(bed)
+    declare("lab", ["h1", "h2"])
+    words = ("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "echo well")
+    clear = "rm -rf /home/sky/.atoll"
+    atoll(*words)
+    bed.hosts[0].run(clear)
+    said = atoll("queue", "c")
+    assert "nothing is left of cluster c on its head: /home/sky/.atoll/clusters/c was removed there" in said
+    assert "nothing is left of cluster c" in atoll("logs", "c", code=102)
+    assert atoll(*words).count(") well\n") == 2
+    assert atoll("logs", "c", "1").count(") well\n") == 2
+    bed.hosts[0].run(clear)
+    atoll("down", "c", "-y")
+    atoll(*words)
+    bed.hosts[0].run(clear)
+    assert "is down and forgotten" in atoll("down", "--purge", "c", "-y")
+    atoll(*words)
+    assert "jobs.db" in bed.hosts[0].run("ls /home/sky/.atoll/clusters/c")
+    atoll("down", "--purge", "c", "-y")
+    assert bed.hosts[0].run("ls /home/sky/.atoll/clusters 2>/dev/null || true") == ""
+
+
+def test_agents_of_a_supervisor_that_is_no_more_end_before_the_next_ones_start(bed: Testbed) -> None:
+    """As where the head was cut off from a host when its supervisor was killed."""
+    trust(bed)
+    declare("lab", ["h1", "h2"], grace_s=90)
+    head, other = bed.hosts
+    atoll("launch", "-d", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "echo up; exec sleep 1000")
+    eventually(lambda: "rank=1" in atoll("logs", "c", "--no-follow", code=101), "it runs", 20)
+    other.cut()
+    head.run("kill -9 $(cat /home/sky/.atoll/clusters/c/supervisor.lock); pkill -9 -u sky -x ssh || true")
+    time.sleep(1)
+    other.heal()
+    assert "sleep 1000" in other.command_lines(), "the host does not know yet"
+    said = atoll("exec", "c", "--num-nodes", "2", "pgrep -fx 'sleep 1000' || echo alone")
+    assert said.count(") alone\n") == 2, said
+    nothing_runs_on(*bed.hosts)
+
+
+def test_what_is_said_names_the_cause_and_what_helps(bed: Testbed, tmp_path: Path) -> None:
+    declare("lab", ["h1", "h2"])
+    words = ("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "echo well > ~/made-$SKYPILOT_NODE_RANK")
+    assert "(Host key verification failed; there: `ssh sky@10.77.0.12` once). Keep" in atoll(*words)
+    source, dest = "c:made-0", str(tmp_path / "made")
+    assert f"{source} → {dest}: 5 bytes" in atoll("cp", source, dest)
+    assert f"{dest} → c/worker1:again: 5 bytes" in atoll("cp", dest, "c/worker1:again")
+    row = json.loads(atoll("cp", dest, "c:again", "-o", "json"))
+    assert row == {"source": dest, "dest": "c:again", "copied": "5 bytes"}
+    said = atoll("cp", "c:nothing", dest, code=100)
+    assert re.search(r"atoll: c:nothing can't be copied to \S+: .*nothing.*: No such file or directory", said)
+    assert "c:x/y/z: " in atoll("cp", dest, "c:x/y/z", code=100)
+    assert "there is no such file" in atoll("cp", str(tmp_path / "nothing"), "c:there", code=100)
+
+
+def test_nodes_that_share_an_address_are_told_apart(bed: Testbed, tmp_path: Path) -> None:
+    declare("twice", ["h1", "sky@10.77.0.11"])
+    task = tmp_path / "task.yaml"
+    task.write_text("num_nodes: 2\nsetup: echo set up\nrun: 'true'\n")
+    said = atoll("launch", "-c", "t", "--infra", "ssh/twice", str(task), timeout=60)
+    for name in ("head", "worker1"):
+        assert re.search(rf"\(setup pid=\d+, ip=10\.77\.0\.11, {name}\) set up", said), said
+
+
+def test_a_warmup_longer_than_the_run_is_refused_before_hosts_are_asked() -> None:
+    words = ("--infra", "ssh/nowhere", "--train.steps", "4", "--schedule.warmup", "6")
+    words = (*words, "--data.path", "x.txt", "--data.tokenizer", "bytes")
+    assert "is 6 steps, longer than the run of 4" in atoll("train", "llama3_debug", *words, code=100)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
+from atoll.tasks import record
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
 from atoll.tasks.store import EventRow, JobRow, Store, drop_secrets, put_secrets, take_secrets
 from atoll.tasks.transitions import Log, SetStatus
@@ -401,3 +402,74 @@ def test_stores_of_one_process_do_not_drop_each_others_locks(tmp_path):
     assert not failed
     with Store(tmp_path) as store:
         assert len(store.jobs()) == 120
+
+
+@pytest.mark.parametrize("harm", ["folder", "row", "schema"])
+def test_other_damages_say_so(tmp_path: Path, harm: str) -> None:
+    path = tmp_path / "jobs.db"
+    if harm == "folder":
+        path.mkdir()
+    else:
+        with Store(tmp_path) as store:
+            add(store)
+        with sqlite3.connect(path) as db:
+            db.execute("UPDATE jobs SET spec = '[]'" if harm == "row" else "DROP TABLE events")
+        db.close()
+    with pytest.raises(AtollError, match="is a folder" if harm == "folder" else "is damaged") as caught:
+        read_all(tmp_path)
+    assert str(path) in str(caught.value)
+    assert f"atoll down --purge {tmp_path.name}" in str(caught.value)
+
+
+def test_a_number_that_something_else_has_is_left_out(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        assert add(store) == 1
+        (tmp_path / "jobs").mkdir()
+        (tmp_path / "jobs" / "2").write_text("in the way")
+        (tmp_path / "jobs" / "3").symlink_to("nowhere")
+        assert add(store) == 4
+        assert add(store) == 5
+    assert [row.id for row in consistent(tmp_path)] == [1, 4, 5]
+
+
+@pytest.mark.parametrize("text", ["{", "null", '{"A": 1}'])
+def test_damaged_secrets(tmp_path: Path, text: str) -> None:
+    put_secrets(tmp_path, 1, {"HF_TOKEN": "s3cret"})
+    (tmp_path / "jobs" / "1" / "secrets.json").write_text(text)
+    with pytest.raises(ConfigError, match="are damaged: submit it again"):
+        take_secrets(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "null",
+        "[]",
+        "{}",
+        '{"name": 1}',
+        '{"name": "other"}',
+        '{"name": "c", "num_nodes": "2"}',
+        '{"name": "c", "ssh": 1}',
+        '{"name": "c", "status": "ODD"}',
+        '{"name": "c", "hosts": 5}',
+        '{"name": "c", "status": null}',
+        "\x00\xff",
+    ],
+)
+def test_a_damaged_record(tmp_path: Path, harm: str) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "cluster.json").write_text(harm)
+    with pytest.raises(ConfigError, match=r"cluster\.json is damaged"):
+        record.load(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_somebody_elses_cluster(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        add(store)
+    before = sorted(os.listdir(tmp_path))
+    os.chown(tmp_path, 1, 1)
+    with pytest.raises(ConfigError, match=rf"cluster {tmp_path.name} belongs to daemon: run as them, or use another"):
+        Store(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before

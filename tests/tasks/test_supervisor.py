@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from atoll.tasks import supervisor
-from atoll.tasks.spec import JobStatus, Restarts
+from atoll.tasks.spec import JobSpec, JobStatus, Restarts
 from atoll.tasks.store import Store
 from local_cluster import LocalCluster, descendants, processes_with, until
 
@@ -289,6 +289,79 @@ def test_a_closed_terminal_ends_nothing(home: Path) -> None:
     assert "lived on" in log
 
 
+@pytest.mark.parametrize("harm", ["text", "kind", "folder"])
+def test_damaged_secrets_fail_their_job_alone(home: Path, harm: str) -> None:
+    cluster = LocalCluster.make(home, accelerator="L4", num_accelerators=1, simulated=True)
+    innocent = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done", num_accelerators=1)
+    cluster.wait_for(innocent, "going")
+    waits = cluster.submit("echo never", secrets={"HF_TOKEN": "s3cret-value"}, num_accelerators=1)
+    path = cluster.folder / "jobs" / str(waits) / "secrets.json"
+    path.unlink()
+    path.mkdir() if harm == "folder" else path.write_text({"text": '{"HF_', "kind": "[1]"}[harm])
+    after = cluster.submit("echo next", num_accelerators=1)
+    pid = cluster.supervisor_pid()
+    (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
+    status, log = cluster.follow(waits)
+    assert status is JobStatus.FAILED_DRIVER
+    assert "its secrets" in log
+    assert "never" not in log
+    assert len(re.findall("^✗", log, re.M)) == 1
+    assert cluster.follow(innocent)[0] is SUCCEEDED
+    assert cluster.follow(after)[0] is SUCCEEDED
+    assert cluster.supervisor_pid() == pid
+    cluster.wait_until_idle()
+    assert supervisor.said_last(cluster.folder) == ""
+
+
+def test_a_damaged_record_does_not_end_the_supervisor(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    going = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done")
+    cluster.wait_for(going, "going")
+    (cluster.folder / "cluster.json").write_text("null")
+    with Store(cluster.folder) as store:
+        late = store.add(going_spec(cluster, going), task_id_for=str, user="ada")
+    supervisor.wake(cluster.folder)
+    status, log = cluster.follow(late)
+    assert status is JobStatus.FAILED_DRIVER
+    assert "cluster.json is damaged" in log
+    (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
+    assert cluster.follow(going)[0] is SUCCEEDED
+
+
+def going_spec(cluster: LocalCluster, job_id: int) -> JobSpec:
+    return cluster.control.job(job_id).spec
+
+
+def test_a_client_that_is_gone_ends_no_supervisor(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    with Store(cluster.folder) as store:
+        job = store.add(JobSpec(run="echo ran", base_env={"PATH": os.environ["PATH"]}), task_id_for=str, user="ada")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (cluster.folder / supervisor.LOG).open("w") as log:
+        program = "import sys; from atoll.tasks.supervisor import main; main(sys.argv[1], int(sys.argv[2]))"
+        command = [sys.executable, "-c", program, str(cluster.folder), str(writer)]
+        process = subprocess.Popen(command, pass_fds=[writer], stdout=log, stderr=log)
+        os.close(writer)
+        assert process.wait(30) == 0
+    assert cluster.follow(job)[0] is SUCCEEDED
+    assert supervisor.said_last(cluster.folder) == ""
+
+
+def test_only_the_last_supervisor_is_quoted(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    assert cluster.run("true")[0] is SUCCEEDED
+    cluster.wait_until_idle()
+    with (cluster.folder / supervisor.LOG).open("a") as log:
+        log.write("it was me\n")
+    assert supervisor.said_last(cluster.folder) == "it was me"
+    job = cluster.submit("echo going; sleep 300")
+    cluster.wait_for(job, "going")
+    os.kill(cluster.supervisor_pid(), signal.SIGKILL)
+    cluster.wait_until_idle()
+    assert cluster.control.job(job).reason == "its supervisor was killed, or the machine restarted"
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.06, 0.1])
 def test_cancel_at_any_moment(home: Path, after_s: float) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
@@ -329,7 +402,7 @@ def test_many_quick_submits_lose_no_job(home: Path) -> None:
     assert [client.wait() for client in clients] == [0, 0, 0]
     cluster.wait_until_idle()
     assert [job.status for job in cluster.control.queue()] == [SUCCEEDED] * 18
-    assert (cluster.folder / supervisor.LOG).read_text() == ""
+    assert supervisor.said_last(cluster.folder) == ""
 
 
 def test_jobs_with_accelerators_take_turns(home: Path) -> None:
@@ -426,7 +499,7 @@ def test_a_full_disk_does_not_end_the_job(home: Path) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + 1000, before[1]))
     workdir = cluster.folder / "nodes" / "0" / "home" / "sky_workdir"
     (workdir / "go").touch()
-    until(lambda: (cluster.folder / "supervisor.log").read_text() != "", "a write that failed")
+    until(lambda: (cluster.folder / "jobs" / str(job) / "run.log").stat().st_size > size + 900, "a write that failed")
     assert supervisor.is_running(cluster.folder)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
     (workdir / "on").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,11 @@ def test_single_quotes_keep_everything(tmp_path_factory: pytest.TempPathFactory,
     path = tmp_path_factory.getbasetemp() / "quoted.env"
     path.write_text("".join(f"{name}='{value}'\n" for name, value in values.items()), "utf-8")
     assert read_env_file(str(path)) == values
+
+
+def test_many_variables_cost_what_they_are(tmp_path: Path) -> None:
+    num = 10_000
+    began = time.process_time()
+    task = load(tmp_path, "envs:\n" + "".join(f"  V{at}: x{at}\n" for at in range(num)) + "run: echo\n")
+    assert len(task.envs) == num
+    assert time.process_time() - began < 4  # a look at all of them for each took longer

@@ -202,6 +202,16 @@ def test_outside_of_git_environments_stay(tmp_path):
     assert (tmp_path / "dest/empty/inner").is_dir()
 
 
+def test_secrets_that_travel_are_named_outside_of_git(tmp_path):
+    source = write(tmp_path / "src", {".env": "TOKEN=x", "a/.env": "TOKEN=y", "a/.envrc": "", "b.py": ""})
+    notes: list[str] = []
+    assert sorted(listing(source, notes.append)) == [".env", "a/.env", "a/.envrc", "b.py"]
+    assert notes == ["copied too: .env, a/.env; list it in .skyignore to keep it here"]
+    write(source, {".skyignore": ".env\n"})
+    assert sorted(listing(source, notes.append)) == [".skyignore", "a/.envrc", "b.py"]
+    assert len(notes) == 1
+
+
 def test_without_git_all_is_copied_and_that_is_said(tmp_path, monkeypatch):
     source = repository(tmp_path / "src", {"a": "", "b": "", ".gitignore": "b\n"}, commit=False)
     ours = tmp_path / "plain"

@@ -34,7 +34,7 @@ def check(
     ] = None,
     output: shown.Output = "table",
 ) -> None:
-    """Look at what jobs could run on, and say what is missing and how to get it.
+    """Look at what jobs could run on, and say what is missing. Each line that begins with ✗ says how to get it.
 
     \b
         atoll check
@@ -53,7 +53,8 @@ def check(
         elif infra.startswith("ssh/"):
             found += _ssh(infra)
         else:
-            raise ConfigError(f"{infra}: no such infra; this version knows local and ssh/NAME")
+            meant = f": did you mean ssh/{infra}?" if infra in declared_groups() else ""
+            raise ConfigError(f"{infra}: no such infra{meant or '; this version knows local and ssh/NAME'}")
     if as_json:
         shown.print_json([asdict(each) for each in found])
     else:
@@ -140,14 +141,19 @@ def _preflight(infra: str, num_hosts: int) -> list[_Finding]:
 
 
 def gpus(
-    infra: Annotated[str, typer.Option(help="local, or ssh/NAME.")] = "local", output: shown.Output = "table"
+    place: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, or ssh/NAME.")] = None,
+    infra: Annotated[str, typer.Option(help="The same as a flag.")] = "local",
+    output: shown.Output = "table",
 ) -> None:
-    """Show the GPUs of this machine, or of ssh hosts, that jobs would use.
+    """Show the GPUs that jobs would use. They are those of this machine, or of ssh hosts.
 
     \b
         atoll gpus
-        atoll gpus --infra ssh/lab
+        atoll gpus ssh/lab
     """
+    if place is not None and place != "local" and not place.startswith("ssh/"):
+        raise typer.BadParameter(f"{place}: expected local or ssh/NAME")
+    infra = place or infra
     as_json = shown.as_json(output)
     rows = _remote_gpus(infra) if infra.startswith("ssh/") else _local_gpus(infra, as_json)
     if as_json:

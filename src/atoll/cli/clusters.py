@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atoll.cli import shown
 from atoll.core.errors import AtollError
-from atoll.tasks.spec import EXIT_OK, ClusterSpec, ClusterStatus
+from atoll.tasks.spec import EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, ClusterSpec, ClusterStatus
 
+if TYPE_CHECKING:
+    from atoll.tasks.store import JobRow
+
+_DAMAGED = "DAMAGED"  # a cluster whose record or jobs can't be read
 _NUM_SHOWN = 20  # jobs of a queue, unless all are asked for
 
 Name = Annotated[str, typer.Argument(metavar="CLUSTER", help="A name that `atoll status` shows.")]
@@ -56,7 +61,8 @@ def status(
     from atoll.tasks import api, clusters
 
     as_json = shown.as_json(output)
-    found = api.status(names or None, all=everything)
+    damaged: dict[str, AtollError | OSError] = {}
+    found = api.status(names or None, all=everything, on_error=damaged.__setitem__)
     if ip:
         if len(found) != 1 or not names:
             raise typer.BadParameter("--ip needs the name of one cluster: atoll status CLUSTER --ip")
@@ -64,9 +70,21 @@ def status(
         return
     rows = [(each, _num_unfinished(each, refresh)) for each in found]
     if as_json:
-        shown.print_json([shown.cluster_row(each, num) for each, num in rows])
-        return
-    if not rows:
+        bad = [{"name": name, "status": _DAMAGED, "error": str(error)} for name, error in damaged.items()]
+        shown.print_json([*(shown.cluster_row(each, num) for each, num in rows), *bad])
+    else:
+        _print_status(rows, damaged, refresh)
+    for each in found if verbose and not as_json else ():
+        for line in each.notes:
+            print(f"{each.name}: {line}")
+    for name, error in damaged.items():
+        shown.note(f"atoll: cluster {name}: {error}. `atoll down --purge {name}` removes it, whatever is damaged")
+    if damaged and names:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _print_status(rows: Sequence[tuple[ClusterSpec, int | None]], damaged: Iterable[str], refreshed: bool) -> None:
+    if not rows and not damaged:
         print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
         return
     shown.print_table(
@@ -82,13 +100,11 @@ def status(
                 shown.ago(each.created_s),
             )
             for each, num in rows
-        ],
+        ]
+        + [(name, "-", "-", _DAMAGED, "-", "?", "-") for name in damaged],
     )
-    if any(num is None for _, num in rows) and not refresh:
-        shown.note("?: their heads were not asked for their jobs; `atoll status --refresh` does")
-    for each in found if verbose else ():
-        for line in each.notes:
-            print(f"{each.name}: {line}")
+    if any(num is None for _, num in rows) and not refreshed:
+        print("?: their heads were not asked for their jobs; `atoll status --refresh` does")
 
 
 def _num_unfinished(cluster: ClusterSpec, ask: bool) -> int | None:
@@ -99,7 +115,7 @@ def _num_unfinished(cluster: ClusterSpec, ask: bool) -> int | None:
         return None
     try:
         return len(clusters.unfinished(cluster))
-    except AtollError as error:
+    except (AtollError, OSError) as error:
         shown.note(f"atoll: cluster {cluster.name}: {error}")
         return None
 
@@ -117,7 +133,7 @@ def queue(
     all_users: Annotated[bool, typer.Option("--all-users", "-u", help="Everybody's; what is always shown.")] = False,
     output: shown.Output = "table",
 ) -> None:
-    """Show the jobs of clusters, the newest first; of every cluster that is up by default.
+    """Show the jobs of clusters, the newest first. By default of every cluster that is up.
 
     \b
         atoll queue train
@@ -126,11 +142,21 @@ def queue(
     from atoll.tasks import api, clusters
 
     as_json = shown.as_json(output)
-    wanted = clusters.matching(names) if names else [each.name for each in api.status()]
-    found = {name: api.queue(name, skip_finished=skip_finished) for name in wanted}
+    problems = _Problems()
+    up = api.status(on_error=problems.of) if not names else []
+    wanted = clusters.matching(names) if names else [each.name for each in up]
+    found: dict[str, list[JobRow]] = {}
+    for name in wanted:
+        with problems.told(name):
+            found[name] = api.queue(name, skip_finished=skip_finished)
     if as_json:
         shown.print_json([{"cluster": name, **shown.job_row(row)} for name, rows in found.items() for row in rows])
-        return
+    else:
+        _print_queues(found, everything, skip_finished)
+    problems.exit(EXIT_OK if not names else EXIT_FAILED)
+
+
+def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_finished: bool) -> None:
     if not found:
         print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
     for name, rows in found.items():
@@ -150,14 +176,14 @@ def queue(
 def logs(
     name: Name,
     job_id: Annotated[int | None, typer.Argument(metavar="JOB", help="A job's number; the newest by default.")] = None,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Wait for what is still to come.")] = True,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Wait for what is still to come.")] = True,
     tail: Annotated[int, typer.Option(min=0, help="Only the last lines; 0 for all.", metavar="N")] = 0,
     rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank wrote.", metavar="R")] = None,
     only_status: Annotated[bool, typer.Option("--status", help="Only where it stands, as exit code too.")] = False,
     sync_down: Annotated[bool, typer.Option("--sync-down", "-s", help="Copy the log files here instead.")] = False,
     output: shown.Output = "table",
 ) -> None:
-    """Show a job's log, and exit as the job stands: 0 succeeded, 100 failed, 101 not finished, 103 cancelled.
+    """Show a job's log, and exit as the job stands. That is 0 succeeded, 100 failed, 101 not finished, 103 cancelled.
 
     \b
         atoll logs train
@@ -221,7 +247,7 @@ def cancel(
 
 
 def stop(names: Names = None, everything: All = False, yes: Yes = False, output: shown.Output = "table") -> None:
-    """Stop clusters: their jobs end, the files of their nodes are kept.
+    """Stop clusters: their jobs end, their nodes' files are kept.
 
     \b
         atoll stop train
@@ -233,7 +259,7 @@ def stop(names: Names = None, everything: All = False, yes: Yes = False, output:
 
 
 def start(names: Names = None, everything: All = False, yes: Yes = False, output: shown.Output = "table") -> None:
-    """Take up stopped clusters again; `atoll launch` and `atoll exec` then run on them.
+    """Take up stopped clusters again. `atoll launch` and `atoll exec` then run on them.
 
     \b
         atoll start train
@@ -254,7 +280,7 @@ def down(
     purge: Annotated[bool, typer.Option("--purge", "-p", help="Remove the logs of their jobs, too.")] = False,
     output: shown.Output = "table",
 ) -> None:
-    """Take clusters down: their jobs end, the files of their nodes go, the logs of their jobs are kept.
+    """Take clusters down: their jobs end, their nodes' files go. The logs of their jobs are kept.
 
     \b
         atoll down train
@@ -264,8 +290,8 @@ def down(
     from atoll.tasks import clusters
 
     if purge:
-        act = functools.partial(clusters.down, purge=True)
-        _each(names, everything, output, act, "down and forgotten", then=clusters.forget)
+        act = functools.partial(clusters.purge, say=lambda line: shown.note(f"atoll: {line}"))
+        _each(names, everything, output, act, "down and forgotten", find=clusters.left)
     else:
         _each(names, everything, output, clusters.down, "down; `atoll logs {name}` still shows its jobs' logs")
 
@@ -278,29 +304,69 @@ def _each(
     said: str,
     *,
     up_only: bool = False,
-    then: Callable[[str], None] = lambda name: None,
+    find: Callable[[Sequence[str]], list[str]] | None = None,
 ) -> None:
-    """Do something to clusters one by one, and say so; ``act`` gives the jobs that it ended."""
+    """Do something to clusters one by one, and say so; ``act`` gives the jobs that it ended.
+
+    What one of them is refused, or is not there, stops none of the others.
+    """
     from atoll.tasks import api, clusters
 
     as_json = shown.as_json(output)
     if not names and not everything:
         raise typer.BadParameter("name a cluster, or give --all; `atoll status` lists them")
-    wanted = [each.name for each in api.status()] if everything else clusters.matching(names or [])
-    if up_only and everything:
-        wanted = [name for name in wanted if clusters.load(name).status is ClusterStatus.UP]
-    if not wanted and not as_json:
+    problems = _Problems()
+    wanted: dict[str, None] = {}
+    if everything:
+        damaged: dict[str, object] = {}
+        up = api.status(on_error=damaged.__setitem__)
+        names_up = [each.name for each in up if not up_only or each.status is ClusterStatus.UP]
+        wanted = dict.fromkeys([*names_up, *damaged])
+    for pattern in names or () if not everything else ():
+        with problems.told():
+            wanted |= dict.fromkeys((find or clusters.matching)([pattern]))
+    if not wanted and not as_json and everything:
         print("no cluster is up")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in wanted:
-        ended = act(name)
-        rows.append({"name": name, "status": clusters.load(name).status.value, "cancelled_jobs": ended})
-        then(name)
-        if not as_json:
-            jobs = f" (job {', '.join(map(str, ended))} was cancelled)" if ended else ""
-            print(f"Cluster {name} is {said.format(name=name)}{jobs}")
+        with problems.told(name):
+            ended = act(name)
+            kept = clusters.find(name)
+            status = (kept.status if kept else ClusterStatus.DOWN).value
+            rows.append({"name": name, "status": status, "cancelled_jobs": ended})
+            if not as_json:
+                was = "was" if len(ended) == 1 else "were"
+                jobs = f" (job {', '.join(map(str, ended))} {was} cancelled)" if ended else ""
+                print(f"Cluster {name} is {said.format(name=name)}{jobs}", flush=True)
     if as_json:
         shown.print_json(rows)
+    problems.exit()
+
+
+class _Problems:
+    """What went wrong with single clusters; it is told at once, and counts in the exit code."""
+
+    def __init__(self) -> None:
+        self._code = EXIT_OK
+
+    @contextlib.contextmanager
+    def told(self, name: str | None = None) -> Iterator[None]:
+        """Tell what fails inside, and go on after it."""
+        try:
+            yield
+        except (AtollError, OSError) as error:
+            self.of(name, error)
+
+    def of(self, name: str | None, error: AtollError | OSError) -> None:
+        """Something failed for the cluster of this name, or for one that there is not."""
+        text = str(error)
+        shown.note(f"atoll: {text}" if name is None or name in text else f"atoll: cluster {name}: {text}")
+        self._code = max(self._code, EXIT_NOT_FOUND if isinstance(error, LookupError) else EXIT_FAILED)
+
+    def exit(self, most: int = EXIT_NOT_FOUND) -> None:
+        """Exit as the worst of it, with ``most`` at most; go on where nothing went wrong."""
+        if min(self._code, most) != EXIT_OK:
+            raise typer.Exit(min(self._code, most))
 
 
 def autostop(
@@ -330,5 +396,9 @@ def autostop(
         api.autostop(name, minutes, down=down)
         return []
 
-    said = f"{'taken down' if down else 'stopped'} after {minutes} idle minutes" if minutes >= 0 else "never stopped"
+    said = (
+        f"{'taken down' if down else 'stopped'} after {minutes} idle minute{'s' if minutes != 1 else ''}"
+        if minutes >= 0
+        else "never stopped"
+    )
     _each(names, everything, output, set_it, f"{said} from now on", up_only=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,7 +62,7 @@ def launch(
     dryrun: DryRun = False,
     output: shown.Output = "table",
 ) -> None:
-    """Start a task on a cluster, which is made, reused or resized for it, and show its log.
+    """Start a task on a cluster, and show its log. The cluster is made, reused or resized for it.
 
     \b
         atoll launch -c train task.yaml
@@ -75,6 +77,7 @@ def launch(
 
     command = _Command(flags, detach, sweep, parallel, output)
     tasks = command.tasks(entrypoint)
+    _hint_at_files(entrypoint, tasks)
     name = clusters.check_name(cluster) if cluster is not None else clusters.fresh_name()
     options = Options(
         infra=flags.infra,
@@ -102,19 +105,45 @@ def exec_(
     detach: Detach = False,
     sweep: Sweep = None,
     parallel: Parallel = 1,
+    dryrun: DryRun = False,
     output: shown.Output = "table",
 ) -> None:
-    """Start a task on a cluster that is up: its workdir is copied, setup and file_mounts are left out.
+    """Start a task on a cluster that is up. Its workdir is copied, its setup and file_mounts are left out.
 
     \b
         atoll exec train task.yaml
         atoll exec train --num-nodes 1 -- python evaluate.py --step 100
     """
-    from atoll.tasks.launches import Options, exec_jobs
+    from atoll.tasks.launches import Options, exec_jobs, plan_exec, told
 
     command = _Command(flags, detach, sweep, parallel, output)
     options = Options(infra=flags.infra, strict=flags.strict, say=command.tell, progress=shown.CopyProgress())
-    command.run(command.tasks(entrypoint), cluster, options, exec_jobs)
+    tasks = command.tasks(entrypoint)
+    _hint_at_files(entrypoint, tasks)
+    if dryrun:
+        for task in tasks:
+            for line in told(task, plan_exec(task, cluster, options)):
+                command.tell(line)
+        command.tell("nothing was started (--dryrun)")
+        return
+    command.run(tasks, cluster, options, exec_jobs)
+
+
+def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
+    """Scripts of this folder that a command names, though the folder is not sent along."""
+    words = " ".join(entrypoint).split()
+    if len(words) == 1 and words[0].endswith(".py") and Path(words[0]).is_file():
+        raise ConfigError(
+            f"{words[0]} is a script, not a task file or a command: atoll run {words[0]}, or "
+            f"atoll launch --workdir . python {words[0]}"
+        )
+    if any(task.workdir is not None or task.file_mounts for task in tasks):
+        return
+    if "cd" in words or "sky_workdir" in " ".join(words):  # it knows where it goes
+        return
+    here = [word for word in words if word.endswith((".py", ".sh")) and not os.path.isabs(word) and Path(word).exists()]
+    if here:
+        shown.note(f"{here[0]} is in this folder, which is not sent to the nodes: --workdir . sends it")
 
 
 class _Command:
@@ -156,11 +185,16 @@ class _Command:
             if len(tasks) > 1:
                 self.tell(f"Task {number} of {len(tasks)}: {task.name or 'unnamed'}")
                 task.update_envs({"SKYPILOT_TASK_IDS": "\n".join(job.row().task_id for job in done)})
-            jobs = submit(task, cluster, each, self._variants, self._parallel)
+            try:
+                jobs = submit(task, cluster, each, self._variants, self._parallel)
+            except KeyboardInterrupt:
+                self.tell(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
+                raise
             done += jobs
             code = self._show(jobs)
-            if code != EXIT_OK and number < len(tasks):
-                self.tell(f"the pipeline ends here: {len(tasks) - number} of its tasks were not started")
+            left = len(tasks) - number
+            if code != EXIT_OK and left:
+                self.tell(f"the pipeline ends here: {left} of its tasks {'was' if left == 1 else 'were'} not started")
                 break
         if not self._detach and code != EXIT_NOT_FINISHED:
             self._say_next(cluster, done, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -55,6 +56,24 @@ nodes.register(app)
 check.register(app)
 train.register(app)
 weights.register(app)
+
+# SkyPilot's commands that this version lacks, and what comes next to each.
+_LACKING = {
+    "jobs": "`atoll launch -d` starts a job that goes on by itself, `atoll queue` shows it",
+    "serve": "`atoll launch` runs a server as a job, `atoll ssh NAME -L PORT` reaches it",
+    "api": "there is no server to start: every command works by itself",
+    "cost-report": "your machines have no price; `atoll status --all` shows clusters that are down, too",
+    "show-gpus": "`atoll gpus` shows those of this machine, `atoll gpus ssh/NAME` those of hosts",
+}
+
+
+def _lacking(context: typer.Context) -> None:
+    raise typer.BadParameter(f"`atoll {context.info_name}` is not in this version: {_LACKING[str(context.info_name)]}")
+
+
+for _name in _LACKING:
+    _any = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(_name, hidden=True, context_settings=_any)(_lacking)
 
 Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
 
@@ -142,8 +161,19 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f}s"
 
 
+def _ready_streams() -> None:
+    """Have the standard streams take all that is written to them, also where they are closed or know ASCII only."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """Entry of the command."""
+    _ready_streams()
     try:
         app(prog_name="atoll")
     except AtollError as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from atoll.cli import shown
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.tasks.spec import ClusterSpec, node_name
 
 if TYPE_CHECKING:
@@ -41,11 +41,12 @@ def ssh(
         typer.Option("-L", help="Connections to PORT here go to the node's.", metavar="PORT[:HOST:PORT]"),
     ] = None,
 ) -> None:
-    """Open a shell on a node, beside its running job where there is one.
+    """Open a shell on a node, or run a command there. Both are beside its running job, where there is one.
 
     \b
         atoll ssh train
         atoll ssh train/worker1 -- nvidia-smi
+        atoll ssh train -- 'ls sky_workdir | wc -l'
         atoll ssh train -L 6006
     """
     from atoll.tasks import clusters
@@ -57,11 +58,12 @@ def ssh(
     if cluster.hosts:
         told = [part for each in wanted for part in ("-L", f"{each.port}:{each.host}:{each.host_port}")]
         target = _target(cluster, node)
-        _become(["ssh", *target.options, *told, target.host, *([shlex.join(words)] if words else [])])
+        _become(["ssh", *target.options, *told, target.host, *(words if len(words) < 2 else [shlex.join(words)])])
     home = clusters.node_home(cluster.name, node)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     pid = _process_of(home)
-    shell = words or [os.environ.get("SHELL") or "bash"]
+    # A single word is the shell's to read, as with ssh: 'echo a | wc -c' is a command.
+    shell = ["sh", "-c", *words] if len(words) == 1 else words or [os.environ.get("SHELL") or "bash"]
     env = {**os.environ, "HOME": str(home), **_environment(pid)}
     _forward(wanted, _enter(pid, only=("user", "net")))
     # Inside, the home is where it is outside; a namespace of mounts would otherwise begin at its root.
@@ -90,10 +92,14 @@ def cp(
         target = _target(spec, number)
         options = ["-S", shutil.which("ssh") or "ssh", *("-P" if each == "-p" else each for each in target.options)]
         path = _on_host(spec, number, path)
-        ends = (f"{target.host}:{path}", dest) if there else (source, f"{target.host}:{path}")
-        _become(["scp", "-r", "-p", *options, *ends])
-    local = _on_node(spec, number, path)
-    copied = _copy(local, Path(dest), source) if there else _copy(Path(source), local, source, into=path.endswith("/"))
+        if there:
+            made = Path(dest, os.path.basename(path.rstrip("/"))) if Path(dest).is_dir() else Path(dest)
+            copied = _secure_copy([*options, f"{target.host}:{path}", dest], source, dest, made)
+        else:
+            copied = _secure_copy([*options, source, f"{target.host}:{path}"], source, dest, Path(source))
+    else:
+        local, into = _on_node(spec, number, path), path.endswith("/")
+        copied = _copy(local, Path(dest), source) if there else _copy(Path(source), local, source, into=into)
     if as_json:
         shown.print_json({"source": source, "dest": dest, "copied": copied})
     else:
@@ -157,11 +163,27 @@ def _copy(source: Path, dest: Path, said: str, *, into: bool = False) -> str:
         dest.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, dest, symlinks=True, dirs_exist_ok=True)
-            return f"{sum(each.is_file() for each in dest.rglob('*'))} files"
+            num_files = sum(each.is_file() for each in dest.rglob("*"))
+            return f"{num_files} file{'s' if num_files != 1 else ''}"
         shutil.copy2(source, dest)
-        return f"{dest.stat().st_size} bytes"
+        num_bytes = dest.stat().st_size
+        return f"{num_bytes} byte{'s' if num_bytes != 1 else ''}"
     except (OSError, shutil.Error) as error:
         raise ConfigError(f"{said} can't be copied to {dest}: {error}") from None
+
+
+def _secure_copy(arguments: Sequence[str], source: str, dest: str, made: Path) -> str:
+    """Copy with scp, of which ``made`` is the end on this machine; says what was copied."""
+    if made == Path(source) and not made.exists():
+        raise ConfigError(f"{source}: there is no such file or folder")
+    done = subprocess.run(["scp", "-r", "-p", *arguments], stderr=subprocess.PIPE, text=True, errors="replace")
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        said = [line for line in lines if line.startswith("scp: ") and "Connection closed" not in line] or lines
+        raise ProvisionError(f"{source} can't be copied to {dest}: {said[-1].removeprefix('scp: ')}")
+    if made.is_dir():
+        return f"{sum(each.is_file() for each in made.rglob('*'))} files"
+    return f"{made.stat().st_size} bytes"
 
 
 def _process_of(home: Path) -> int | None:

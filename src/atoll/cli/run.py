@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import secrets as random
+import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import typer
 from atoll.cli import shown
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
-from atoll.core.hints import nearest
+from atoll.core.hints import current_folder, nearest
 from atoll.tasks.spec import EXIT_CANCELLED, ClusterSpec, ClusterStatus, JobSpec, Restarts
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def run(
     ] = "auto",
     infra: Annotated[str, typer.Option(help="Where: local, or ssh/NAME.", metavar="INFRA")] = "local",
     gpus: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option("--gpus", "--accelerators", help="Of each node: L4:2. Simulated where local has none."),
     ] = None,
     no_simulate: Annotated[bool, typer.Option("--no-simulate", help="Refuse GPUs that this machine lacks.")] = False,
@@ -113,8 +114,12 @@ def run(
     for line in context.meta["atoll.notes"]:
         shown.note(f"atoll: {line}")
     once_a_node = context.meta["atoll.command"]
+    if once_a_node and nproc != "auto":
+        shown.note(f"atoll: --nproc-per-node {nproc} has no effect: a command after -- runs once a node")
     kind = "program" if once_a_node or no_python else "module" if module and not run_path else "script"
-    place = _Place(infra, _num_nodes(nodes), gpus, not no_simulate, _workdir(workdir, infra))
+    place = _Place(infra, _num_nodes(nodes), shown.last_of("--gpus", gpus), not no_simulate, _workdir(workdir, infra))
+    if kind == "program":
+        place.check_program(words[0], once_a_node)
     if kind == "script":
         words = [place.script(words[0]), *words[1:]]
     try:
@@ -179,7 +184,7 @@ def _variables(env: Sequence[str] | None, secret: Sequence[str] | None) -> tuple
 
 
 def _workdir(given: str | None, infra: str) -> Path:
-    folder = Path(os.getcwd(), os.path.expanduser(given or ""))
+    folder = Path(current_folder(), os.path.expanduser(given or ""))
     if not folder.is_dir():
         raise typer.BadParameter(f"--workdir {given}: no such folder")
     if given is None and infra != "local" and folder in (Path.home(), Path("/")):
@@ -212,9 +217,23 @@ class _Place:
             raise typer.BadParameter(
                 f"{path}: no such script{near or '.'} A module is run with -m, any command after --"
             )
+        if not self.local and not Path(os.path.abspath(here)).is_relative_to(os.path.abspath(self.workdir)):
+            raise typer.BadParameter(
+                f"{path} is outside the workdir {self.workdir}, which is all that hosts get: name a --workdir around it"
+            )
         if not self.local and os.path.isabs(path) and here.is_relative_to(self.workdir):
             return str(here.relative_to(self.workdir))
         return path
+
+    def check_program(self, path: str, after_dashes: bool) -> None:
+        """Refuse a file of the workdir that can't be executed."""
+        here = self.workdir / path
+        if not here.is_file():
+            return
+        if after_dashes and path.endswith(".py") and "/" not in path and shutil.which(path) is None:
+            raise typer.BadParameter(f"{path} is a script, and after -- stands a command: leave the -- out")
+        if "/" in path and not os.access(here, os.X_OK):
+            raise typer.BadParameter(f"{path} is not executable: chmod +x {path}, or run it with its interpreter")
 
     def cluster(self) -> tuple[ClusterSpec, int]:
         """The cluster it will run on, and how many GPUs each node has.
@@ -225,8 +244,9 @@ class _Place:
         """
         from atoll.providers.accelerators import AcceleratorSpec
         from atoll.tasks import clusters
+        from atoll.tasks.resources import is_none
 
-        asked = AcceleratorSpec.parse(self.gpus)
+        asked = None if is_none(self.gpus) else AcceleratorSpec.parse(self.gpus)
         wanted = ((asked.name, asked.count),) if asked is not None else ()
         wish = clusters.Wish(num_nodes=self.num_nodes, infra=self.infra, accelerators=wanted, simulate=self.simulate)
         decision = clusters.decide(f"run-{random.token_hex(3)}", None, wish)

@@ -41,6 +41,15 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def last_of(flag: str, values: Sequence[str] | None) -> str | None:
+    """The value of a flag that counts once, though it was given several times."""
+    if not values:
+        return None
+    if len(set(values)) > 1:
+        note(f"{flag} is given {len(values)} times: the last one counts, {flag} {values[-1]}")
+    return values[-1]
+
+
 def say(text: str) -> None:
     """A line of the answer, at once."""
     print(text, flush=True)

@@ -40,7 +40,7 @@ class TaskFlags:
         int | None, typer.Option(*_NODE_FLAGS, min=1, help="Nodes that the job runs on.", metavar="N")
     ] = None
     accelerators: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option("--gpus", "--accelerators", help="Of each node: L4, H100:8. Simulated where local has none."),
     ] = None
     cpus: Annotated[str | None, typer.Option(help="Of each node: 4, or 8+ for at least 8.")] = None
@@ -144,5 +144,6 @@ def tasks_of(entrypoint: Sequence[str], flags: TaskFlags) -> list[Task]:
 
     lists = ("env", "env_file", "secret", "secret_file", "ports")
     own = {each.name: getattr(flags, each.name) for each in fields(flags) if each.name not in ("strict", "of_clouds")}
+    own["accelerators"] = shown.last_of("--gpus", flags.accelerators)
     own |= {name: tuple(own[name] or ()) for name in lists}
     return load_entrypoint(" ".join(entrypoint), Overrides(**own, **flags.of_clouds))

@@ -82,6 +82,7 @@ def train(
         _dryrun(loaded, nodes, nproc, gpus)
         return
     require_complete(loaded.recipe)
+    _check_schedule(loaded)
     try:
         result, hosts = _run(
             loaded,
@@ -106,6 +107,20 @@ def train(
         _say_next(loaded, result, hosts, infra, nodes, nproc, arguments)
     if result["status"] != "finished":
         raise typer.Exit(_NOT_FINISHED)
+
+
+def _check_schedule(loaded: Loaded) -> None:
+    """Does the schedule fit into the run, where that can be told without the data?
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from atoll.train.optim.schedule import resolve
+
+    schedule, length = loaded.recipe.schedule, loaded.recipe.train.length
+    assert length is not None
+    if all(each is None or each.unit == "step" for each in (length, schedule.warmup, schedule.decay)):
+        resolve(schedule, int(length.value), steps_per_epoch=1.0, tokens_per_step=1.0)
 
 
 def _recipe_and_overrides(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -172,8 +172,8 @@ def _hidden(interpreter: Interpreter, pins: Sequence[Pin]) -> tuple[str, ...]:
     """One line naming the packages of the interpreter that ranks will see in another version."""
     installed = Installed(interpreter.folders)
     changed = [(pin, installed.version(pin.name)) for pin in pins]
-    named = [f"{pin.name} {pin.version} (here {own})" for pin, own in changed if own not in (None, pin.version)]
-    return (f"ranks see other versions than this environment has: {', '.join(named)}",) if named else ()
+    named = [f"{pin.name} {pin.version} (there {own})" for pin, own in changed if own not in (None, pin.version)]
+    return (f"ranks see other versions than {interpreter.python} has: {', '.join(named)}",) if named else ()
 
 
 def _read_plan(path: Path) -> list[Pin] | None:

@@ -74,8 +74,12 @@ def build(
     if failed:
         raise ImageError("\n".join(f"{', '.join(names)}: {why}" for why, names in failed.items()))
     made = [answer for answer in answers if not isinstance(answer, str)]
-    for line in dict.fromkeys(line for answer in made for line in answer["lines"]):
-        say(line)
+    told: dict[str, list[str]] = {}
+    for host, answer in zip(hosts, made, strict=True):
+        for line in answer["lines"]:
+            told.setdefault(line, []).append(host.plan.host)
+    for line, names in told.items():
+        say(f"{', '.join(names)}: {line}")
     return [_planned(host.plan, answer, image.python) for host, answer in zip(hosts, made, strict=True)]
 
 

@@ -246,7 +246,10 @@ def _known_name(name: str) -> str:
 def _nearest(name: str, names: list[str]) -> str:
     by_key = {_key(known): known for known in names}
     near = get_close_matches(_key(name), by_key, n=1, cutoff=0.5)
-    return f"; did you mean {by_key[near[0]]}?" if near else f"; known ones are {', '.join(names)}"
+    if near:
+        return f"; did you mean {by_key[near[0]]}?"
+    likest = get_close_matches(_key(name), by_key, n=5, cutoff=0)
+    return f"; known ones are {', '.join(by_key[key] for key in likest)} and others"
 
 
 class _Vendor(type):

@@ -22,8 +22,10 @@ class NodePlace:
         peers: address and host name of every node of the cluster, for ``/etc/hosts``.
         network: path of a network namespace, or None: the machine's own.
         resolv_conf: text of ``/etc/resolv.conf`` in that namespace, or None: as on the machine.
-        visible: paths that stay visible though they lie below ``/tmp``: the entry of ``/tmp`` that holds them does.
+        visible: paths that stay visible though they lie below ``/tmp``, as ``home`` does; with ``/tmp``, all of it.
+        readable: such paths that can't be written to.
         mounts: what is seen elsewhere, too: path of a file or folder, and where; nothing is made there outside.
+        notes: lines that the agent is to repeat among its own.
     """
 
     hostname: str
@@ -33,7 +35,9 @@ class NodePlace:
     network: str | None = None
     resolv_conf: str | None = None
     visible: tuple[str, ...] = ()
+    readable: tuple[str, ...] = ()
     mounts: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

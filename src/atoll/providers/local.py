@@ -12,6 +12,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from atoll.core.errors import ConfigError, death_reason
 from atoll.core.hints import suggests_fields
@@ -106,34 +107,36 @@ class Local:
         ours, theirs = socket.socketpair()
         pidfd = os.pidfd_open(os.getpid())
         env = {name: os.environ[name] for name in _AGENT_ENV if name in os.environ}
-        if node.place is None:
-            prefix = _namespace()
-        else:
-            prefix = _into(node.place.network) + isolation().command
-            env["ATOLL_PLACE"] = _placed(node.place)
-        try:
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
+            failed.callback(ours.close)
+            given.callback(theirs.close)
+            given.callback(os.close, pidfd)
+            said = None
+            if node.place is None:
+                prefix = _namespace()
+            else:
+                prefix = _into(node.place.network) + isolation().command
+                env["ATOLL_PLACE"] = _placed(node.place)
+                said = failed.enter_context(open(os.memfd_create("atoll-agent"), "r+b"))
             process = subprocess.Popen(
                 [*prefix, *agent, str(theirs.fileno()), str(pidfd)],
                 pass_fds=(theirs.fileno(), pidfd),
                 stdin=subprocess.DEVNULL,
+                stderr=said,
                 start_new_session=True,
                 env=env,
             )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            os.close(pidfd)
-            theirs.close()
-        return LocalNode(ours, process)
+            failed.pop_all()
+        return LocalNode(ours, process, said)
 
 
 class LocalNode:
-    """A running agent on this machine."""
+    """A running agent on this machine. What a task's agent says on its standard error is in the file ``said``."""
 
-    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes], said: BinaryIO | None) -> None:
         self.channel = channel
         self.process = process
+        self._said = said
 
     @property
     def reason(self) -> str | None:
@@ -142,8 +145,16 @@ class LocalNode:
             code = self.process.wait(_REASON_S)
             if code < 0:
                 return f"its agent was {death_reason(None, -code, False)}"
-            return f"its agent {death_reason(code, None, False)}"
+            last = self._last_line()
+            return f"its agent {death_reason(code, None, False)}" + (f" ({last})" if last else "")
         return None
+
+    def _last_line(self) -> str:
+        if self._said is None or self._said.closed:
+            return ""
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
 
     def stop(self) -> None:
         """End the agent by force, and with it everything in its namespace."""
@@ -155,6 +166,8 @@ class LocalNode:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self._said is not None:
+            self._said.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ import shutil
 import subprocess
 from typing import IO
 
+from atoll.core.errors import death_reason
+
 _START_S = 5.0
 _END_S = 2.0
 _MTU = "65520"
@@ -59,6 +61,15 @@ class Network:
             slirp = _connect(holder)
             failed.pop_all()
         return cls(holder, slirp)
+
+    @property
+    def fault(self) -> str | None:
+        """Which process behind it has ended, and how, as a clause; or None while both run."""
+        for what, process in (("slirp4netns", self._slirp), ("what holds it", self._holder)):
+            if (code := process.poll()) is not None:
+                how = death_reason(code, None, False) if code >= 0 else f"was {death_reason(None, -code, False)}"
+                return f"{what} {how}"
+        return None
 
     def close(self) -> None:
         """End it. Safe to call twice. What still runs inside keeps a network without a way out."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.core.errors import AtollError, UsageError
 from atoll.tasks import clusters
 from atoll.tasks.jobs import Job, find_job
 from atoll.tasks.launches import Options, Say, exec_jobs, is_set_up, launch_jobs, silent
@@ -67,6 +68,7 @@ def launch(
     Raises:
         ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
     """
+    _check_task("launch", task)
     options = Options(
         infra=infra,
         simulate=simulate,
@@ -86,21 +88,48 @@ def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = 
         UnknownCluster: there is no such cluster.
         ConfigError: the cluster is not up, or has less than the task asks for.
     """
+    _check_task("exec", task)
     return exec_jobs(task, cluster_name, Options(strict=strict, say=on_line))[0]
 
 
+def _check_task(call: str, task: object) -> None:
+    from atoll.tasks.task import Task
+
+    if not isinstance(task, Task):
+        is_path = isinstance(task, (str, Path))
+        made = f"sky.Task.from_yaml({str(task)!r})" if is_path else "sky.Task(run=...) or sky.Task.from_yaml(path)"
+        raise UsageError(f"sky.{call}() takes a sky.Task, not {type(task).__name__}: make one with {made}")
+
+
 # ------------------------------------------------------------------------------------------ clusters afterwards
-def status(cluster_names: str | Sequence[str] | None = None, *, all: bool = False) -> list[ClusterSpec]:
+def status(
+    cluster_names: str | Sequence[str] | None = None,
+    *,
+    all: bool = False,
+    on_error: Callable[[str, AtollError | OSError], None] | None = None,
+) -> list[ClusterSpec]:
     """Records of clusters, of all that are not down by default; ``all``: those too.
+
+    Args:
+        on_error: called with the name of a cluster that can't be read and why, instead of raising.
 
     Raises:
         UnknownCluster: a name that no cluster has.
+        AtollError: what is kept of a cluster is damaged.
     """
-    if cluster_names is not None:
-        names = [cluster_names] if isinstance(cluster_names, str) else list(cluster_names)
-        return [clusters.refresh(clusters.load(name)) for name in (clusters.matching(names) if names else [])]
-    found = [clusters.refresh(clusters.load(name)) for name in clusters.all_names()]
-    return [each for each in found if all or each.status is not ClusterStatus.DOWN]
+    if cluster_names is None:
+        names = clusters.all_names()
+    else:
+        names = clusters.matching([cluster_names] if isinstance(cluster_names, str) else cluster_names)
+    found = []
+    for name in names:
+        try:
+            found.append(clusters.refresh(clusters.load(name)))
+        except (AtollError, OSError) as error:
+            if on_error is None:
+                raise
+            on_error(name, error)
+    return [each for each in found if all or cluster_names is not None or each.status is not ClusterStatus.DOWN]
 
 
 def queue(cluster_name: str, *, skip_finished: bool = False) -> list[JobRow]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,15 @@ from atoll.tasks.transitions import ProcessEnded
 # Signals that say something about the process they ended. Not those by which processes are asked to end, and not
 # SIGABRT: what aborts within the instant may do so because it was asked to end.
 _TELLING = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGKILL})
+
+# What torchrun says at its start and, around the ranks' own last words, when one of them failed: which rank that was,
+# its own traceback, and a box without the cause.
+_BANNER = re.compile(r"torch[/.]distributed[/.]run(\.py:\d+\]|: \[)")
+_CLOSING = re.compile(r"Sending process \d+ closing signal |no error file defined for parent, to copy child error")
+_RANK_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: \d+\)")
+_FOOTER_BEGINS = re.compile(r"\S*ChildFailedError:\s*$")
+_FOOTER_FRAME = re.compile(r"={20,}\s*$")
+_NUM_TAIL_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +36,7 @@ class Cause:
         at_s: when it was heard of.
         node, rank: the culprit, where there is one.
         exit_code: as a shell has it (128 + n for signal n).
-        tail: the culprit's last lines.
+        tail: the culprit's last lines, without torchrun's own.
         telling: did it end in a way that we can't have brought about?
     """
 
@@ -49,7 +59,7 @@ def process_cause(event: ProcessEnded, rank: int, now: float) -> Cause:
         event.node,
         rank,
         shell_code(event),
-        event.tail,
+        telling_lines(event.tail),
         event.oom or _ended_by(event) in _TELLING,
     )
 
@@ -62,7 +72,33 @@ def setup_cause(failed: Sequence[ProcessEnded], now: float) -> Cause:
     else:
         each = ", ".join(f"{node_name(event.node)} {ended_text(event)}" for event in failed)
         reason = f"setup failed on {len(failed)} nodes: {each}"
-    return Cause("setup", reason, now, first.node, None, shell_code(first), first.tail)
+    return Cause("setup", reason, now, first.node, None, shell_code(first), telling_lines(first.tail))
+
+
+def telling_lines(said: Sequence[str]) -> tuple[str, ...]:
+    """The last lines that may say why: without what torchrun adds, unless there is nothing else."""
+    kept: list[str] = []
+    in_traceback = 0  # where in ``kept`` torchrun's own traceback may begin; 0 while no rank failed
+    lines = iter(said)
+    for line in lines:
+        if _BANNER.search(line) or _CLOSING.search(line):
+            continue
+        if _FOOTER_BEGINS.match(line) and in_traceback:
+            del kept[in_traceback:]
+            _skip_footer(lines)
+            in_traceback = 0
+            continue
+        kept.append(line)
+        if _RANK_FAILED.search(line):
+            in_traceback = len(kept)
+    return tuple((kept or said)[-_NUM_TAIL_LINES:])
+
+
+def _skip_footer(lines: Iterator[str]) -> None:
+    """Past the box: from its upper frame to its lower one."""
+    frames = 0
+    while frames < 2 and (line := next(lines, None)) is not None:
+        frames += _FOOTER_FRAME.match(line) is not None
 
 
 def failed(event: ProcessEnded) -> bool:

@@ -9,7 +9,6 @@ import fnmatch
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from atoll.tasks.store import JobRow
 
 _LOCK = "launch.lock"
+_MOST_LOCAL_NODES = 1000
 # Fields that `decide` may change of a cluster that is there.
 _DECIDED = (
     *("num_nodes", "accelerator", "num_accelerators", "simulated", "cpus", "memory_gb", "status", "notes"),
@@ -82,7 +82,8 @@ def node_home(name: str, node: int) -> Path:
 
 def all_names() -> list[str]:
     """Every cluster that has a record, by name."""
-    return sorted(path.parent.name for path in (atoll_home() / "clusters").glob(f"*/{record.RECORD}"))
+    records = (atoll_home() / "clusters").glob(f"*/{record.RECORD}")
+    return sorted(path.parent.name for path in records if is_name(path.parent.name))
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
@@ -94,20 +95,27 @@ def matching(patterns: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     for pattern in patterns:
         if any(sign in pattern for sign in "*?["):
-            hits = [
-                each for each in fnmatch.filter(all_names(), pattern) if load(each).status is not ClusterStatus.DOWN
-            ]
+            hits = [each for each in fnmatch.filter(all_names(), pattern) if not _is_down(each)]
             if not hits:
                 raise UnknownCluster(f"no cluster matches {pattern!r}; `atoll status` lists them")
             found.update(dict.fromkeys(hits))
         else:
-            found[load(pattern).name] = None
+            if check_name(pattern) not in all_names():
+                load(pattern)  # raises
+            found[pattern] = None
     return list(found)
 
 
+def _is_down(name: str) -> bool:
+    try:
+        return load(name).status is ClusterStatus.DOWN
+    except ConfigError:  # damaged: whoever wants it is told so
+        return False
+
+
 # ----------------------------------------------------------------------------------------------------- records
-def load(name: str) -> ClusterSpec:
-    """A cluster's record.
+def load(name: str, *, to_run: bool = False) -> ClusterSpec:
+    """A cluster's record; ``to_run``: for somebody who wants to run a task on it.
 
     Raises:
         UnknownCluster: there is none.
@@ -115,7 +123,8 @@ def load(name: str) -> ClusterSpec:
     """
     found = find(name)
     if found is None:
-        hint = nearest(name, all_names()) or f"; `atoll launch -c {name} TASK` makes it"
+        makes = f"`atoll launch -c {name} TASK` makes it" if to_run else "`atoll status` lists those that there are"
+        hint = nearest(name, all_names()) or f"; {makes}"
         raise UnknownCluster(f"no cluster {name!r}{hint}")
     return found
 
@@ -148,6 +157,7 @@ def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[Pa
         the cluster's folder, made where it did not exist.
     """
     folder = folder_of(name)
+    record.check_owner(folder)
     descriptor = _open_lock(folder)
     try:
         try:
@@ -185,8 +195,11 @@ def _open_lock(folder: Path) -> int:
 
 def change(cluster: ClusterSpec, **fields: Any) -> ClusterSpec:
     """Change fields of a record, here and where the cluster is supervised from. Jobs end where it is not up then."""
-    changed = control_of(cluster).change(**fields)
-    return changed if cluster.supervised_from == "here" else record.change(folder_of(cluster.name), **fields)
+    if cluster.supervised_from == "here":
+        return control_of(cluster).change(**fields)
+    with contextlib.suppress(LookupError):  # somebody removed it there
+        control_of(cluster).change(**fields)
+    return record.change(folder_of(cluster.name), **fields)
 
 
 def control_of(spec: ClusterSpec) -> Control:
@@ -283,6 +296,12 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
         ConfigError: an unknown infra, another infra than it is on, a resize while jobs run, accelerators that can't
             be had without simulation.
     """
+    infra = wish.infra or (have.infra if have is not None else "local")
+    if infra == "local" and wish.num_nodes > _MOST_LOCAL_NODES:
+        raise ConfigError(
+            f"{wish.num_nodes} nodes on this machine alone: expected {_MOST_LOCAL_NODES} at most; "
+            f"for more, run on hosts with --infra ssh/NAME"
+        )
     if have is None or have.status is ClusterStatus.DOWN:
         return _new(name, have, wish)
     if wish.infra is not None and wish.infra != have.infra:
@@ -381,10 +400,15 @@ def down(name: str, *, purge: bool = False) -> list[int]:
         UnknownCluster: there is none.
         ProvisionError: its head can't be reached.
     """
+    from atoll.tasks import ssh_clusters
+
     with locked(load(name).name) as folder:
         cluster = load(name)
         try:
-            return _end(cluster, ClusterStatus.DOWN)
+            ended = _end(cluster, ClusterStatus.DOWN)
+            if purge and cluster.supervised_from != "here":
+                ssh_clusters.remove_record(cluster)
+            return ended
         except ProvisionError as error:
             if cluster.supervised_from == "here":
                 raise
@@ -392,14 +416,72 @@ def down(name: str, *, purge: bool = False) -> list[int]:
                 raise ProvisionError(
                     f"{error}. If this host, the head of cluster {name}, is gone for good: `atoll down --purge {name}`"
                 ) from None
+            ssh_clusters.tell_what_stays(cluster)
             record.change(folder, status=ClusterStatus.DOWN)
             return []
 
 
 def forget(name: str) -> None:
     """Remove what is left of a cluster that is down: its record and the logs of its jobs."""
+    from atoll.tasks.control import remove_tree
+
     with locked(name) as folder:
-        shutil.rmtree(folder)
+        remove_tree(folder)
+
+
+def purge(name: str, say: Callable[[str], None]) -> list[int]:
+    """``down``, then ``forget``, whatever of the cluster is damaged; ``say`` is told what could not be ended.
+
+    Returns:
+        the jobs that were ended.
+
+    Raises:
+        UnknownCluster: nothing is there.
+    """
+    from atoll.tasks import supervisor
+
+    folder = folder_of(name)
+    if not os.path.lexists(folder):
+        load(name)  # raises
+    record.check_owner(folder)
+    ended: list[int] = []
+    try:
+        ended = down(name, purge=True)
+    except (AtollError, OSError) as error:  # what is damaged can't be ended in order
+        say(f"cluster {name}: {error}; what was left of it is removed")
+        supervisor.kill(folder)
+    if folder.is_dir() and not folder.is_symlink():
+        forget(name)
+    else:
+        folder.unlink(missing_ok=True)
+    return ended
+
+
+def left(patterns: Sequence[str]) -> list[str]:
+    """``matching``, and also names of which nothing but a damaged rest is there: what ``purge`` takes."""
+    rests = [each for each in patterns if is_name(each) and os.path.lexists(folder_of(each))]
+    return [*rests, *matching([each for each in patterns if each not in rests])]
+
+
+def take_back(name: str, before: ClusterSpec | None) -> None:
+    """Leave nothing of a cluster that was made for a job which then could not be submitted. Its lock is held.
+
+    Args:
+        before: its record before that, of a cluster that was down; None where there was none.
+    """
+    from atoll.tasks.control import remove_tree
+
+    folder, made = folder_of(name), find(name)
+    if made is None:
+        return
+    with contextlib.suppress(AtollError, OSError):  # what stopped the launch may stop this, too
+        _end(made, ClusterStatus.DOWN)
+    if before is not None:
+        record.save(folder, before)
+        return
+    for each in folder.iterdir():
+        if each.name != _LOCK:
+            remove_tree(each) if each.is_dir() else each.unlink()
 
 
 def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:

@@ -23,16 +23,20 @@ from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.tasks import record, supervisor
 from atoll.tasks.clusters import user_name
-from atoll.tasks.environment import task_id, without_secrets
+from atoll.tasks.environment import check_size, task_id, without_secrets
 from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
 from atoll.tasks.spec import EXIT_NOT_FOUND, ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
-from atoll.tasks.store import JobRow, Store, drop_secrets, put_secrets
+from atoll.tasks.store import JobRow, NoRoom, Store, drop_secrets, put_secrets
 
 Write = Callable[[bytes], None]
 
 _END_S = 30.0  # cancelled jobs end in this time
 _ALIVE_S = 1.0  # whoever follows a job looks so often whether its supervisor lives
 _BROKEN = 120  # the program's exit code where it failed
+
+
+class NothingLeft(AtollError, LookupError):
+    """The cluster's folder was removed from the machine that supervises it."""
 
 
 class Control(Protocol):
@@ -105,7 +109,9 @@ class LocalControl:
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
         """Add a job; returns its number."""
         cluster = record.load(self._folder)
+        record.check_owner(self._folder)
         _check(spec, cluster)
+        check_size(spec, secrets)
         spec, values = without_secrets(spec, secrets)
 
         def begin(job_id: int) -> str:
@@ -136,13 +142,13 @@ class LocalControl:
     def queue(self) -> list[JobRow]:
         """Every job, newest first."""
         with Store(self._folder) as store:
-            supervisor.reconcile_store(store, self._folder)
+            self._reconcile(store)
             return store.jobs()
 
     def job(self, job_id: int | None) -> JobRow:
         """One job; None is the newest."""
         with Store(self._folder) as store:
-            supervisor.reconcile_store(store, self._folder)
+            self._reconcile(store)
             if job_id is not None:
                 return store.job(job_id)
             newest = store.jobs(limit=1)
@@ -162,10 +168,13 @@ class LocalControl:
     ) -> JobStatus:
         """Write a job's log, until the job has ended; with ``skip_bytes`` without what came before."""
         with Store(self._folder) as store:
-            supervisor.reconcile_store(store, self._folder)
+            self._reconcile(store)
             watched = _Watched(store, self._folder, store.job(job_id))
             only = _only(watched.job, rank)
-            with Follower(self._folder / "jobs" / str(job_id) / RUN_LOG, write, only) as follower:
+            path = self._folder / "jobs" / str(job_id) / RUN_LOG
+            if watched.job.started_s is not None and not path.exists():
+                write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode())
+            with Follower(path, write, only) as follower:
                 follower.skip(skip_bytes)
                 if tail:
                     follower.tail(tail)
@@ -174,6 +183,10 @@ class LocalControl:
                 else:
                     follower.drain()
             return store.job(job_id).status
+
+    def _reconcile(self, store: Store) -> None:
+        with contextlib.suppress(NoRoom):  # what there is can be read all the same
+            supervisor.reconcile_store(store, self._folder)
 
     def position_of_tail(self, job_id: int, num_lines: int, rank: int | None = None) -> int:
         """Where in a job's log the last so many lines begin: what ``skip_bytes`` of ``follow`` is to be."""
@@ -195,20 +208,34 @@ class LocalControl:
     def remove_nodes(self) -> None:
         """Cancel the jobs, and remove the nodes' files."""
         if not supervisor.is_running(self._folder):  # on a full disk the store can't be opened before
-            _remove_tree(self._folder / "nodes")
+            remove_tree(self._folder / "nodes")
         self._end_jobs()
-        _remove_tree(self._folder / "nodes")
+        remove_tree(self._folder / "nodes")
 
     def _end_jobs(self) -> None:
         self.cancel(None)
-        deadline = time.monotonic() + _END_S
+        if not self._wait_until_idle(_END_S):
+            raise AtollError(
+                f"jobs of cluster {self._folder.name} did not end within {_END_S:.0f} s of being cancelled; "
+                f"{_supervisor_stands(self._folder)}"
+            )
+
+    def _wait_until_idle(self, patience_s: float) -> bool:
+        deadline = time.monotonic() + patience_s
         while supervisor.is_running(self._folder):
             if time.monotonic() > deadline:
-                raise AtollError(
-                    f"jobs of cluster {self._folder.name} did not end within {_END_S:.0f} s of being cancelled; "
-                    f"see {self._folder / supervisor.LOG}"
-                )
+                return False
             time.sleep(0.01)
+        return True
+
+
+def _supervisor_stands(folder: Path) -> str:
+    """Why a supervisor may not do what it should, and what to do."""
+    pid = supervisor.pid_of(folder)
+    with contextlib.suppress(OSError, IndexError):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+            return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}"
+    return f"its supervisor is process {pid}, see {folder / supervisor.LOG}"
 
 
 class _Watched:
@@ -261,7 +288,7 @@ def _only(job: JobRow, rank: int | None) -> Any:
     return only_rank(rank, several=num > 1)
 
 
-def _remove_tree(folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
     """Remove a folder also where its owner may not write into parts of it."""
 
     def insist(function: Callable[..., Any], path: str, _info: object) -> None:
@@ -337,6 +364,11 @@ def main(arguments: Sequence[str]) -> int:
         if not is_name(name):
             raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
         folder = atoll_home() / "clusters" / name
+        if operation != "create" and not (folder / record.RECORD).exists():
+            raise NothingLeft(
+                f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and their "
+                f"logs. `atoll launch -c {name}` makes it anew, `atoll down --purge {name}` forgets it"
+            )
         if operation == "follow":
             return _stream(folder, wish)
         answer = {"value": _answer(operation, folder, wish)}
@@ -344,7 +376,9 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever asked is gone
         return _BROKEN
     except (AtollError, LookupError) as error:
-        kinds = (kind.__name__ for kind in (ConfigError, ProvisionError, LookupError) if isinstance(error, kind))
+        kinds = (
+            kind.__name__ for kind in (NothingLeft, ConfigError, ProvisionError, LookupError) if isinstance(error, kind)
+        )
         answer = {"error": next(kinds, "AtollError"), "message": str(error)}
         code = EXIT_NOT_FOUND if isinstance(error, LookupError) else _BROKEN
     with contextlib.suppress(BrokenPipeError):

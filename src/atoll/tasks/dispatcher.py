@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.core.errors import AtollError, ConfigError
+from atoll.core.errors import AtollError
 from atoll.tasks import record
 from atoll.tasks.logs import JobLog
 from atoll.tasks.loop import Loop
@@ -158,10 +158,10 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------- starting jobs
     def _start_some(self, pending: Sequence[JobRow]) -> None:
-        cluster = record.load(self._folder)
         try:
+            cluster = record.load(self._folder)
             nodes = self._nodes_of(cluster)
-        except AtollError as error:
+        except (AtollError, LookupError, OSError) as error:
             for job in pending:
                 self._refuse(job, str(error))
             return
@@ -209,7 +209,7 @@ class Dispatcher:
         self._waiting.pop(job.id, None)
         try:
             runner = JobRunner(job, cluster, nodes, self._folder, self._loop, self._record, self._notes)
-        except ConfigError as error:
+        except (AtollError, OSError, ValueError) as error:  # of this job: the others go on
             self._forget(job.id)
             self._refuse(job, str(error))
             return
@@ -219,6 +219,7 @@ class Dispatcher:
     def _refuse(self, job: JobRow, reason: str) -> None:
         self._say(job.id, f"✗ Job {job.id} failed (status: {JobStatus.FAILED_DRIVER}): {reason}")
         self._record(job.id, [SetStatus(JobStatus.FAILED_DRIVER, reason)])
+        self._changed = True  # others may have waited for it
 
     def _say(self, job_id: int, text: str) -> None:
         log = JobLog(self._folder / "jobs" / str(job_id))

@@ -10,7 +10,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
-from atoll.tasks.resources import check_changes
+from atoll.tasks.resources import check_changes, is_none
 from atoll.tasks.schema import Check, Place, anything, one_of, read_documents, section
 from atoll.tasks.task import Task, check_name, check_task
 from atoll.tasks.variables import Given, gather
@@ -81,7 +81,8 @@ class Overrides:
         names = [each.name for each in fields(self)]
         flags = {key: getattr(self, key) for key in names[names.index("cpus") :]}
         said = {key: value for key, value in flags.items() if value is not None and value != ()}
-        none = {key for key, value in said.items() if isinstance(value, str) and value.lower() == "none"}
+        none = {key for key, value in said.items() if isinstance(value, str) and value.strip().lower() == "none"}
+        none |= {key for key in ("accelerators",) if is_none(said.get(key))}
         return check_changes({key: None if key in none else value for key, value in said.items()}, Place(""))
 
 

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from atoll.core.errors import ConfigError
 from atoll.tasks.spec import ClusterSpec, JobSpec
 from atoll.tasks.transitions import Phase
 
 _SECRET_NAME = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 _CREDENTIALS = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
-_OF_PLACE = ("HOME", "TMPDIR")  # what a node says about these holds, whatever else was said
+OF_PLACE = ("HOME", "TMPDIR")  # what a node says about these holds, whatever else was said
 _LINE_BY_LINE = {"PYTHONUNBUFFERED": "1"}  # a log that follows its program
 
 
@@ -93,9 +94,9 @@ def _layered(
 ) -> dict[str, str]:
     """Later wins: what we would have, the caller's, the node's, the user's, and last what is a fact."""
     spec = task.spec
-    facts = {name: place[name] for name in _OF_PLACE if name in place}
+    facts = {name: place[name] for name in OF_PLACE if name in place}
     if spec.inherit_env:  # a home and a /tmp as the caller has them
-        facts, place = {}, {name: value for name, value in place.items() if name not in _OF_PLACE}
+        facts, place = {}, {name: value for name, value in place.items() if name not in OF_PLACE}
     return {**defaults, **spec.base_env, **place, **spec.env, **task.secrets, **facts, **ours}
 
 
@@ -147,6 +148,32 @@ def script_arguments(strict: bool) -> list[str]:
     word of the script does not find its own shell.
     """
     return ["bash", "-e"] if strict else ["bash"]
+
+
+_LONGEST_BYTES = 128 << 10  # the kernel's MAX_ARG_STRLEN: a variable, or an argument
+_MOST_BYTES = 2_000_000  # of all, with a stack of the usual 8 MiB
+
+
+def check_size(spec: JobSpec, secrets: Mapping[str, str]) -> None:
+    """Refuse what the kernel would refuse of every program that the job starts.
+
+    Raises:
+        ConfigError: a variable or an argument is too long, or all are together.
+    """
+    texts = {f"variable {n}": f"{n}={value}" for n, value in {**spec.base_env, **spec.env, **secrets}.items()}
+    texts |= {f"argument {at}": text for at, text in enumerate(spec.command or ())}
+    sizes = {what: len(text.encode(errors="replace")) + 1 for what, text in texts.items()}
+    for what, size in sizes.items():
+        if size > _LONGEST_BYTES:
+            raise ConfigError(
+                f"{what} has {size} bytes, and Linux starts no program with more than {_LONGEST_BYTES}: give the job a "
+                "file instead"
+            )
+    if sum(sizes.values()) > _MOST_BYTES:
+        raise ConfigError(
+            f"the job's variables and arguments have {sum(sizes.values())} bytes, and Linux starts no program with "
+            f"more than {_MOST_BYTES}: give the job files instead"
+        )
 
 
 def is_secret(name: str, value: str) -> bool:

@@ -89,8 +89,12 @@ def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
     Raises:
         UnknownCluster: there is none.
     """
+    from atoll.tasks.control import NothingLeft
+
     try:
         return clusters.control_of(cluster).job(job_id)
+    except NothingLeft as error:
+        raise UnknownCluster(str(error)) from None
     except LookupError:
         if job_id is None:
             raise UnknownCluster(f"cluster {cluster.name} has no job yet; `atoll exec {cluster.name} CMD`") from None

@@ -99,7 +99,42 @@ def plan(task: Task, name: str, options: Options) -> Decision:
         ConfigError: as ``launch``.
     """
     _refresh(name)
-    return _decide(task, name, options)
+    decision = _decide(task, name, options)
+    _check_sources(task, options)
+    return decision
+
+
+def plan_exec(task: Task, name: str, options: Options) -> Decision:
+    """What ``exec`` would use of the cluster; changes nothing.
+
+    Raises:
+        UnknownCluster, ConfigError: as ``exec_jobs``.
+    """
+    clusters.refresh(clusters.load(name, to_run=True))
+    decision = _to_exec(task, name, options)
+    _check_sources(task, dataclasses.replace(options, files=False))
+    return decision
+
+
+def _to_exec(task: Task, name: str, options: Options) -> Decision:
+    cluster = clusters.load(name)
+    if cluster.status is not ClusterStatus.UP:
+        raise ConfigError(f"cluster {name} is {cluster.status}; `atoll launch -c {name} TASK` takes it up again")
+    decision = clusters.decide(name, cluster, _wish(task, options))
+    if decision.changed:
+        missing = decision.lines[0].partition(": ")[2]
+        raise ConfigError(
+            f"cluster {name} has less than the task asks for ({missing}): `atoll launch -c {name} TASK` resizes it"
+        )
+    return decision
+
+
+def _check_sources(task: Task, options: Options) -> None:
+    workdir, mounts = task.resolved_workdir(), task.resolved_mounts() if options.files else {}
+    if workdir is not None or mounts:
+        from atoll.tasks.shipping import check_sources
+
+        check_sources(workdir, mounts, task.variables)
 
 
 def _refresh(name: str) -> None:
@@ -138,16 +173,24 @@ def launch_jobs(
     """
     _check_variants(task, variants)
     _refresh(name)
+    jobs: list[Job] = []
     with clusters.locked(name, lambda: options.say(f"waiting for another launch on cluster {name}")):
+        before = clusters.find(name)
         decision = _decide(task, name, options)
         for line in told(task, decision):
             options.say(line)
-        cluster = clusters.make_ready(decision.cluster, options.say)
-        if decision.changed or cluster != decision.cluster:
-            clusters.save(cluster, clusters.find(name))
-        _set_autostop(cluster, task, options)
-        _ship(cluster, task, options)
-        return _submit(cluster, task, decision, options, variants, parallel)
+        try:
+            cluster = clusters.make_ready(decision.cluster, options.say)
+            if decision.changed or cluster != decision.cluster:
+                clusters.save(cluster, before)
+            _set_autostop(cluster, task, options)
+            _ship(cluster, task, options)
+            _submit(cluster, task, decision, options, variants, parallel, jobs)
+        except BaseException:
+            if not jobs and (before is None or before.status is ClusterStatus.DOWN):
+                clusters.take_back(name, before)
+            raise
+    return jobs
 
 
 def exec_jobs(
@@ -161,22 +204,17 @@ def exec_jobs(
         ProvisionError: as ``launch_jobs``.
     """
     _check_variants(task, variants)
-    clusters.refresh(clusters.load(name))
+    clusters.refresh(clusters.load(name, to_run=True))
     with clusters.locked(name, lambda: options.say(f"waiting for another launch on cluster {name}")):
+        decision = _to_exec(task, name, options)
         cluster = clusters.load(name)
-        if cluster.status is not ClusterStatus.UP:
-            raise ConfigError(f"cluster {name} is {cluster.status}; `atoll launch -c {name} TASK` takes it up again")
-        decision = clusters.decide(name, cluster, _wish(task, options))
-        if decision.changed:
-            missing = decision.lines[0].partition(": ")[2]
-            raise ConfigError(
-                f"cluster {name} has less than the task asks for ({missing}): `atoll launch -c {name} TASK` resizes it"
-            )
         for line in task.notes:
             options.say(line)
         options = dataclasses.replace(options, setup=False, files=False)
         _ship(cluster, task, options)
-        return _submit(cluster, task, decision, options, variants, parallel)
+        jobs: list[Job] = []
+        _submit(cluster, task, decision, options, variants, parallel, jobs)
+        return jobs
 
 
 def variants_of(sweep: Sequence[str]) -> list[Variant]:
@@ -244,7 +282,9 @@ def _submit(
     options: Options,
     variants: Sequence[Variant],
     parallel: int,
-) -> list[Job]:
+    jobs: list[Job],
+) -> None:
+    """Add one job a variant to the cluster, and to ``jobs``."""
     spec, secrets = task.job(infra=cluster.infra)
     base_env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     base_env["PATH"] = user_path()
@@ -259,7 +299,6 @@ def _submit(
     )
     control = clusters.control_of(cluster)
     group = f"sweep-{random.token_hex(2)}" if variants[0].labels else None
-    jobs = []
     for rank, variant in enumerate(variants):
         one = dataclasses.replace(
             spec,
@@ -271,4 +310,3 @@ def _submit(
             parallel=parallel,
         )
         jobs.append(Job(cluster.name, control.submit(one, secrets)))
-    return jobs

@@ -7,6 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections import deque
@@ -17,7 +18,10 @@ RUN_LOG = "run.log"
 _BAR_S = 0.5  # of lines that a progress bar overdraws, one is shown so often
 _QUIET_S = 0.5  # a line without its end is shown once nothing has come for so long
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut: it must not be kept in memory
-_SHORTEST_SECRET = 6  # shorter values would be found everywhere
+_SHORTEST = 6  # secrets that are shorter would be found everywhere
+_SHORTEST_LINE = 4  # of a secret of several lines
+_DISK_BLOCK_BYTES = 4096
+_ROOM_BYTES = 4 << 20  # a log that met a full disk goes on once there is so much: the store's reserve is not for it
 _HIDDEN = b"****"
 _OVERDRAWN = re.compile(rb"^[^\n]*\r", re.M)
 _LINE_ENDS = re.compile(rb"\r+\n")
@@ -30,7 +34,12 @@ class Redactor:
 
     def __init__(self, secrets: Iterable[str]) -> None:
         # Of a key with several lines, each line is a secret: output is looked at line by line.
-        values = {line for value in secrets for line in (value, *value.splitlines()) if len(line) >= _SHORTEST_SECRET}
+        values = set()
+        for value in secrets:
+            lines = value.splitlines()
+            values |= {
+                each for each in (value, *lines) if len(each) >= (_SHORTEST_LINE if len(lines) > 1 else _SHORTEST)
+            }
         self._values = ordered = sorted((value.encode() for value in values), key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, ordered))) if ordered else None
         self.longest_bytes = len(ordered[0]) if ordered else 0
@@ -150,6 +159,29 @@ class Prefixer:
         return b"".join((begin, body.replace(b"\n", self._joint), b"\n"))
 
 
+class _Disk:
+    """What all logs of this process lie on: where one finds it full, none may take the room that is made there."""
+
+    def __init__(self) -> None:
+        self._full = self._quota = False
+
+    def refused(self, error: OSError) -> None:
+        """Something could not be written."""
+        self._quota = self._quota or error.errno == errno.EDQUOT
+        self._full = self._full or error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+    def has_room(self, folder: Path) -> bool:
+        """May a log be written? A quota does not tell what is left of it, so that one counts as used up for good."""
+        if self._full and not self._quota:
+            with contextlib.suppress(OSError):
+                found = os.statvfs(folder)
+                self._full = found.f_bavail * found.f_frsize < _ROOM_BYTES
+        return not self._full
+
+
+_DISK = _Disk()
+
+
 class LogFile:
     """A file that is only added to. Where it can't be written, output is lost, never the job."""
 
@@ -171,6 +203,24 @@ class LogFile:
         """Add to it; after output was lost, first a line that says how much."""
         if not data:
             return
+        if not _DISK.has_room(self._path.parent) and not self._fits(data):
+            self._lost_bytes += len(data)
+            return
+        self._put_after_gap(data)
+
+    def _fits(self, data: bytes) -> bool:
+        """Does it need no further block of the disk?"""
+        used = os.fstat(self._fd).st_size % _DISK_BLOCK_BYTES if self._fd is not None else 0
+        return used > 0 and used + len(data) <= _DISK_BLOCK_BYTES
+
+    def write_last(self, data: bytes, make_room: Callable[[], object]) -> None:
+        """Add a line of our own, also where there is hardly room."""
+        if not _DISK.has_room(self._path.parent):
+            make_room()
+        self._put_after_gap(data if self.begun_by is None else b"\n" + data)
+        self.begun_by = None
+
+    def _put_after_gap(self, data: bytes) -> None:
         if self._lost_bytes:
             end = b"" if self._whole else b"\n"
             gap = f"atoll: {self._lost_bytes} bytes of output are missing here: {self.problem}\n"
@@ -194,6 +244,7 @@ class LogFile:
                 view = view[num:]
         except OSError as error:
             self.problem = error.strerror or str(error)
+            _DISK.refused(error)
         return len(view)
 
     def close(self) -> None:
@@ -266,6 +317,10 @@ class JobLog:
     def say(self, text: str) -> None:
         """A line of our own."""
         self._run_log.write_for(None, self.redactor.hide(text.encode(errors="replace")) + b"\n")
+
+    def say_last(self, text: str, make_room: Callable[[], object]) -> None:
+        """The line that says how the job ended; ``make_room`` is called where the disk is full."""
+        self._run_log.write_last(self.redactor.hide(text.encode(errors="replace")) + b"\n", make_room)
 
     def stream(self, prefix: str, raw: str) -> Stream:
         """For one process; ``raw`` is its file's name in the job's folder."""

@@ -31,6 +31,10 @@ _MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
 _EXTRAS = {"s3": "atoll[s3]", "s3a": "atoll[s3]", "gs": "atoll[gcs]", "gcs": "atoll[gcs]", "az": "adlfs"}
 _EXTRAS |= {"abfs": "adlfs", "http": "fsspec[http]", "https": "fsspec[http]", "hf": "huggingface_hub"}
 _PIECE_BYTES = 1 << 22
+_SYSTEM = (
+    *("bin", "boot", "dev", "etc", "proc", "run", "sbin", "sys", "usr", "var"),
+    *("lib", "lib32", "lib64", "libx32"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ def _check_target(key: str, target: object, workdir: bool) -> None:
         raise ConfigError(f"{key}: a target has no / at its end: write {target.rstrip('/') or '~/data'}")
     if ".." in parts or target in ("~", ".", "/tmp") or (parts[0].startswith("~") and parts[0] != "~"):
         raise ConfigError(f"{key}: expected ~/NAME, /PATH, or a path below the workdir, without '..'")
+    if target.startswith("/") and len(parts) == 2 and parts[1] in _SYSTEM:
+        raise ConfigError(f"{key}: a node can't do without its own {target}: choose a folder in it, or ~/NAME")
     if workdir and parts == ("~", WORKDIR):
         raise ConfigError(f"{key}: that is where the workdir goes: choose a folder in it, or leave workdir out")
 

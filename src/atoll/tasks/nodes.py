@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +68,9 @@ class NodeSource(Protocol):
     def open(self) -> list[str]:
         """Make ready, once in a supervisor's life; returns what to tell the user, one line each."""
 
-    def start(self, job_id: int, node: int, attempt: int, visible: Sequence[str] = ()) -> StartedNode:
+    def start(
+        self, job_id: int, node: int, attempt: int, visible: Sequence[str] = (), readable: Sequence[str] = ()
+    ) -> StartedNode:
         """Start one node's agent and send it SETUP. Blocks; may be called from several threads at once.
 
         Args:
@@ -75,6 +78,7 @@ class NodeSource(Protocol):
             node: which node of the cluster.
             attempt: of the job, counted from 0.
             visible: paths that the job's processes need though they may lie below ``/tmp``.
+            readable: such paths that they only read.
 
         Raises:
             ProvisionError: it could not be started.
@@ -96,6 +100,9 @@ class LocalNodes:
         self._cluster = cluster
         self._folder = folder.absolute()
         self._network: Network | None = None
+        self._worn: list[Network] = []  # something behind them ended, and jobs may still be in them
+        self._networks: dict[int, tuple[int, Network]] = {}  # by job: its attempt, whose nodes must share one
+        self._lock = threading.Lock()
         self.addresses = tuple(_address(node) for node in range(cluster.num_nodes))
         self.shared_network: str | None = "machine"
 
@@ -117,13 +124,20 @@ class LocalNodes:
             lines.append(f"nodes share ports with this machine, and jobs that fix the same one wait: {error}")
         return lines
 
-    def start(self, job_id: int, node: int, attempt: int, visible: Sequence[str] = ()) -> StartedNode:
+    def start(
+        self, job_id: int, node: int, attempt: int, visible: Sequence[str] = (), readable: Sequence[str] = ()
+    ) -> StartedNode:
         """Start one node's agent and send it SETUP. Blocks; may be called from several threads at once.
 
         Raises:
             ProvisionError: it could not be started.
         """
         plan = self._plans[node]
+        try:
+            network, notes = self._network_for(job_id, attempt)
+        except NetworkUnavailable as error:
+            raise ProvisionError(str(error), node=node) from error
+        environments = [*visible, *filter(None, map(_environment, readable))]
         tag = secrets.token_hex(4)
         tmp = os.path.join(tempfile.gettempdir(), f"atoll-{tag}-n{node}")  # no name of the user's: see `pkill -f`
         try:
@@ -135,30 +149,55 @@ class LocalNodes:
                 home=str(home),
                 tmp=tmp,
                 peers=tuple((addr, self._hostname(at)) for at, addr in enumerate(self.addresses)),
-                network=None if self._network is None else self._network.path,
-                resolv_conf=None if self._network is None else self._network.resolv_conf,
-                visible=(str(self._folder), *visible),
+                network=None if network is None else network.path,
+                resolv_conf=None if network is None else network.resolv_conf,
+                visible=tuple(environments),
+                readable=(_SOURCE_ROOT, *readable, *filter(None, map(_base, environments))),
                 mounts=_mounts_of(home),
+                notes=notes,
             )
             handle = _TaskNode(Local().start(replace(plan, place=place), agent_command(_SOURCE_ROOT)), tag, node, tmp)
         except OSError as error:
             shutil.rmtree(tmp, ignore_errors=True)
-            raise ProvisionError(f"{node_name(node)} could not be started: {error}", node=node) from error
+            raise ProvisionError(str(error), node=node) from error
         setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}
         try:
             frames.send_all(handle.channel, frames.pack(frames.SETUP, meta={**setup, "task": True}))
         except OSError as error:
             reason = handle.reason or str(error)
             handle.stop()
-            raise ProvisionError(f"{node_name(node)} could not be started: {reason}", node=node) from error
+            raise ProvisionError(reason, node=node) from error
         env = {"HOME": str(home), "TMPDIR": tmp, "NCCL_HOSTID": _machine_id(), **plan.env}
         return StartedNode(handle, plan.addr, str(home), str(home / WORKDIR), tmp, env)
 
     def close(self) -> None:
         """Close the cluster's network. Nodes that still run are the caller's to stop."""
-        if self._network is not None:
-            self._network.close()
-            self._network, self.shared_network = None, "machine"
+        for network in (self._network, *self._worn):
+            if network is not None:
+                network.close()
+        self._network, self.shared_network = None, "machine"
+        self._worn.clear()
+
+    def _network_for(self, job_id: int, attempt: int) -> tuple[Network | None, tuple[str, ...]]:
+        """The network of a job's attempt, and a line where it had to be made anew."""
+        with self._lock:
+            known = self._networks.get(job_id)
+            if self._network is None or (known is not None and known[0] == attempt):
+                return known[1] if known is not None else None, ()
+            notes = []
+            if (fault := self._network.fault) is not None:
+                try:
+                    fresh = Network.start()
+                except NetworkUnavailable as error:
+                    raise NetworkUnavailable(f"its cluster's network is gone ({fault}), and {error}") from error
+                self._worn.append(self._network)
+                self._network = fresh
+                notes.append(
+                    f"the cluster's network was made anew: {fault}; jobs that still run in the old one may have no way "
+                    f"out, and don't reach this one"
+                )
+            self._networks[job_id] = attempt, self._network
+            return self._network, tuple(notes)
 
     def _hostname(self, node: int) -> str:
         role = f"-{node_name(node)}"
@@ -196,6 +235,25 @@ class _TaskNode:
         if os.path.exists(self._tmp):  # the agent removes it last: it was killed
             kill_tree(None, self._tag)
             shutil.rmtree(self._tmp, ignore_errors=True)
+
+
+def _environment(folder: str) -> str | None:
+    """The root of the Python environment whose programs lie in a folder: setups install into it."""
+    for spelling in (os.path.abspath(folder), os.path.realpath(folder)):
+        root, name = os.path.split(spelling)
+        if name == "bin" and any(os.path.exists(os.path.join(root, each)) for each in ("pyvenv.cfg", "conda-meta")):
+            return root
+    return None
+
+
+def _base(environment: str) -> str | None:
+    """The root of the Python that a virtual environment was made with."""
+    try:
+        lines = Path(environment, "pyvenv.cfg").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    homes = [value.strip() for key, _, value in (line.partition("=") for line in lines) if key.strip() == "home"]
+    return os.path.dirname(homes[0]) if homes and os.path.basename(homes[0]) == "bin" else None
 
 
 def _mounts_of(home: Path) -> tuple[tuple[str, str], ...]:

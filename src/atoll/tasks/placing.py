@@ -37,7 +37,7 @@ def place(cluster: ClusterSpec, accelerators: Sequence[Accelerators], simulate: 
     if not simulate and gpus.count(name) < num * nodes:
         raise ConfigError(
             f"{nodes} × {accelerators_text(name, num)} can't be had: this machine has {', '.join(gpus) or 'no GPU'}. "
-            f"Leave --no-simulate out to run on CPU instead, or ask for less"
+            f"Leave --no-simulate out to run on CPU instead, or ask for less (--gpus none: for none)"
         )
     try:
         plan = Local().plan(nodes=nodes, accelerator=AcceleratorSpec(name, num), workers_per_node=1)

@@ -6,6 +6,8 @@ import dataclasses
 import fcntl
 import json
 import os
+import pwd
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,13 @@ def load(folder: Path) -> ClusterSpec:
     """
     path = folder / RECORD
     try:
-        return ClusterSpec.from_json(json.loads(path.read_bytes()))
+        cluster = ClusterSpec.from_json(json.loads(path.read_bytes()))
+        if cluster.name != folder.name:
+            raise ValueError(f"it is of a cluster {cluster.name}")
+        return cluster
     except FileNotFoundError:
         raise LookupError(f"no cluster {folder.name!r}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is damaged ({error}): remove the file, then launch the cluster again") from None
 
 
@@ -52,3 +57,27 @@ def change(folder: Path, **fields: Any) -> ClusterSpec:
     finally:
         os.close(lock)
     return cluster
+
+
+def check_owner(folder: Path) -> None:
+    """See to it that a cluster's files are its user's: what root left there its supervisor could not read.
+
+    Raises:
+        ConfigError: we are somebody else.
+    """
+    try:
+        owner = os.stat(folder).st_uid
+        if owner == os.geteuid():
+            return
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if os.fstat(file.fileno()).st_uid == owner:  # a file system on which everything is somebody's
+                return
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        pass
+    try:
+        user = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        user = f"user id {owner}"
+    raise ConfigError(f"cluster {folder.name} belongs to {user}: run as them, or use another ATOLL_HOME")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.tasks.control import Write
+from atoll.tasks.control import NothingLeft, Write
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
 from atoll.tasks.store import JobRow
 
@@ -23,7 +23,7 @@ _NO_CONNECTION = 255  # ssh's own exit code
 _ANSWER_S = 120.0  # cancelled jobs end within 30, and a network file system may take its time
 _RETRY_S, _RETRY_MOST_S = 0.5, 5.0
 _KINDS: dict[str, type[Exception]] = {
-    each.__name__: each for each in (AtollError, ConfigError, ProvisionError, LookupError)
+    each.__name__: each for each in (AtollError, ConfigError, ProvisionError, LookupError, NothingLeft)
 }
 
 
@@ -51,11 +51,18 @@ class ProgramControl:
 
     def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
         """Ask for the end of jobs."""
-        return list(self._ask("cancel", job_ids=None if job_ids is None else list(job_ids)))
+        try:
+            return list(self._ask("cancel", job_ids=None if job_ids is None else list(job_ids)))
+        except NothingLeft:
+            return []
 
     def queue(self) -> list[JobRow]:
         """Every job, newest first."""
-        return [JobRow.from_json(each) for each in self._ask("queue")]
+        try:
+            return [JobRow.from_json(each) for each in self._ask("queue")]
+        except NothingLeft as error:
+            tell(f"note: {error}")
+            return []
 
     def job(self, job_id: int | None) -> JobRow:
         """One job; None is the newest."""
@@ -112,7 +119,8 @@ class ProgramControl:
 
     def remove_nodes(self) -> None:
         """Cancel the jobs, and remove the nodes' files."""
-        self._ask("remove_nodes")
+        with contextlib.suppress(NothingLeft):
+            self._ask("remove_nodes")
 
     @contextlib.contextmanager
     def _started(self, operation: str, wish: Mapping[str, Any], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:

@@ -35,6 +35,7 @@ _CLOUDS = (
 )
 _GB = {"": 1.0, "M": 2.0**-10, "G": 1.0, "T": 1024.0}
 _MINUTES = {"": 1.0, "s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0, "w": 10080.0}
+_MOST_ACCELERATORS = 1024  # of a node: a typing mistake beyond
 _IDLE_MINUTES = 5  # of `autostop: true`
 _SIZE = r"(\d+(?:\.\d+)?)\s*(?:([MGT]?)(?:i?B)?)"
 
@@ -142,6 +143,8 @@ def _wish(at: Place, said: Any) -> AcceleratorWish:
         at.fail(name, "an accelerator: L4, L4:2 or {L4: 2}")
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 < count < math.inf:
         at.fail(said if isinstance(said, str) else count, "how many accelerators, more than 0, as in L4:2 or {L4: 2}")
+    if count > _MOST_ACCELERATORS:
+        at.fail(said if isinstance(said, str) else count, f"at most {_MOST_ACCELERATORS} accelerators a node")
     return AcceleratorWish(_canonical(name.strip())[0], int(count) if count == int(count) else count)
 
 
@@ -150,7 +153,8 @@ def _canonical(name: str) -> tuple[str, str | None]:
     try:
         return str(AcceleratorSpec(name)).removesuffix(":1"), None
     except ConfigError as error:  # clouds rent cards that the catalog doesn't list
-        return name, None if name.lower().startswith("tpu-") else f"{error}. It is taken as it is written"
+        end = "" if str(error).endswith("?") else "."
+        return name, None if name.lower().startswith("tpu-") else f"{error}{end} It is taken as it is written"
 
 
 def _accelerators(at: Place, value: Any) -> str | list[str] | dict[str, None] | None:
@@ -426,6 +430,11 @@ class Resources:
         if taken.autostop is not None and taken.autostop.wait_for != "jobs":
             lines.append(f"autostop.wait_for={taken.autostop.wait_for} has no effect on {infra}: it waits for jobs")
         odd = [_canonical(wish.name)[1] for wish in taken.accelerators]
+        lines += [
+            f"{wish}: a job has whole accelerators, so {wish.name}:{wish.num_accelerators} of each node"
+            for wish in taken.accelerators
+            if wish.count != wish.num_accelerators
+        ]
         return lines + [line for line in odd if line]
 
     def to_yaml_config(self) -> dict[str, Any]:
@@ -437,6 +446,11 @@ class Resources:
 
     def __repr__(self) -> str:
         return f"Resources({', '.join(f'{key}={value!r}' for key, value in self.config.items())})"
+
+
+def is_none(accelerators: str | None) -> bool:
+    """Does ``--gpus`` ask for none?"""
+    return accelerators is not None and accelerators.strip().lower() in ("", "0", "none")
 
 
 def is_own(infra: str) -> bool:

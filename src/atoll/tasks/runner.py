@@ -6,6 +6,7 @@ library only.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import time
@@ -24,7 +25,7 @@ from atoll.tasks.loop import Loop
 from atoll.tasks.machine import JobMachine
 from atoll.tasks.nodes import NodeSource, StartedNode
 from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
-from atoll.tasks.store import JobRow, take_secrets
+from atoll.tasks.store import JobRow, give_reserve, take_secrets
 from atoll.tasks.transitions import (
     Action,
     CancelAsked,
@@ -102,6 +103,7 @@ class JobRunner:
         secrets = take_secrets(folder, job.id)
         self._task = environment.Task(spec, cluster, job.id, job.task_id, job.user, nodes.addresses, secrets)
         self._log = JobLog(folder / "jobs" / str(job.id), secrets.values())
+        self._folder = folder
         self._nodes = nodes
         self._loop = loop
         self._record = record
@@ -113,7 +115,6 @@ class JobRunner:
         self._culprit: Log | None = None
         self._ports: dict[int, int] = {}  # by attempt
         self._bar_due: float | None = None
-        self._told_of_gaps = False
 
     # ------------------------------------------------------------------------------------------- for the supervisor
     @property
@@ -192,25 +193,34 @@ class JobRunner:
                 case SetStatus():
                     rows.append(action)
                     if action.status.ended:
+                        if self._log.problem is not None:  # not before: its room, on a full disk, is for the end
+                            rows.insert(0, Log("note", f"this log is incomplete: {self._log.problem}"))
                         self._say_end(action)
         if rows and self._record(self.job.id, rows).ended and not self._machine.done:
             self._inputs.append(CancelAsked())  # it was cancelled before it began
 
     def _say_end(self, end: SetStatus) -> None:
         if end.status is JobStatus.SUCCEEDED:
-            self._log.say("✓ Job finished (status: SUCCEEDED).")
+            self._say_last("✓ Job finished (status: SUCCEEDED).")
             return
         if end.status is JobStatus.CANCELLED:
             why = "" if end.reason in ("", "cancelled") else f": {end.reason}"
-            self._log.say(f"✗ Job {self.job.id} was cancelled (status: CANCELLED){why}.")
+            self._say_last(f"✗ Job {self.job.id} was cancelled (status: CANCELLED){why}.")
             return
         line = f"✗ Job {self.job.id} failed (status: {end.status}): {end.reason.removesuffix('.')}."
         tail = str(dict(self._culprit.data).get("tail") or "") if self._culprit is not None else ""
+        spec = self.job.spec
+        could_start = end.exit_code not in (126, 127)  # else the tail is ours, and nowhere else
+        if spec.command is not None and spec.num_nodes * spec.num_processes == 1 and could_start:
+            tail = ""  # the log of a single rank ends with them
         if tail:
             line += " Its last lines:\n" + "\n".join(f"    {each}" for each in tail.splitlines()[-_TAIL_LINES:])
         if self._culprit is not None and self.job.spec.num_nodes * self.job.spec.num_processes > 1:
             line += "\n  The others were stopped by the launcher." if tail else " The others were stopped."
-        self._log.say(line)
+        self._say_last(line)
+
+    def _say_last(self, line: str) -> None:
+        self._log.say_last(line, lambda: give_reserve(self._folder))
 
     # ------------------------------------------------------------------------------------------- nodes
     def _start_node(self, action: StartNode) -> None:
@@ -235,7 +245,7 @@ class JobRunner:
 
         def start() -> StartedNode | AtollError | OSError:
             try:
-                return self._nodes.start(self.job.id, place.node, place.attempt, self._visible())
+                return self._nodes.start(self.job.id, place.node, place.attempt, *self._visible())
             except (AtollError, OSError) as error:
                 return error
 
@@ -251,13 +261,14 @@ class JobRunner:
         if not place.stopped:
             self._do([Log("note", line, place.node)])
 
-    def _visible(self) -> list[str]:
-        """Paths that the processes need although they may lie below /tmp: where they work, and their programs."""
+    def _visible(self) -> tuple[list[str], list[str]]:
+        """Paths that processes need although they may lie below /tmp: where they work, and what they only read."""
         spec = self.job.spec
         given = {**spec.base_env, **spec.env}
         path = [each for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") for each in given.get(name, "").split(":")]
         whole = "/tmp" if spec.inherit_env else None  # as the caller sees it
-        return [each for each in (whole, spec.cwd, spec.base_env.get("VIRTUAL_ENV"), *path) if each]
+        work = [each for each in (whole, spec.cwd, spec.base_env.get("VIRTUAL_ENV")) if each]
+        return work, [each for each in path if os.path.isabs(each)]
 
     def _stop_node(self, node: int) -> None:
         place = self._places.pop(node, None)
@@ -340,7 +351,6 @@ class JobRunner:
                 if (stream := place.streams.get(frame.rank)) is not None:
                     stream.feed(bytes(frame.parsed().rest), time.monotonic())
                     self._bar_due = self._bar_due or stream.due
-                    self._tell_of_gaps()
             case frames.AGENT:
                 self._answered(place, frame)
             case frames.STARTED if frame.rank in place.running:
@@ -351,11 +361,6 @@ class JobRunner:
                 self._tell(ProcessStarted(place.node, process, phase, place.attempt, pid))
             case frames.EXIT if frame.rank in place.running:
                 self._exited(place, frame)
-
-    def _tell_of_gaps(self) -> None:
-        if self._log.problem is not None and not self._told_of_gaps:
-            self._told_of_gaps = True
-            self._do([Log("note", f"this log is incomplete: {self._log.problem}")])
 
     def _answered(self, place: _Place, frame: RawFrame) -> None:
         meta = frame.parsed().meta
@@ -399,8 +404,9 @@ class JobRunner:
         """A process's raw log, and the prefix of its lines."""
         spec, name, addr = self.job.spec, node_name(place.node), self._task.addresses[place.node]
         if phase == "setup":
-            alone = len(self._task.addresses) == 1
-            return f"setup-{name}.log", f"(setup pid={pid}) " if alone else f"(setup pid={pid}, ip={addr}) "
+            num_there = len(self._task.addresses), self._task.addresses.count(addr)
+            which = "" if num_there[0] == 1 else f", ip={addr}" if num_there[1] == 1 else f", ip={addr}, {name}"
+            return f"setup-{name}.log", f"(setup pid={pid}{which}) "
         num_processes = spec.num_processes if spec.command is not None else 1
         rank = place.node * num_processes + process
         raw = f"tasks/{rank}-{name}.log"

@@ -6,6 +6,7 @@ A check takes a value and the ``Place`` where it stands, and returns the value i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,7 @@ class Place:
         """The place of what stands under ``key``; where there is nothing, it has this one's line."""
         node, line = None, self.line
         if isinstance(self.node, yaml.MappingNode):
-            for name, value in self.node.value:  # the last counts: what `<<` merged in comes before the mapping's own
-                if name.value == str(key):
-                    node, line = value, name.start_mark.line
+            node, line = _children(self.node).get(str(key), (None, line))
         elif isinstance(self.node, yaml.SequenceNode) and isinstance(key, int):
             node = self.node.value[key]
             line = node.start_mark.line
@@ -89,6 +88,12 @@ class Place:
 
 
 Check = Callable[[Place, Any], Any]
+
+
+@functools.lru_cache(maxsize=8)  # one look at all keys, not one for each of ten thousand variables
+def _children(node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, int]]:
+    """Values and lines by key; the last counts: what ``<<`` merged in comes before the mapping's own."""
+    return {name.value: (value, name.start_mark.line) for name, value in node.value if isinstance(name.value, str)}
 
 
 def _in_words(value: object) -> str:
@@ -244,7 +249,9 @@ def read_documents(path: Path, label: str) -> list[tuple[Any, Place]]:
     except yaml.reader.ReaderError as error:
         line = f":{content.count(chr(10), 0, error.position) + 1}"
         raise ConfigError(f"{label}{line}: not YAML: a character that text may not hold") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ConfigError(f"{label}: its values are nested too deeply") from None
+    except ValueError as error:
         raise ConfigError(f"{label}: not YAML: {error}") from None
     return documents
 

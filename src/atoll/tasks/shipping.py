@@ -59,13 +59,32 @@ def ship(
     ssh_clusters.ship(cluster, source, paths, say, progress)
 
 
+def check_sources(
+    workdir: str | Mapping[str, str] | None, mounts: Mapping[str, object], variables: Mapping[str, str]
+) -> None:
+    """Is there what ``ship`` would copy? Asks nobody: git repositories and buckets are taken as they are.
+
+    Raises:
+        ConfigError: a source can't be read.
+    """
+    from atoll.tasks.mounts import resolve_mounts
+
+    if isinstance(workdir, str):
+        _folder(workdir)
+    resolve_mounts(mounts, variables, workdir=workdir is not None)
+
+
+def _folder(workdir: str) -> Path:
+    source = Path(current_folder(), Path(workdir).expanduser())
+    if not source.is_dir():
+        raise ConfigError(f"workdir {workdir}: expected a folder, or a git repository as {{url: …, ref: …}}")
+    return source
+
+
 def _source(cluster: ClusterSpec, workdir: str | Mapping[str, str], say: Callable[[str], None]) -> Path:
     """The folder of this machine that is to be every node's workdir."""
     if isinstance(workdir, str):
-        source = Path(current_folder(), Path(workdir).expanduser())
-        if not source.is_dir():
-            raise ConfigError(f"workdir {workdir}: expected a folder, or a git repository as {{url: …, ref: …}}")
-        return source
+        return _folder(workdir)
     from atoll.tasks.git import fetch_git
 
     source = clusters.folder_of(cluster.name) / _CHECKOUT

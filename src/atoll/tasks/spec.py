@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.core.errors import ConfigError
+
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
 LONGEST_NAME = 63  # it becomes part of host names
 
@@ -82,7 +84,18 @@ class Restarts:
     on_lost_nodes: int = 3
 
 
-@dataclass(frozen=True, slots=True)
+def _short(spec: Any) -> str:
+    """A spec with what differs from the defaults, without the caller's environment."""
+    said = []
+    for each in dataclasses.fields(spec):
+        value, default = getattr(spec, each.name), each.default
+        default = each.default_factory() if callable(each.default_factory) else default
+        if each.name != "base_env" and value != default:
+            said.append(f"{each.name}={str(value) if isinstance(value, enum.Enum) else value!r}")
+    return f"{type(spec).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class JobSpec:
     """One job: what its nodes run. Plain JSON values only; secrets are not part of it.
 
@@ -142,6 +155,9 @@ class JobSpec:
     timeout_s: float | None = None
     owner_pid: int | None = None
 
+    def __repr__(self) -> str:
+        return _short(self)
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return dataclasses.asdict(self)
@@ -163,7 +179,7 @@ def _restarts(data: Mapping[str, Any]) -> Restarts:
     return Restarts(**{**data, "on_exit_codes": tuple(data.get("on_exit_codes") or ())})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ClusterSpec:
     """A cluster as its record says it: ``cluster.json`` in its folder.
 
@@ -202,19 +218,46 @@ class ClusterSpec:
     notes: tuple[str, ...] = ()
     ssh: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return _short(self)
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ClusterSpec:
-        """From what ``to_json`` gave, of this version or an older one."""
+        """From what ``to_json`` gave, of this version or an older one.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"expected an object, not {data!r:.40}")
         known = {each.name for each in dataclasses.fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
-        values["status"] = ClusterStatus(values.get("status", "UP"))
+        for key, type_name in _RECORD_TYPES.items():
+            if key in values and not isinstance(values[key], type_name):
+                raise ConfigError(f"{key}: {values[key]!r:.40} can't be one")
+        if not is_name(values.get("name", "")):
+            raise ConfigError("it has no name")
         for key in ("hosts", "setup_done", "notes"):
             values[key] = tuple(values.get(key) or ())
+        values["status"] = ClusterStatus(values.get("status", "UP"))
         return cls(**values)
+
+
+_TEXT, _LIST = (str, type(None)), (list, tuple, type(None))
+_RECORD_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("name", "infra", "supervised_from", "status"), str),
+    **dict.fromkeys(("accelerator", "cpus", "memory_gb"), _TEXT),
+    **dict.fromkeys(("num_nodes", "num_accelerators"), int),
+    **dict.fromkeys(("simulated", "autodown"), bool),
+    **dict.fromkeys(("hosts", "setup_done", "notes"), _LIST),
+    "created_s": (int, float),
+    "autostop_minutes": (int, type(None)),
+    "ssh": dict,
+}
 
 
 def is_name(name: str) -> bool:

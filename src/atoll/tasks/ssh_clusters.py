@@ -58,9 +58,9 @@ def place(cluster: ClusterSpec, accelerators: Sequence[tuple[str, int]]) -> tupl
         cluster = dataclasses.replace(cluster, accelerator=name, num_accelerators=num)
         try:
             plans_of(cluster)
-        except ConfigError:
+        except ConfigError as error:
             if at + 1 == len(kinds):
-                raise
+                raise ConfigError(f"{error}. --gpus none asks for no accelerator") if name else error from None
         else:
             break
     return cluster, ()
@@ -91,7 +91,8 @@ def make_ready(cluster: ClusterSpec, say: Say, *, from_here: bool) -> ClusterSpe
         say(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
         return dataclasses.replace(cluster, supervised_from="here")
     head = plans[0]
-    cluster = dataclasses.replace(cluster, supervised_from=head.host)
+    ssh["folder"] = posixpath.join(head.folder, "clusters", cluster.name)
+    cluster = dataclasses.replace(cluster, supervised_from=head.host, ssh=ssh)
     say(f"the supervisor runs on {head.host}: this machine may sleep or leave meanwhile")
     there = {**ssh, "key": None, "jump": None, "names": [plan.host for plan in plans]}
     record = dataclasses.replace(cluster, hosts=(HERE, *inside), ssh=there, supervised_from="here")
@@ -115,8 +116,17 @@ def _from_head(targets: Sequence[Target], plans: Sequence[RemotePlan]) -> tuple[
         connections.release(targets[0])
     for name, said in zip(names, reached, strict=True):
         if said is not None:
-            return [], f"{targets[0]} can't log in to {name} ({said}; there: `ssh-copy-id {name.partition(':')[0]}`)"
+            return [], f"{targets[0]} can't log in to {name} ({said}{_remedy(said, name)})"
     return names, None
+
+
+def _remedy(said: str, name: str) -> str:
+    """What to type on the head, where that helps."""
+    host, _, port = name.partition(":")
+    words = f"-p {port} {host}" if port else host
+    if "Permission denied" in said:
+        return f"; there: `ssh-copy-id {words}`"
+    return f"; there: `ssh {words}` once" if "Host key verification failed" in said else ""
 
 
 def _hop(head: Connection, name: str) -> str | None:
@@ -263,6 +273,29 @@ def remove_files(cluster: ClusterSpec) -> None:
     with ThreadPoolExecutor(cluster.num_nodes) as threads:
         list(threads.map(remove, range(cluster.num_nodes)))
     connections.close_idle()
+
+
+def remove_record(cluster: ClusterSpec) -> None:
+    """Remove what the head keeps of a cluster that is down: its record, jobs and logs.
+
+    Raises:
+        ProvisionError: the head can't be reached, or does not let us.
+    """
+    connection, plan = _head(cluster)
+    folder = posixpath.join(plan.folder, "clusters", cluster.name)
+    answer = connection.run(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
+    if answer.returncode != 0:
+        said = answer.stderr.decode(errors="replace").strip().splitlines()
+        raise ProvisionError(f"{plan.host}: {said[-1] if said else folder + ' could not be removed'}")
+
+
+def tell_what_stays(cluster: ClusterSpec) -> None:
+    """Say what is left on hosts of a cluster whose head can't be asked to remove it."""
+    folder = cluster.ssh.get("folder") or f"~/.atoll/clusters/{cluster.name}"
+    tell(f"{cluster.supervised_from}: {folder} stays there (jobs, logs, workdir), because it can't be reached")
+    if len(cluster.hosts) > 1 and not cluster.ssh.get("workdir"):
+        others = ", ".join(cluster.hosts[1 : cluster.num_nodes])
+        tell(f"{others}: {folder}/sky_workdir stays there")
 
 
 def workdir_on(cluster: ClusterSpec, node: int) -> str:

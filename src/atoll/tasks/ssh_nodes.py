@@ -5,6 +5,7 @@ Standard library only. ``cluster.hosts`` are spelt as ``ssh`` takes them; ``.`` 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import posixpath
 import secrets
@@ -19,7 +20,7 @@ from atoll.providers.ssh.bundle import use_packed
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.provider import SSH, start_agent
 from atoll.tasks.nodes import StartedNode
-from atoll.tasks.spec import ClusterSpec, node_name
+from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
 
 # What a person's own shell there has: conda, modules, PATH. Some print, some ask: nothing may wait for an answer.
@@ -27,6 +28,8 @@ _SHELL_ENV = "bash -ic 'printf atoll-env:; env -0' </dev/null 2>/dev/null"
 _SHELL_S = 10.0
 _OF_POOLS = "OMP_NUM_THREADS"  # a plan shares the cores between a pool's ranks; a task's processes say it themselves
 _NOT_THEIRS = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SHLVL", "_", "PWD", "OLDPWD")
+
+_SUPERVISOR = secrets.token_hex(4)  # this process, among those that supervise a cluster one after the other
 
 
 def provider_of(cluster: ClusterSpec) -> SSH:
@@ -80,6 +83,9 @@ class SSHNodes:
         self._targets = provider_of(cluster).targets()
         self._plans: list[RemotePlan] = []
         self._shells: dict[int, dict[str, str]] = {}
+        # Agents of this cluster's earlier supervisor, had it one on this machine, end before ours start.
+        same = f"{cluster.name} {cluster.created_s!r} {cluster.hosts[0]}"
+        self._owner = f"{hashlib.blake2b(same.encode(), digest_size=6).hexdigest()}.{_SUPERVISOR}"
         self.addresses: tuple[str, ...] = tuple(cluster.ssh.get("addresses") or ())
 
     def open(self) -> list[str]:
@@ -94,7 +100,9 @@ class SSHNodes:
         self.addresses = tuple(plan.addr for plan in self._plans)
         return []
 
-    def start(self, job_id: int, node: int, attempt: int, visible: Sequence[str] = ()) -> StartedNode:
+    def start(
+        self, job_id: int, node: int, attempt: int, visible: Sequence[str] = (), readable: Sequence[str] = ()
+    ) -> StartedNode:
         """Start one host's agent and send it SETUP.
 
         Raises:
@@ -102,9 +110,9 @@ class SSHNodes:
         """
         plan, target = self._plans[node], self._targets[node]
         try:
-            handle = start_agent(target, plan)
+            handle = start_agent(target, plan, self._owner)
         except AtollError as error:
-            raise ProvisionError(f"{node_name(node)} could not be started: {error}", node=node) from error
+            raise ProvisionError(str(error), node=node) from error
         tag = secrets.token_hex(4)
         tmp = f"{plan.tmp}/atoll-{tag}-n{node}"
         setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}
@@ -114,7 +122,7 @@ class SSHNodes:
         except (OSError, AtollError) as error:
             reason = handle.reason or str(error)
             handle.stop()
-            raise ProvisionError(f"{node_name(node)} could not be started: {reason}", node=node) from error
+            raise ProvisionError(reason, node=node) from error
         base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
         env = {**base, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
         workdir = workdir_of(self._cluster, plan)

@@ -22,8 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import write_atomic
+from atoll.tasks.record import check_owner
 from atoll.tasks.spec import JobSpec, JobStatus
 from atoll.tasks.transitions import Log, SetStatus
 
@@ -133,7 +134,7 @@ class JobRow:
         return cls(**values)
 
 
-class _NoRoom(AtollError):
+class NoRoom(AtollError):
     """The disk is full."""
 
 
@@ -147,8 +148,8 @@ def _for_sure(method: Method) -> Method:
     def done(self: Store, *arguments: Any, **more: Any) -> Any:
         try:
             return method(self, *arguments, **more)
-        except _NoRoom:
-            if not self.give_reserve():
+        except NoRoom:
+            if not give_reserve(self._folder):
                 raise
             return method(self, *arguments, **more)
 
@@ -168,14 +169,14 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "jobs.db"
         self._folder = folder
+        check_owner(folder)
         with self._explained():
             # Only where there is none: closing any descriptor of a file drops all locks this process has on it.
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             self._db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
         try:
-            with self._explained():
-                self._prepare()
+            self._open()
         except BaseException:
             self._db.close()
             raise
@@ -197,13 +198,6 @@ class Store:
         with contextlib.suppress(OSError), open(self._folder / _RESERVE, "ab") as file:
             os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
 
-    def give_reserve(self) -> bool:
-        """Make room; was there any?"""
-        with contextlib.suppress(OSError):
-            (self._folder / _RESERVE).unlink()
-            return True
-        return False
-
     # ------------------------------------------------------------------------------------------- writing
     def add(self, spec: JobSpec, *, task_id_for: Callable[[int], str], user: str) -> int:
         """A new job, ``PENDING``; its number.
@@ -219,6 +213,10 @@ class Store:
             )
             job_id = db.execute(sql, values).lastrowid
             assert job_id is not None
+            while os.path.lexists(path := self._folder / "jobs" / str(job_id)) and not path.is_dir():
+                db.execute("UPDATE jobs SET id = id + 1 WHERE id = ?", (job_id,))  # something else is called so
+                db.execute("UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'jobs'")
+                job_id += 1
             db.execute("UPDATE jobs SET task_id = ? WHERE id = ?", (task_id_for(job_id), job_id))
         return job_id
 
@@ -312,6 +310,17 @@ class Store:
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     # ------------------------------------------------------------------------------------------- inside
+    def _open(self) -> None:
+        try:
+            with self._explained():
+                self._prepare()
+        except NoRoom:  # not even for the file that processes share; what is there can be read without that
+            self._db.close()
+            with self._explained():
+                self._db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
+                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._prepare()
+
     def _prepare(self) -> None:
         version = self._user_version()
         if version == 0:
@@ -361,7 +370,10 @@ class Store:
     def _rows(self, rest: str, *values: Any) -> list[JobRow]:
         with self._explained():
             found = self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs {rest}", values).fetchall()
-        return [_row(columns) for columns in found]
+        try:
+            return [_row(columns) for columns in found]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise AtollError(f"the job store {self.path} {_damaged(error, self.path)}") from error
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -370,7 +382,7 @@ class Store:
         except sqlite3.ProgrammingError:
             raise  # a mistake in the code that uses it
         except (sqlite3.Error, OSError) as error:
-            kind = _NoRoom if getattr(error, "sqlite_errorname", "").startswith(_FULL) else AtollError
+            kind = NoRoom if getattr(error, "sqlite_errorname", "").startswith(_FULL) else AtollError
             raise kind(f"the job store {self.path} {_what_is_wrong(error, self.path)}") from error
 
 
@@ -394,15 +406,13 @@ def _json(value: object) -> str:
 
 
 def _what_is_wrong(error: sqlite3.Error | OSError, path: Path) -> str:
+    if path.is_dir():
+        return f"is a folder, not a file. {_advice(path)}"
     if isinstance(error, OSError):
         return f"can't be used: {error}"
     name = getattr(error, "sqlite_errorname", "")
-    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-        folder = shlex.quote(str(path.parent))
-        return (
-            f"is damaged ({error}). Jobs' logs are files beside it and not concerned; to begin a new store, move this "
-            f"one away: mkdir -p {folder}/damaged && mv {folder}/{path.name}* {folder}/damaged"
-        )
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or name == "SQLITE_ERROR":
+        return _damaged(error, path)
     if name.startswith(_FULL):
         return f"can't be written ({error}): is the disk full, or a quota used up? What it held before is still there"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
@@ -410,6 +420,27 @@ def _what_is_wrong(error: sqlite3.Error | OSError, path: Path) -> str:
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return f"can't be opened for writing ({error}): check who owns it and its folder"
     return f"failed: {error}"
+
+
+def _damaged(error: Exception, path: Path) -> str:
+    return f"is damaged ({error}). {_advice(path)}"
+
+
+def _advice(path: Path) -> str:
+    folder = shlex.quote(str(path.parent))
+    return (
+        f"Jobs' logs are files beside it and not concerned: `atoll down --purge {path.parent.name}` removes them too; "
+        f"to begin a new store, move this one away: mkdir -p {folder}/damaged && "
+        f"mv {folder}/{path.name}* {folder}/damaged"
+    )
+
+
+def give_reserve(folder: Path) -> bool:
+    """Make room for what must be written on a full disk; was there any?"""
+    with contextlib.suppress(OSError):
+        (folder / _RESERVE).unlink()
+        return True
+    return False
 
 
 def _last_number(folder: Path) -> int:
@@ -443,14 +474,26 @@ def put_secrets(folder: Path, job_id: int, values: Mapping[str, str]) -> None:
 
 
 def take_secrets(folder: Path, job_id: int) -> dict[str, str]:
-    """Values of a job's secret variables; none where none were put, or the job has ended."""
+    """Values of a job's secret variables; none where none were put, or the job has ended.
+
+    Raises:
+        ConfigError: their file can't be read, or is damaged.
+    """
+    path = _secrets_path(folder, job_id)
     try:
-        values: dict[str, str] = json.loads(_secrets_path(folder, job_id).read_bytes())
+        values = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise ConfigError(f"its secrets can't be read: {error}") from error
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or not all(isinstance(each, str) for each in values.values()):
+        raise ConfigError(f"its secrets in {path} are damaged: submit it again")
     return values
 
 
 def drop_secrets(folder: Path, job_id: int) -> None:
-    """Forget them."""
-    _secrets_path(folder, job_id).unlink(missing_ok=True)
+    """Forget them, where they are ours."""
+    with contextlib.suppress(OSError):
+        _secrets_path(folder, job_id).unlink()

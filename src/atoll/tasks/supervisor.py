@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from atoll.tasks.transitions import SetStatus
 LOG = "supervisor.log"
 WAKE = "wake"  # a pipe: whoever writes a byte has the store looked at
 _LOCK = "supervisor.lock"
+_STARTED = "-- supervisor started"  # a line of the log; what stands before it an earlier one said
 PROBE_S = 0.3  # who only looks whether the lock is held has it for less
 _START_S = 20.0
 # What it is started with: it runs no user code, and finds ssh's agent, homes and state where its user does.
@@ -51,6 +53,14 @@ def is_running(folder: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def kill(folder: Path) -> None:
+    """End the cluster's supervisor at once, and with it all that it started, whatever it is doing."""
+    while is_running(folder):
+        with contextlib.suppress(ValueError, OSError):  # it just began, or just ended
+            os.kill(int((folder / _LOCK).read_text()), signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def wake(folder: Path) -> None:
@@ -79,7 +89,7 @@ def ensure(folder: Path) -> None:
     except OSError as error:
         raise ProvisionError(f"the supervisor of cluster {folder.name} could not be started: {error}") from error
     if not started and not is_running(folder):
-        end = log.read_text(errors="replace")[-2000:].strip()
+        end = said_last(folder)[-2000:]
         raise ProvisionError(f"the supervisor of cluster {folder.name} did not start; the end of {log}:\n{end}")
     wake(folder)
 
@@ -144,14 +154,30 @@ def fail_orphans(store: Store, folder: Path) -> None:
     for job in store.jobs(newest_first=False, unfinished=True):
         if job.status is JobStatus.PENDING:
             continue
-        said = folder / LOG
         reason = "its supervisor was killed, or the machine restarted"
-        if said.exists() and said.stat().st_size:
-            reason += f"; what the supervisor said last is in {said}"
+        if said_last(folder):
+            reason += f"; what the supervisor said last is in {folder / LOG}"
         log = JobLog(folder / "jobs" / str(job.id))
         log.say(f"✗ Job {job.id} failed (status: {JobStatus.FAILED_DRIVER}): {reason}.")
         log.close(time.monotonic())
         store.apply(job.id, [SetStatus(JobStatus.FAILED_DRIVER, reason)], time.time())
+
+
+def said_last(folder: Path) -> str:
+    """What the last supervisor wrote into its log."""
+    try:
+        text = (folder / LOG).read_text(errors="replace")
+    except OSError:
+        return ""
+    starts = [*re.finditer(rf"^{_STARTED}.*\n", text, re.M)]
+    return text[starts[-1].end() if starts else 0 :].strip()
+
+
+def pid_of(folder: Path) -> int | None:
+    """The pid of the supervisor that runs, or ran last."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / _LOCK).read_text())
+    return None
 
 
 def open_lock(folder: Path) -> int:
@@ -179,7 +205,7 @@ def main(folder_name: str, answer: int) -> None:
     folder = Path(folder_name)
     lock = open_lock(folder)
     if not take_lock(lock, PROBE_S):  # somebody was faster, and looks at the store after us
-        os.write(answer, b"+")
+        _tell(answer)
         return
     from atoll.tasks.dispatcher import Dispatcher  # clients don't need all of it
 
@@ -188,7 +214,14 @@ def main(folder_name: str, answer: int) -> None:
     with Store(folder) as store:
         store.keep_reserve()
         fail_orphans(store, folder)
+        with contextlib.suppress(OSError):  # the disk may be full
+            os.write(2, f"{_STARTED} {time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()}\n".encode())
         dispatcher = Dispatcher(folder, store, lock)
-        os.write(answer, b"+")
+        _tell(answer)
         os.close(answer)
         dispatcher.run()
+
+
+def _tell(answer: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # who started us is gone; the jobs are there all the same
+        os.write(answer, b"+")

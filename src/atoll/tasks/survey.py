@@ -209,6 +209,9 @@ def _walk(folder: Path, note: Note, ignore: _SkyIgnore | None = None) -> list[st
                 level.append(path)
     if left_out:
         note(f"not copied, made again on the node by setup where needed: {_some(left_out)}")
+    secret = [path for path in found if path.rpartition("/")[2] == ".env"]
+    if secret:
+        note(f"copied too: {_some(secret)}; list it in {_SKYIGNORE} to keep it here")
     return found
 
 

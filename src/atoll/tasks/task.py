@@ -11,6 +11,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import suggests_keywords
+from atoll.tasks.environment import OF_PLACE
 from atoll.tasks.resources import HOOKS, Resources, check_resources, is_own
 from atoll.tasks.schema import (
     Check,
@@ -48,6 +49,12 @@ _NUMBER_ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\d+)\s*$", re.M)
 def check_name(at: Place, value: Any) -> str:
     if not is_name(text(at, value)):
         at.fail(value, f"letters, digits and single . _ - between them, at most {LONGEST_NAME} characters")
+    return str(value)
+
+
+def _script(at: Place, value: Any) -> str:
+    if "\0" in text(at, value):
+        at.refuse("the script holds a zero character, which no shell can read")
     return str(value)
 
 
@@ -102,8 +109,8 @@ _FIELDS: dict[str, Check] = {
     "secrets": declared_secrets,
     "file_mounts": _file_mounts,
     "volumes": mapping_of(text_or(any_mapping)),
-    "setup": text,
-    "run": text,
+    "setup": _script,
+    "run": _script,
     "service": _jobs_only,
     "pool": _jobs_only,
     **_ELSEWHERE,
@@ -288,8 +295,14 @@ class Task:
             self.num_nodes = config.get("num_nodes", self.num_nodes)
             self.resources = Resources.from_config(config["resources"])
         else:
-            key = "ordered" if isinstance(resources, (list, tuple)) else "any_of"
-            self.resources = Resources.from_config({key: [each.config for each in resources]})
+            given: object = resources  # whatever it is
+            each_of = list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
+            configs = [each.config for each in each_of if isinstance(each, Resources)]
+            if len(configs) < len(each_of):
+                (_HERE / "resources").fail(given, "sky.Resources(...), a mapping, or a list or set of sky.Resources")
+            self.resources = Resources.from_config(
+                {"ordered" if isinstance(given, (list, tuple)) else "any_of": configs}
+            )
         return self
 
     def resolved_workdir(self) -> str | dict[str, str] | None:
@@ -307,6 +320,11 @@ class Task:
         lines = [*self.notes, *self.resources.honours(infra)]
         if not is_own(infra):
             return lines
+        lines += [
+            f"{name} can't be given on {infra}: it is the node's own"
+            for name in OF_PLACE
+            if name in self.envs or name in self.secrets
+        ]
         lines += [f"volumes.{mount} has no effect on {infra}: volumes are a cloud's" for mount in self.volumes]
         for target, source in self.file_mounts.items():
             mode = source.get("mode", "MOUNT") if isinstance(source, dict) else "COPY"

@@ -9,6 +9,10 @@ gone means that the connection was lost, and the session waits GRACE_S seconds f
 
 AGENT is a JSON object: ``argv``, to which the channel's descriptor and -1 are added, and ``pid_namespace``, whether
 the agent is to have its own where this user may make one.
+
+On the driver's own machine, which ``here`` as the last argument says, the driver itself is in sshd's place: that it is
+gone ends the session. A FOLDER called ``atoll-link-CLUSTER.DRIVER.…`` has the sessions of CLUSTER's earlier drivers
+ended first.
 """
 
 from __future__ import annotations
@@ -35,11 +39,14 @@ from atoll.wire.frames import WireError, receive
 from atoll.wire.records import HELLO, REFUSED, VERSION, Greeter, greeting
 from atoll.wire.relay import Link, Relay
 
+HERE: Final = "here"
 _SOCKET: Final = "link.sock"
 _AGENT_LOG: Final = "agent.log"
 _DRIVER_GONE: Final = b"E"
 _BEGIN_S: Final = 30.0  # a session nobody greets ends
 _AGENT_END_S: Final = 3.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
+_SWEEP_S: Final = 2 * _AGENT_END_S  # what sessions of an earlier driver get to end
+_HEARING_S: Final = 1.0  # the front of a link that failed may still say that its driver is gone
 _VERDICT_S: Final = 0.2  # what an sshd that ends may take from closing our stdin to being gone
 _PEER: Final = struct.Struct("3i")
 _NAMESPACE: Final = ("--pid", "--mount-proc", "--propagation", "slave", "--fork", "--kill-child=SIGKILL")
@@ -208,8 +215,8 @@ class Session(Relay):
     def link_lost(self, link: Link, reason: str) -> None:
         """Wait for another; the front may still say that there will be none."""
         self.loop.after("grace", self._grace_s, self._finish)
-        if reason and self._front is not None:  # else it is at its end, and the front finds out why
-            self._close_front(self._front)
+        if reason and (front := self._front) is not None:  # a driver that died may be seen in either way first
+            self.loop.after("front", _HEARING_S, lambda: self._close_front(front))
 
     def local_ended(self) -> None:
         """The agent closed its channel: the driver is told, with the reason, behind everything the agent said."""
@@ -278,8 +285,38 @@ def _namespace() -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------ under ssh
+def _end_earlier(folder: str) -> None:
+    """End what is left here of the same cluster's drivers that are no more: both would write to the same files."""
+    name, dot, rest = os.path.basename(folder).partition(".")
+    if not dot:
+        return
+    ours = f"{name}.{rest.partition('.')[0]}."
+    deadline = time.monotonic() + _SWEEP_S
+    while found := _sessions(f"{name}.", ours):
+        late = time.monotonic() > deadline
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        if late:
+            return
+        time.sleep(0.05)
+
+
+def _sessions(prefix: str, ours: str) -> list[int]:
+    """Processes of this user that were started with a link's folder of this name, unless it is one of ours."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{name}").st_uid == os.geteuid():
+                command = os.fsdecode(Path(f"/proc/{name}/cmdline").read_bytes())
+                if f"/{prefix}" in command and f"/{ours}" not in command:
+                    found.append(int(name))
+    return found
+
+
 def _start(folder: str, grace_s: float, agent: dict[str, Any]) -> None:
     """Make the session's folder and socket, and leave a process behind that serves it."""
+    _end_earlier(folder)
     os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
     os.mkdir(folder, 0o700)
     listener = socket.socket(socket.AF_UNIX)
@@ -322,7 +359,7 @@ def _short(folder: str) -> Iterator[str]:
         os.close(fd)
 
 
-def _attach(folder: str) -> None:
+def _attach(folder: str, here: bool) -> None:
     """Hand stdin and stdout over, and wait until they are of no more use."""
     anchor = _anchor()
     with socket.socket(socket.AF_UNIX) as control:
@@ -342,6 +379,8 @@ def _attach(folder: str) -> None:
         deadline = time.monotonic() + _VERDICT_S
         while time.monotonic() < deadline:
             if _anchor() != anchor:
+                if here:
+                    break
                 return  # the connection was lost
             time.sleep(0.02)
         with contextlib.suppress(OSError):
@@ -365,7 +404,7 @@ def main() -> None:
     try:
         if what == "start":
             _start(folder, float(sys.argv[3]), json.loads(sys.argv[4]))
-        _attach(folder)
+        _attach(folder, here=sys.argv[-1] == HERE)
     except OSError as error:
         if what == "start":
             reason = f"the session's folder {folder} can't be made: {error.strerror}"

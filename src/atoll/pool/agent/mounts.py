@@ -12,6 +12,7 @@ import os
 import stat
 
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC = 1, 32, 4096, 16384
+_KEPT_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC  # a user may not take them off; mount() has the same numbers
 _MNT_DETACH = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,16 +27,38 @@ class Overmounts:
     def __init__(self, scratch: str) -> None:
         self._scratch = scratch
         self._covers: dict[int, str] = {}  # by device
-        self.made: list[str] = []
+        self._made: list[str] = []
 
-    def bind(self, source: str, target: str) -> None:
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def bind(self, source: str, target: str, *, writable: bool = True) -> None:
         """See ``source`` at ``target``, which exists and is of its kind.
 
         Raises:
             OSError: the kernel refuses.
         """
         _mount(source, target, None, _MS_BIND | _MS_REC)
-        self.made.append(target)
+        self._made.append(target)
+        if not writable:
+            flags = os.statvfs(target).f_flag & _KEPT_FLAGS
+            _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
+
+    def bind_fd(self, fd: int, target: str, *, writable: bool) -> None:
+        """See what is open at ``target``, which is made where it is missing.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        if not os.path.lexists(target):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            _make_like(os.fstat(fd).st_mode, target)
+        self.bind(f"/proc/self/fd/{fd}", target, writable=writable)
+
+    def undo(self, keep: int = 0) -> None:
+        """Take all but the first so many off again."""
+        while len(self._made) > keep:
+            _libc.umount2(os.fsencode(self._made.pop()), _MNT_DETACH)
 
     def show(self, source: str, target: str) -> None:
         """See ``source`` at ``target``, whether that exists or not.
@@ -78,7 +101,7 @@ class Overmounts:
             _libc.umount2(os.fsencode(cover), _MNT_DETACH)  # it is seen in itself
             os.rmdir(cover)
         else:
-            self.made.append(folder)
+            self._made.append(folder)
         self._covers[os.stat(folder).st_dev] = folder
 
 

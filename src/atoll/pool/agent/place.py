@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import socket
-import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,6 @@ from atoll.pool.agent.mounts import Overmounts
 VARIABLE = "ATOLL_PLACE"  # how an agent is told of it: its command line shows in everybody's `pkill -f`
 _TITLE = b"atoll-agent"
 _TMP = "/tmp"
-_MNT_DETACH = 2
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _libc = ctypes.CDLL(None, use_errno=True)
 # For nodes that see the machine's processes: the real program, kept to the sessions of this node.
@@ -60,7 +58,9 @@ class Place:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._above = os.open(os.path.dirname(self._tmp), flags)
         self.folder = os.open(self._tmp, flags)
-        notes: list[str] = [] if wish["refused"] is None else [f"shared with the machine: {wish['refused']}"]
+        notes: list[str] = list(wish["notes"])
+        if wish["refused"] is not None:
+            notes.append(f"shared with the machine: {wish['refused']}")
         own = {kind: os.readlink(f"/proc/self/ns/{kind}") != there for kind, there in wish["outside"].items()}
         # Without namespaces of our own these would change the machine's host name and mounts.
         named = own["uts"] and _try(notes, "its host name", self._name)
@@ -112,8 +112,7 @@ class Place:
 
     def remove(self) -> None:
         """Remove the temporary files. What was mounted on folders among them stays whole."""
-        for path in reversed(self._mounts.made):
-            _libc.umount2(os.fsencode(path), _MNT_DETACH)
+        self._mounts.undo()
         shutil.rmtree(os.path.basename(self._tmp), ignore_errors=True, dir_fd=self._above)
 
     def _name(self) -> None:
@@ -155,34 +154,39 @@ class Place:
         self._mounts.bind(path, target)
 
     def _mount_tmp(self) -> None:
-        """See a folder in ours as ``/tmp``, and in it again the entries of ``/tmp`` that must stay visible."""
+        """See a folder in ours as ``/tmp``, and in it again, in folders of its own, what must stay visible."""
         own = os.path.join(self._tmp, "tmp")
         os.mkdir(own)
         os.chmod(own, 0o1777)  # package managers write there as users of their own
+        before = len(self._mounts)
         with contextlib.ExitStack() as opened:
-            kept = {}
-            for name in self._kept_entries():
-                fd = os.open(os.path.join(_TMP, name), os.O_PATH | os.O_CLOEXEC)
-                opened.callback(os.close, fd)
-                kept[name] = fd
-                path = os.path.join(own, name)
-                if stat.S_ISDIR(os.fstat(fd).st_mode):
-                    os.mkdir(path)
-                else:
-                    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            self._mounts.bind(own, _TMP)
-            for name, fd in kept.items():
-                self._mounts.bind(f"/proc/self/fd/{fd}", os.path.join(_TMP, name))
+            held = []
+            for path, writable in self._kept().items():
+                held.append((path, os.open(path, os.O_PATH | os.O_CLOEXEC), writable))
+                opened.callback(os.close, held[-1][1])
+            try:
+                self._mounts.bind(own, _TMP)
+                for path, fd, writable in held:
+                    self._mounts.bind_fd(fd, path, writable=writable)
+            except OSError:
+                self._mounts.undo(before)
+                raise
 
-    def _kept_entries(self) -> set[str]:
-        """Names in ``/tmp`` that hold what must be visible, also through links."""
-        names = set()
-        for path in (self._wish["home"], *self._wish["visible"]):
-            for spelling in (os.path.abspath(path), os.path.realpath(path)):
-                first = spelling.removeprefix(_TMP + "/").partition("/")[0]
-                if spelling.startswith(_TMP + "/") and os.path.lexists(os.path.join(_TMP, first)):
-                    names.add(first)
-        return names
+    def _kept(self) -> dict[str, bool]:
+        """Paths below ``/tmp`` that must be visible, in all spellings, outer ones first; and whether for writing."""
+        found: dict[str, bool] = {}
+        for writable, paths in ((False, self._wish["readable"]), (True, (self._wish["home"], *self._wish["visible"]))):
+            for path in paths:
+                for spelling in (os.path.abspath(path), os.path.realpath(path)):
+                    if spelling.startswith(_TMP + "/") and os.path.exists(spelling):
+                        found[spelling] = writable
+        kept: dict[str, bool] = {}
+        for path in sorted(found):
+            above = max((each for each in kept if path.startswith(each + "/")), key=len, default=None)
+            # What lies in another is seen there, and through its links.
+            if above is None or (found[path] and not kept[above] and os.path.realpath(path) == path):
+                kept[path] = found[path]
+        return kept
 
 
 def take_place() -> Place | None:

@@ -22,6 +22,7 @@ _GRACE_S = 30.0  # after SIGTERM, what a process leaves behind may go on for so 
 _LOOK_S = 0.05
 _MOST_LOOKS = 20  # at a tree that goes on forking
 _STILL_S = 0.2
+_NUM_TAIL_LINES = 150  # torchrun says a hundred more after the rank that failed
 _REMINDERS_S = (0.05, 0.5)
 _TOLD_S = 30.0  # a launcher takes a while to end after one of its processes
 _KILLED_CODE = 128 + signal.SIGKILL  # how a shell says that its child was killed
@@ -259,7 +260,7 @@ class Processes:
             self._loop.log(process.number, 0, process.output, data)
         del self._running[process.number]
         self._loop.unwatch(process.output.reader)
-        tail = tail_lines(process.output.tail)
+        tail = tail_lines(process.output.tail, _NUM_TAIL_LINES)
         self._say_end(process.number, code, self._was_oom(process, code, tail), tail, process.killed)
         process.close()
 

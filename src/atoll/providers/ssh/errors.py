@@ -30,7 +30,8 @@ def explain(target: Target, said: str, ssh: str) -> ProvisionError:
     if "Permission denied" in text or "Too many authentication failures" in text:
         return LoginDenied(f"{target}: {_denied(target, last, ssh)}")
     if "Could not resolve hostname" in text:
-        hint = nearest(target.host.rpartition("@")[2], config_hosts())
+        name = target.host.rpartition("@")[2]
+        hint = nearest(name, (each for each in config_hosts() if each != name))
         return ProvisionError(f"{target}: unknown host{hint or '.'} Is it spelt right, or missing in ~/.ssh/config?")
     for pattern, clause in _CAUSES:
         if re.search(pattern, text):

@@ -21,7 +21,7 @@ from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh import bundle, facts
 from atoll.providers.ssh.connection import Connection, connections, on_each
 from atoll.providers.ssh.facts import Facts, python_command
-from atoll.providers.ssh.hosts import GRACE_S, Target, targets
+from atoll.providers.ssh.hosts import GRACE_S, HERE, Target, targets
 from atoll.wire.linked import LinkedChannel
 
 _BOOT = "import sys; sys.path.insert(0, {bundle!r}); from atoll.pool.agent.{module} import main; main()"
@@ -132,8 +132,8 @@ def _chosen(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]
     if len(fitting) < accelerator.count:
         have = ", ".join(gpu.name for gpu in host.gpus) or host.gpu_problem or "no GPU"
         raise ConfigError(
-            f"accelerator={accelerator.name}:{accelerator.count} can't be had on {host.target}: it has {have}. Leave "
-            f"accelerator out to use what is there"
+            f"accelerator={accelerator.name}:{accelerator.count} can't be had on {host.target}: it has {have}. "
+            f"Without accelerator= (`--gpus none` on the command line) what is there is used"
         )
     return fitting[: accelerator.count]
 
@@ -160,8 +160,13 @@ def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> Re
     )
 
 
-def start_agent(target: Target, plan: RemotePlan) -> SSHNode:
+def start_agent(target: Target, plan: RemotePlan, owner: str = "") -> SSHNode:
     """Start an agent on a host, with the code it needs brought there first; returns once the host has answered.
+
+    Args:
+        target: the host.
+        plan: what was planned there.
+        owner: ``CLUSTER.DRIVER``: agents there of the cluster's earlier drivers are ended first.
 
     Raises:
         ProvisionError: the host can't be reached, its disk is full, or the agent does not start.
@@ -171,7 +176,7 @@ def start_agent(target: Target, plan: RemotePlan) -> SSHNode:
         _starting[id(plan)] = connection.abort
         for each in plan.bundles:
             bundle.put(connection, plan, each)
-        node = SSHNode(connection, plan)
+        node = SSHNode(connection, plan, owner)
         _starting[id(plan)] = node.end
         node.start()
     except BaseException:
@@ -188,11 +193,12 @@ _starting: dict[int, Callable[[], None]] = {}  # by the id of its plan: what end
 class SSHNode:
     """A running agent on a host."""
 
-    def __init__(self, connection: Connection, plan: RemotePlan) -> None:
+    def __init__(self, connection: Connection, plan: RemotePlan, owner: str = "") -> None:
         self._on_note: Callable[[str], object] = lambda line: None
         self._connection = connection
         self._plan = plan
-        self._folder = f"{plan.tmp}/atoll-link-{secrets.token_hex(8)}"  # never on a shared disk: it holds a socket
+        name = f"{owner}.{secrets.token_hex(8)}" if owner else secrets.token_hex(8)
+        self._folder = f"{plan.tmp}/atoll-link-{name}"  # never on a shared disk: it holds a socket
         self._stopped = False
         self._link = LinkedChannel(
             self._connect,
@@ -223,6 +229,8 @@ class SSHNode:
             boot = _BOOT.format(bundle=code, module="main")
             agent = {"argv": [plan.python, "-I", "-S", "-c", boot], "pid_namespace": True}
             arguments = ["start", self._folder, f"{plan.grace_s:g}", json.dumps(agent)]
+        if self._connection.target.host == HERE:
+            arguments.append("here")
         return self._connection.open(python_command(plan.python, _BOOT.format(bundle=code, module="link"), *arguments))
 
     def _went_quiet(self, seconds: float) -> None:
