@@ -43,7 +43,7 @@ def test_each_has_a_host_name_that_resolves_to_its_address(nodes: list[TaskNode]
     ask = "hostname; hostname -i; getent ahostsv4 peer0 peer1 localhost | sort -u | grep STREAM; {python} -c '{code}'"
     code = "import socket; print(socket.getfqdn())"
     for node, name, peer in zip(nodes, ("train-head", "train-worker1"), ("peer1", "peer0"), strict=True):
-        said = node.run(ask.format(python=sys.executable, code=code)).splitlines()
+        said = node.run(ask.format(python=PYTHON, code=code)).splitlines()
         assert said[:2] == [name, node.addr]
         assert said[-1] == name
         assert f"{'127.0.0.2' if peer == 'peer1' else '127.0.0.1'}" in "".join(said[2:-1])
@@ -253,6 +253,8 @@ import sys
 sys.path.insert(0, {root!r})
 from atoll.providers.local import isolation
 from atoll.providers.network import Network, NetworkUnavailable
+
+PYTHON = sys._base_executable  # type: ignore[attr-defined]  # a clone, and its .venv, may lie below /tmp
 found = isolation()
 print(found.command, "|", found.refused)
 try:
@@ -267,7 +269,7 @@ def test_a_kernel_that_refuses_is_believed_and_quoted() -> None:
     """As in a container: no right to make namespaces, and none to be had through a user namespace."""
     deny = "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin"
     asked = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "sh", "-c", f'{deny} "$@"', "sh", sys.executable, "-I", "-c",
+        ["unshare", "--user", "--map-root-user", "sh", "-c", f'{deny} "$@"', "sh", PYTHON, "-I", "-c",
          ASKS.format(root=SOURCE_ROOT)],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip

@@ -146,11 +146,11 @@ def test_two_clusters_use_the_same_port_side_by_side(source: Callable[..., Local
         pytest.skip("no network namespaces here: the second job waits, which the supervisor's tests cover")
     with started(clusters[0], 0, 1) as ones, started(clusters[1], 0) as twos:
         for _, talk in (ones[0], twos[0]):
-            talk.start(f"exec {sys.executable} -c '{SERVES}'")
+            talk.start(f"exec {PYTHON} -c '{SERVES}'")
             assert talk.line() == "127.0.0.1"
         # And the nodes of one cluster share its network.
         reach = 'import socket; socket.create_connection(("127.0.0.1", 29500)); print("reached")'
-        assert ones[1][1].run(f"{sys.executable} -c '{reach}'") == "reached\n"
+        assert ones[1][1].run(f"{PYTHON} -c '{reach}'") == "reached\n"
 
 
 @pytest.mark.parametrize("which", ["_slirp", "_holder"])
@@ -255,6 +255,8 @@ from atoll.tasks.nodes import LocalNodes
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
 
+PYTHON = sys._base_executable  # type: ignore[attr-defined]  # a clone, and its .venv, may lie below /tmp
+
 nodes = LocalNodes(ClusterSpec("train", num_nodes=2), Path(sys.argv[1]))
 for line in nodes.open():
     print("note", line)
@@ -280,9 +282,7 @@ nodes.close()
 """
 
 
-def drive(
-    folder: Path, script: str, *, prefix: tuple[str, ...] = (), python: str = sys.executable
-) -> subprocess.Popen[str]:
+def drive(folder: Path, script: str, *, prefix: tuple[str, ...] = (), python: str = PYTHON) -> subprocess.Popen[str]:
     """A driver of its own that runs a script on two nodes and prints what they say, each line with its node."""
     process = subprocess.Popen(
         [*prefix, python, "-I", "-c", DRIVER.format(root=SOURCE_ROOT), str(folder)],
@@ -332,8 +332,8 @@ def public() -> Iterator[Path]:
 def nobodys_python() -> str:
     """An interpreter that other users can run."""
     code = f"import subprocess, sys; assert sys.version_info >= (3, 11); open({__file__!r})"
-    again = "subprocess.run([sys.executable, '-c', ''], check=True)"
-    for candidate in (sys.executable, "/usr/bin/python3"):
+    again = "subprocess.run([PYTHON, '-c', ''], check=True)"
+    for candidate in (PYTHON, "/usr/bin/python3"):
         command = [*NOBODY, candidate, "-c", f"{code}; {again}"]
         if subprocess.run(command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL).returncode == 0:
             return candidate

@@ -267,6 +267,8 @@ class JobRunner:
         given = {**spec.base_env, **spec.env}
         path = [each for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") for each in given.get(name, "").split(":")]
         whole = "/tmp" if spec.inherit_env else None  # as the caller sees it
+        if spec.command is not None:  # an interpreter by its path
+            path.append(os.path.dirname(spec.command[0]))
         work = [each for each in (whole, spec.cwd, spec.base_env.get("VIRTUAL_ENV")) if each]
         return work, [each for each in path if os.path.isabs(each)]
 
