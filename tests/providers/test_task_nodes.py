@@ -27,6 +27,9 @@ __all__ = ["mode"]
 own = pytest.mark.skipif(not namespaces_work(), reason="this kernel refuses namespaces: nodes share the machine's")
 
 
+PYTHON = sys._base_executable  # type: ignore[attr-defined]  # a clone and its .venv may lie below /tmp
+
+
 @pytest.fixture
 def nodes() -> Iterator[list[TaskNode]]:
     """Head and worker1 of a cluster, with namespaces."""
@@ -253,8 +256,6 @@ import sys
 sys.path.insert(0, {root!r})
 from atoll.providers.local import isolation
 from atoll.providers.network import Network, NetworkUnavailable
-
-PYTHON = sys._base_executable  # type: ignore[attr-defined]  # a clone, and its .venv, may lie below /tmp
 found = isolation()
 print(found.command, "|", found.refused)
 try:

@@ -132,12 +132,11 @@ def test_cancel_reaches_those_that_hide(atoll: Atoll, both_ways: str) -> None:
     eventually(lambda: not any(with_marker(word) for word in words), "nothing of it left")
 
 
-def test_a_killed_torchrun_leaves_no_worker(atoll: Atoll, tmp_path: Path, both_ways: str) -> None:
+def test_a_killed_torchrun_leaves_no_worker(atoll: Atoll, both_ways: str) -> None:
     word = sleeps().split()[1]
-    worker = tmp_path / "worker.py"
-    worker.write_text(f"import time\nprint('working', flush=True)\ntime.sleep({word})\n")
     script = (
-        f"{sys.executable} -m torch.distributed.run --nproc_per_node 2 {worker} {word} & agent=$!; "
+        f"printf '%s\\n' 'import time' 'print(\"working\", flush=True)' 'time.sleep({word})' > worker.py; "
+        f"{sys.executable} -m torch.distributed.run --nproc_per_node 2 worker.py {word} & agent=$!; "
         "sleep 0.1; wait $agent"
     )
     atoll("launch", "-c", "t", "-d", script)

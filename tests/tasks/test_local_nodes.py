@@ -29,6 +29,9 @@ from atoll.wire import frames
 __all__ = ["mode"]
 
 
+PYTHON = sys._base_executable  # type: ignore[attr-defined]  # a clone and its .venv may lie below /tmp
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Callable[..., LocalNodes]]:
     """Opens the nodes of a cluster by its name and number of nodes."""
@@ -254,8 +257,6 @@ from pathlib import Path
 from atoll.tasks.nodes import LocalNodes
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
-
-PYTHON = sys._base_executable  # type: ignore[attr-defined]  # a clone, and its .venv, may lie below /tmp
 
 nodes = LocalNodes(ClusterSpec("train", num_nodes=2), Path(sys.argv[1]))
 for line in nodes.open():
