@@ -124,3 +124,8 @@ def test_the_provider_checks_what_it_is_given() -> None:
         sky.SSH(host=["a"])  # type: ignore[call-arg]  # on purpose
     with pytest.raises(ConfigError, match=r"nodes=3: SSH\(hosts=\['a', 'b'\]\) has 2"):
         sky.ComputePool(sky.SSH(["a", "b"]), nodes=3).plan()
+
+
+def test_a_host_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="h1 is named twice"):
+        targets(["h1", "h2", "h1"])

@@ -73,7 +73,7 @@ def check_hosts(
         _remember("well", plans)
         route = probes[head.plan.host].get("route") or {}
         over = f", over {route['interface']}" if len(hosts) > 1 and route.get("interface") else ""
-        say(f"preflight: {len(hosts)} hosts are well{over}{summed} ({time.monotonic() - began:.1f} s)")
+        say(f"preflight: {_counted(len(hosts))} well{over}{summed} ({time.monotonic() - began:.1f} s)")
     finally:
         for host in hosts:
             connections.release(host.connection.target)
@@ -179,3 +179,7 @@ def _passed() -> dict[str, float]:
 
 def _key(what: str, plans: Sequence[RemotePlan]) -> str:
     return json.dumps([what, *([plan.host, plan.addr, plan.python] for plan in plans)])
+
+
+def _counted(num_hosts: int) -> str:
+    return "1 host is" if num_hosts == 1 else f"{num_hosts} hosts are"

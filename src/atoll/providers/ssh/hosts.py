@@ -123,6 +123,9 @@ def targets(
                 have = f"it has {', '.join(known[:8])}" if known else "it has no Host, or is not there"
                 raise ConfigError(f"{spelling!r} fits no Host of ~/.ssh/config{nearest(host, known)}: {have}")
         found += [Target(user + each.strip("[]"), port, key, jump, python) for each in names]
+    twice = next((each for each in found if found.count(each) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"hosts: {twice} is named twice, and a host runs one node; leave one of them out")
     return tuple(found)
 
 
