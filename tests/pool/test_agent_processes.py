@@ -200,7 +200,7 @@ os.write(1, digest.hexdigest().encode())
 
 
 def test_much_output_comes_whole(node: TaskNode) -> None:
-    node.send(frames.START, 0, {"argv": [sys.executable, "-c", PRINTS], "env": BASE_ENV, "cwd": "/"})
+    node.send(frames.START, 0, {"argv": [sys._base_executable, "-c", PRINTS], "env": BASE_ENV, "cwd": "/"})
     node.next(frames.STARTED)
     got = bytearray()
     started = time.monotonic()

@@ -91,7 +91,7 @@ def test_no_line_of_a_flood_is_lost_or_torn(home: Path) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
     num = 60_000
     text = f"import sys; sys.stdout.writelines(f'{{i}} {{chr(97 + i % 26) * (i % 100)}}\\n' for i in range({num}))"
-    job = cluster.submit(f'{sys.executable} -c "{text}"', num_nodes=2)
+    job = cluster.submit(f'{sys._base_executable} -c "{text}"', num_nodes=2)
     status, log = cluster.follow(job)
     assert status is SUCCEEDED
     expected = [f"{i} {chr(97 + i % 26) * (i % 100)}" for i in range(num)]

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Makes one host of the testbed out of the namespaces it is started in, and stays as its PID 1.
 #   host_init.sh FOLDER NAME ADDRESS HOME     FOLDER has keys/NAME/, authorized_keys, hosts; HOME is seen as /home,
-#   or "own" for one that no other host sees.
+#   or "own" for one that no other host sees. Further arguments are paths that stay visible though they lie below /tmp.
 set -e
 folder=$1 name=$2 address=$3 home=$4
+shift 4
 state=$folder/state/$name
 read -r pid _ < /proc/self/stat  # the /proc of outside: the pid that others know us by
 echo "$pid" > "$state.pid"
@@ -17,6 +18,10 @@ mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
 mount -t proc proc "$root/proc"
 mount -t sysfs sysfs "$root/sys"
 mount -t tmpfs -o mode=1777 tmp "$root/tmp"
+for path in "$@"; do
+    mkdir -p -m 755 "$root$path"
+    mount --rbind "$path" "$root$path"
+done
 mount -t tmpfs -o mode=755 run "$root/run"
 if [ "$home" = own ]; then mount -t tmpfs -o mode=755 home "$root/home"; else mount --bind "$home" "$root/home"; fi
 mkdir -p "$root/home/sky" && chown 2000:2000 "$root/home/sky"

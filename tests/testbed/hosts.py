@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# The clone and its environment, where they lie below /tmp, which hosts have of their own.
+_KEPT = sorted({path for path in (str(Path(__file__).resolve().parents[2]), sys.prefix) if path.startswith("/tmp/")})
 _INIT = Path(__file__).with_name("host_init.sh")
 _CABLE = Path(__file__).with_name("cable.py")
 _PROGRAMS = ("unshare", "nsenter", "ip", "tc", "tini", "ssh", "ssh-keygen", "ssh-keyscan", "/usr/sbin/sshd")
@@ -184,7 +186,7 @@ class Testbed:
             command = ["unshare", "-n", "-m", "-u", "-i", "-p", "--fork", "--kill-child", "bash", str(_INIT)]
             with (self.folder / f"{name}.log").open("wb") as log:
                 process = subprocess.Popen(
-                    [*command, str(self.folder), name, addrs[name], home],
+                    [*command, str(self.folder), name, addrs[name], home, *_KEPT],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
