@@ -49,6 +49,7 @@ def losses(lines: list[str]) -> dict[int, float]:
     return {int(each[1].split("/")[0]): float(each[3]) for each in words}
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_it_ends_at_the_same_weights(tmp_path: Path) -> None:
     import torch
 

@@ -388,6 +388,7 @@ def test_the_trainer_sees_every_rank_and_ends_with_equal_weights(pool: sky.Compu
     assert pool.run(lambda: os.environ.get("ACCELERATE_USE_CPU")) == [None, None]
 
 
+@pytest.mark.long
 def test_nccl_socket_timeout_set_late_bounds_the_first_collective() -> None:
     def stay_away() -> str:
         import os

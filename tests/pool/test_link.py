@@ -255,6 +255,7 @@ def test_everything_arrives_once_and_in_order_while_the_cable_is_cut(host: Host,
         assert driver.reason is None
 
 
+@pytest.mark.long
 def test_a_silent_link_is_told_and_replaced(host: Host) -> None:
     with linked(host) as driver:
         assert driver.answers(1)
@@ -268,6 +269,7 @@ def test_a_silent_link_is_told_and_replaced(host: Host) -> None:
         assert driver.silent_s < 3
 
 
+@pytest.mark.long
 def test_a_host_that_is_frozen_whole_is_told_and_goes_on(host: Host) -> None:
     host.grace_s = 20
     with linked(host) as driver:

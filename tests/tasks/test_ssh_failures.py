@@ -19,7 +19,7 @@ import pytest
 from testbed.fixtures import MakeBed
 from testbed.hosts import Host, Testbed
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.long]
 ATOLL = str(Path(sys.executable).parent / "atoll")
 Run = Callable[..., "Running"]
 SUPERVISED = ("here", "on the head")

@@ -452,6 +452,7 @@ def test_a_file_that_is_written_to_all_the_time(tmp_path):
 
 
 @both_ways
+@pytest.mark.long
 def test_two_gigabytes_do_not_go_through_memory(tmp_path, carry):
     source = tmp_path / "src"
     source.mkdir()

@@ -29,7 +29,8 @@ def ssh(host: str, command: str, *options: str) -> subprocess.CompletedProcess[s
 
 
 def test_hosts_are_apart_and_reach_each_other(bed: Testbed) -> None:
-    said = [ssh(host, "hostname; id -un; pgrep -c sleep; touch /tmp/mine; ls -d /tmp/m*").stdout for host in ("h1", "h2")]
+    asked = "hostname; id -un; pgrep -c sleep; touch /tmp/mine; ls -d /tmp/m*"
+    said = [ssh(host, asked).stdout for host in ("h1", "h2")]
     assert said == ["h1\nsky\n1\n/tmp/mine\n", "h2\nsky\n1\n/tmp/mine\n"]
     bed.hosts[0].run("touch ~/here && echo shared > /home/sky/note")
     assert bed.hosts[1].run("ls ~/here 2>&1 || cat /home/sky/note").endswith("shared\n")
