@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -43,6 +44,21 @@ def fsync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Does a process hold this file's lock for itself? Unlike a pid it can't be mistaken for another's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def shown_path(path: str) -> str:

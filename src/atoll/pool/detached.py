@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, CallTimeout, ConfigError, PoolClosed
-from atoll.core.paths import atoll_home, write_atomic
+from atoll.core.paths import atoll_home, is_locked, write_atomic
 from atoll.pool.calls import Fault, RankResults, Received, unloadable
 from atoll.pool.job import Failure, Job, Request
 from atoll.wire import frames
@@ -159,17 +158,7 @@ def begin(request: Request, pool: str, log: str) -> None:
 
 def is_held(log: str | os.PathLike[str]) -> bool:
     """Does the keeper that writes this log still run? A lock can't be mistaken for another's, as a pid can."""
-    try:
-        fd = os.open(log, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return is_locked(log)
 
 
 def exists(job_id: object) -> bool:

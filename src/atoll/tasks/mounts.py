@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.hints import nearest, redact
 from atoll.core.paths import write_atomic
-from atoll.tasks.nodes import TARGETS, WORKDIR
+from atoll.tasks.nodes import TARGETS
+from atoll.tasks.spec import WORKDIR
 from atoll.tasks.tarball import MOUNTS, SELF, Entry, Receiver, manifest, unwritable
 from atoll.tasks.variables import substitute
 from atoll.tasks.workdir import Progress, mirror

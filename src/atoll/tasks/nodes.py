@@ -25,10 +25,9 @@ from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Node, NodePlace, NodePlan
 from atoll.providers.local import Local, isolation
 from atoll.providers.network import Network, NetworkUnavailable
-from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, node_name
+from atoll.tasks.spec import LONGEST_NAME, WORKDIR, ClusterSpec, node_name
 from atoll.wire import frames
 
-WORKDIR = "sky_workdir"  # SkyPilot's name for it, below HOME
 TARGETS = "mounts.json"  # beside a node's home: paths at which its jobs see files that lie in the home
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from atoll.core.errors import ConfigError
 from atoll.core.hints import current_folder
 from atoll.tasks import clusters
-from atoll.tasks.nodes import WORKDIR
-from atoll.tasks.spec import ClusterSpec
+from atoll.tasks.spec import WORKDIR, ClusterSpec
 
 if TYPE_CHECKING:
     from atoll.tasks.mounts import Mount

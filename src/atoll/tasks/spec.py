@@ -15,6 +15,7 @@ from typing import Any
 from atoll.core.errors import ConfigError
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
+WORKDIR = "sky_workdir"  # SkyPilot's name for a task's folder, below HOME
 LONGEST_NAME = 63  # it becomes part of host names
 
 # Exit codes of the command, SkyPilot's.

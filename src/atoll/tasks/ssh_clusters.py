@@ -22,9 +22,8 @@ from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.errors import resolved
 from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import HERE, Target, find_group
-from atoll.tasks.nodes import WORKDIR
 from atoll.tasks.remote_control import ProgramControl, tell
-from atoll.tasks.spec import ClusterSpec
+from atoll.tasks.spec import WORKDIR, ClusterSpec
 from atoll.tasks.ssh_nodes import check_size, plans_of, provider_of, workdir_of
 from atoll.tasks.survey import Survey, survey
 from atoll.tasks.tarball import MOUNTS, entries_from, lock_file, state_file

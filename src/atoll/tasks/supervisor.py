@@ -19,6 +19,7 @@ from pathlib import Path
 
 import atoll
 from atoll.core.errors import ProvisionError
+from atoll.core.paths import is_locked
 from atoll.tasks.environment import is_secret
 from atoll.tasks.logs import JobLog
 from atoll.tasks.spec import JobStatus
@@ -42,17 +43,7 @@ main(sys.argv[2], int(sys.argv[3]))"""
 
 def is_running(folder: Path) -> bool:
     """Does the cluster's supervisor run? The lock tells, which a pid that somebody else has by now would not."""
-    try:
-        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return is_locked(folder / _LOCK)
 
 
 def kill(folder: Path) -> None:

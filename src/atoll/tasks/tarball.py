@@ -24,11 +24,11 @@ from typing import IO, Any, NamedTuple
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.paths import write_atomic
+from atoll.tasks.spec import WORKDIR
 
 LISTING = ".atoll-listing.json"  # first member of a tar: every entry of the source, sent or not
 END = ".atoll-end"  # its last: a tar that is cut between two members looks whole to tarfile
 MOUNTS = ".atoll-mounts"  # below HOME: what was to lie elsewhere
-WORKDIR = "sky_workdir"  # of a cluster on this host, to which ~/sky_workdir is a link
 SELF = "."  # the path of what is not a folder but a single file
 BUFFER_BYTES = 1 << 20
 
