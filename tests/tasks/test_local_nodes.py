@@ -164,13 +164,15 @@ def test_a_network_that_ended_is_made_anew_for_later_jobs(source: Callable[..., 
     with contextlib.ExitStack() as stack:
         running = nodes.start(1, 0, 0)
         stack.callback(running.handle.stop)
+        old = Talk(running.handle.channel)
+        old.next(frames.AGENT)  # it is in the network by now
         first = nodes._network
         getattr(first, which).kill()
         eventually(lambda: first is not None and first.fault, "seen")
         later = [nodes.start(2, number, 0) for number in (0, 1)]
         for node in later:
             stack.callback(node.handle.stop)
-        old, *new = [Talk(node.handle.channel) for node in (running, *later)]
+        new = [Talk(node.handle.channel) for node in later]
         notes = [note for talk in new for note in talk.next(frames.AGENT).meta["place"]["notes"]]
         assert len(notes) == 1
         assert "the cluster's network was made anew: " in notes[0]
