@@ -20,6 +20,7 @@ from tests.pool.conftest import SOURCE_ROOT, eventually
 
 from atoll.cli.main import app
 from atoll.tasks import clusters
+from atoll.tasks.placing import Wish, decide
 from atoll.tasks.spec import ClusterStatus
 
 RUN = "from atoll.cli.main import main; main()"
@@ -98,15 +99,16 @@ ENVIRON = "import json, os; print(json.dumps(dict(os.environ)), flush=True)\n"
 
 def test_a_script_sums_over_all_ranks_of_two_nodes():
     text = (
-        "import torch, torch.distributed as dist\n"
+        "import os, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', init_method='env://')\n"
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
         "model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()\n"
         "print('grad', model.module.weight.grad.tolist(), 'of', dist.get_world_size(), flush=True)\n"
         "dist.destroy_process_group()\n"
+        "os._exit(0)  # DDP keeps Gloo's threads, which race with Python's exit\n"
     )
-    out, err = run("--nodes", "2", "--nproc", "2", script(text))
-    assert out.count("grad [[1.5, 1.5]] of 4") == 4
+    out, err = run("--nodes", "2", script(text))
+    assert out.count("grad [[0.5, 0.5]] of 2") == 2
     assert "✓ Job finished (status: SUCCEEDED)." in err
 
 
@@ -210,15 +212,15 @@ def test_all_ranks_start_again_together_after_a_failure():
         "import os, time\n"
         "count, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']\n"
         "print('began', rank, count, flush=True)\n"
-        "if count != '2':\n"
+        "if count != '1':\n"
         "    time.sleep(0.2)\n"
         "    exit(9) if rank == '1' else time.sleep(300)\n"
         "print('checkpoint', open('checkpoint').read() if rank == '1' else '', flush=True)\n"
     )
     Path("checkpoint").write_text("of before")
-    out, _err = run("--nodes", "2", "--max-restarts", "2", script(text))
+    out, _err = run("--nodes", "2", "--max-restarts", "1", script(text))
     for rank in ("0", "1"):
-        assert [line.split()[-1] for line in out.splitlines() if f"began {rank}" in line] == ["0", "1", "2"]
+        assert [line.split()[-1] for line in out.splitlines() if f"began {rank}" in line] == ["0", "1"]
     assert "checkpoint of before" in out
     assert run("--max-restarts", "1", script("exit(3)"), code=100)[1].count("exited with code 3") >= 2
 
@@ -277,7 +279,7 @@ def test_a_signal_ends_the_ranks(number, kind):
 
 
 def test_nothing_survives_a_client_that_is_killed():
-    word = f"stubborn-orphan-{os.getpid()}"
+    word = f"orphan-{os.getpid()}"
     process = begin(word)
     process.kill()
     process.communicate(timeout=30)
@@ -311,7 +313,7 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
     for number in range(24):
         name = f"run-{number:06x}"
         with clusters.locked(name):
-            made = clusters.decide(name, None, clusters.Wish()).cluster
+            made = decide(name, None, Wish()).cluster
             clusters.save(type(made).from_json({**made.to_json(), "created_s": number, "status": "DOWN"}))
     run("--no-python", "true")
     left = clusters.all_names()

@@ -20,6 +20,7 @@ from atoll.core.hints import (
     check_seconds,
     current_folder,
     digest_credentials,
+    is_secret,
     redact,
     shown_variable,
     suggests_keywords,
@@ -136,12 +137,12 @@ def test_odd_entries_of_the_import_path_break_no_call(pool: sky.ComputePool, mon
 def test_a_folder_that_goes_away_later_is_left_out_of_the_import_path(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
-        "from atoll.pool.compute_pool import _here, _import_path\n"
+        "from atoll.pool.import_path import _here, absolute\n"
         "sys.path[:1] = ['', 'relative']\n"  # -c has put '' there
-        "before = _import_path(_here())\n"
+        "before = absolute(_here())\n"
         "assert before[:2] == (os.getcwd(), os.path.abspath('relative'))\n"
         "os.rmdir(os.getcwd())\n"
-        "print(_import_path(_here()) == before[2:])\n"
+        "print(absolute(_here()) == before[2:])\n"
     )
     folder = tmp_path / "gone"
     folder.mkdir()
@@ -339,7 +340,7 @@ def test_credentials_in_urls_are_redacted(text: str, becomes: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY_ID", "my_password_2", "DB_PASSWD", "GOOGLE_APPLICATION_CREDENTIALS"]
+    "name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "my_password_2", "DB_PASSWD", "GOOGLE_APPLICATION_CREDENTIALS"]
 )
 def test_secret_variables_are_shown_as_digests(name: str) -> None:
     assert shown_variable(name, SECRET).startswith("<secret ")
@@ -424,3 +425,24 @@ def test_the_line_of_the_requirements_file_is_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "requirements.txt").read_text() == "x>=1\n"
     echo._run([], ["/a -b #c/x.whl", "https://h/x#y"], tmp_path, said.append)
     assert (tmp_path / "requirements.txt").read_text() == "file:///a%20-b%20%23c/x.whl\nhttps://h/x#y\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("HF_TOKEN", "x", True),
+        ("WANDB_API_KEY", "x", True),
+        ("db_password", "x", True),
+        ("AWS_SECRET", "x", True),
+        ("DATABASE_URL", "postgres://ada:pw@host/db", True),
+        ("TOKENIZERS_PARALLELISM", "false", False),
+        ("HOMEPAGE", "https://host/path", False),
+        ("KEYBOARD", "x", False),
+        ("SECRETS", "x", True),
+        ("API_KEY_2", "x", True),
+        ("SSH_KEY_PATH", "x", False),
+        ("GIT_URL", "ssh://git@host/path", False),
+    ],
+)
+def test_which_variables_are_secret(name: str, value: str, secret: bool) -> None:
+    assert is_secret(name, value) is secret

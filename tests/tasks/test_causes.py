@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,9 @@ def test_lines_of_others_stay_as_they_are() -> None:
 def test_causes_have_the_lines_that_tell() -> None:
     ended = ProcessEnded(0, 0, "run", 1, 1, tail=tuple(said("aborted")))
     assert process_cause(ended, 0, 1.0).tail == setup_cause([ended], 1.0).tail == telling_lines(ended.tail)
+
+
+def test_a_process_whose_threads_outlived_the_interpreter_says_what_to_do() -> None:
+    ended = ProcessEnded(1, 0, "run", 1, None, 6, tail=("grad 1.5", "terminate called without an active exception\n"))
+    assert "os._exit(0)" in process_cause(ended, 3, 1.0).reason
+    assert "_exit" not in process_cause(replace(ended, tail=("other",)), 3, 1.0).reason

@@ -18,7 +18,8 @@ T = TypeVar("T")
 _TEN_YEARS_S = 10 * 365.25 * 86400.0
 _VARIABLE_KEYWORDS = 0x08  # inspect.CO_VARKEYWORDS, without what importing inspect costs
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
-_SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.I)
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # of a URL; a user alone is no secret
+_SECRET_NAME = re.compile(r".*(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?:_?\d+)?", re.I)
 
 
 def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -106,9 +107,14 @@ def digest_credentials(text: str) -> str:
     return _CREDENTIALS.sub(lambda found: f"{_digest(found[0])}@", text)
 
 
+def is_secret(name: str, value: str = "") -> bool:
+    """Is this variable one whose value nobody may see: by its name (``HF_TOKEN``), or as a URL with a password?"""
+    return _SECRET_NAME.fullmatch(name) is not None or _PASSWORD.search(value) is not None
+
+
 def shown_variable(name: str, value: str) -> str:
     """A variable's value for messages and lists; a secret's digest, which still tells two apart."""
-    return _digest(value) if _SECRET_NAME.search(name) or _CREDENTIALS.search(value) else value
+    return _digest(value) if is_secret(name, value) else value
 
 
 def _digest(secret: str) -> str:

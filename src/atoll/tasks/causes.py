@@ -23,6 +23,9 @@ _RANK_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: \d
 _FOOTER_BEGINS = re.compile(r"\S*ChildFailedError:\s*$")
 _FOOTER_FRAME = re.compile(r"={20,}\s*$")
 _NUM_TAIL_LINES = 10
+# The last words of a process that ended while a C++ thread wanted the interpreter: DDP keeps its group's threads, also
+# past destroy_process_group() (pytorch pull request 179291).
+_TERMINATE = "terminate called without an active exception"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,11 @@ def _hint(event: ProcessEnded) -> str:
     if _ended_by(event) == signal.SIGSEGV:
         what = "a segmentation fault: look at native code and at versions of packages that don't fit each other"
         return f" ({what})"
+    if _ended_by(event) == signal.SIGABRT and event.tail and event.tail[-1].strip() == _TERMINATE:
+        return (
+            " (at its exit torch's Gloo threads raced with Python's, as DDP on CPU does under torchrun too: end the "
+            "script with sys.stdout.flush(); os._exit(0))"
+        )
     if event.exit_code == 127:
         return " (command not found: is it installed there, and on PATH?)"
     if event.exit_code == 126:
