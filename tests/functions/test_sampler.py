@@ -30,7 +30,7 @@ def on_ranks(world: int, function: Callable[[], Any]) -> list[Any]:
     try:
         for rank in range(world):
             peers = (Peer(0, "127.0.0.1"),)
-            set_current(CallContext("job", 0, 1, rank, rank, world, world, "127.0.0.1", 1, peers, None, 0, seed=7))
+            set_current(CallContext(0, 1, rank, rank, world, world, "127.0.0.1", 1, peers, None, 0, "job", seed=7))
             results.append(function())
     finally:
         set_current(before)

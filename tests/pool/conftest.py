@@ -14,6 +14,7 @@ import pytest
 
 import atoll as sky
 import leaks
+from atoll.pool.named import end_pool, named_pools
 
 SOURCE_ROOT = str(Path(sky.__file__).resolve().parents[1])
 NAMESPACE, SUBREAPER = "namespace", "subreaper"
@@ -36,8 +37,8 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
-def pool(mode: str) -> Iterator[sky.ComputePool]:
-    """Two nodes of one rank, in each mode."""
+def pool() -> Iterator[sky.ComputePool]:
+    """Two nodes of one rank."""
     with sky.ComputePool(nodes=2) as started:
         yield started
 
@@ -51,6 +52,31 @@ def assert_usable(pool: sky.ComputePool) -> None:
     """A broadcast and a single call work."""
     assert ranks_answer() @ pool == list(range(pool.world_size))
     assert ranks_answer() >> pool == 0
+
+
+# --------------------------------------------------------------------------------------------------- named pools
+class OwnError(Exception):
+    """No class that a driver could import."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{code}: {why}")
+        self.code = code
+
+
+@sky.compute
+def double(x: Any) -> tuple[Any, int]:
+    """Twice the argument, and the rank that doubled it."""
+    return 2 * x, sky.instance_info().rank
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state folder for one test; pools that it leaves up are ended."""
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
+    yield tmp_path / "home"
+    for pool in named_pools():
+        end_pool(pool["name"])
+    assert os.listdir(tmp_path / "home" / "pools") == [] if (tmp_path / "home" / "pools").exists() else True
 
 
 # ------------------------------------------------------------------------------------- processes as the host sees them

@@ -98,6 +98,13 @@ DEATHS = [
 ]
 
 
+@pytest.fixture
+def pool(mode: str) -> Iterator[sky.ComputePool]:
+    """Two nodes of one rank, in each mode."""
+    with sky.ComputePool(nodes=2) as started:
+        yield started
+
+
 @pytest.mark.parametrize(("how", "exit_code", "number"), DEATHS, ids=[how for how, *_ in DEATHS])
 def test_a_rank_dies(pool: sky.ComputePool, how: str, exit_code: int | None, number: int | None) -> None:
     began = time.monotonic()

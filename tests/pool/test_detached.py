@@ -12,25 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.pool.conftest import eventually, script, start_script
+from tests.pool.conftest import OwnError, double, eventually, script, start_script
 
 import atoll as sky
 import leaks
 from atoll.core.errors import RemoteTraceback
-from atoll.pool.attached import end_pool, named_pools
+from atoll.pool.named import named_pools
 
 NAME = "crew"
-
-
-class OwnError(Exception):
-    def __init__(self, code: int, why: str) -> None:
-        super().__init__(f"{code}: {why}")
-        self.code = code
-
-
-@sky.compute
-def double(x: Any) -> tuple[Any, int]:
-    return 2 * x, sky.instance_info().rank
 
 
 @sky.compute
@@ -38,15 +27,6 @@ def touch_and_sleep(path: str, seconds: float) -> str:
     Path(path).touch()
     time.sleep(seconds)
     return "slept"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A state folder for one test; pools that it leaves up are ended."""
-    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
-    yield tmp_path / "home"
-    for pool in named_pools():
-        end_pool(pool["name"])
 
 
 def run(folder: Path, text: str) -> str:

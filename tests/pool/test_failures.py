@@ -333,7 +333,7 @@ def test_port_29500_taken_and_two_groups_at_once() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ nothing piles up
-def test_a_thousand_calls_leave_no_descriptor(mode: str) -> None:
+def test_a_thousand_calls_leave_no_descriptor() -> None:
     def fds() -> int:
         import os
 
@@ -357,10 +357,10 @@ def test_a_thousand_calls_leave_no_descriptor(mode: str) -> None:
         # The arena keeps a few files warm on purpose.
         assert after[0] <= before[0] + 2
         assert after[1] <= before[1] + 2
-        assert len(pool._backend._timers) < 100  # type: ignore[union-attr]
+        assert len(pool._backend._reader._timers) < 100  # type: ignore[union-attr]
 
 
-def test_memory_kept_by_a_rank_is_never_handed_out_again(mode: str) -> None:
+def test_memory_kept_by_a_rank_is_never_handed_out_again() -> None:
     def keep(block: Any) -> int:
         import builtins
 
@@ -382,7 +382,7 @@ def test_memory_kept_by_a_rank_is_never_handed_out_again(mode: str) -> None:
         assert pool.run_one(look) == list(range(6))
 
 
-def test_memory_of_a_functions_closure_is_never_handed_out_again(mode: str) -> None:
+def test_memory_of_a_functions_closure_is_never_handed_out_again() -> None:
     import numpy as np
 
     def keeper(block: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import atoll as sky
-from atoll.pool import gang as gang_module
+from atoll.pool import nodes as nodes_module
 from atoll.pool.members import sweep_stale
 
 
@@ -177,7 +177,7 @@ def test_a_stream_that_is_left_behind_runs_its_finally(leave: str, tmp_path: Pat
 
 
 def test_a_frozen_agent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang_module, "_DEAF_S", 2.0)
+    monkeypatch.setattr(nodes_module, "_DEAF_S", 2.0)
     with sky.ComputePool(nodes=2, hang_timeout=60, logs="quiet") as pool:
         pool._backend._hangs.period_s = 0.2  # type: ignore[union-attr]
         future = pool.submit(time.sleep, 300, everywhere=True)
@@ -195,7 +195,7 @@ def test_a_frozen_agent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def agent_of(pool: sky.ComputePool, node: int) -> int:
     """Pid of a node's agent as this process sees it."""
-    process = pool._backend.nodes[node].handle.process  # type: ignore[union-attr]
+    process = pool._backend.nodes.states[node].handle.process  # type: ignore[union-attr]
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(children[0]) if "unshare" in Path(f"/proc/{process.pid}/comm").read_text() else process.pid
 

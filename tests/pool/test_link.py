@@ -134,9 +134,7 @@ class Driver(LinkedChannel):
             host.connect,
             grace_s=host.grace_s,
             name="h1",
-            on_silent=lambda seconds: self.events.append(("silent", seconds)),
-            on_back=lambda: self.events.append(("back", None)),
-            on_lost=lambda reason: self.events.append(("lost", reason)),
+            on_silence=lambda seconds: self.events.append(("silent", seconds) if seconds else ("back", None)),
         )
         self.frames = Parser()
         self.got: list[RawFrame] = []
@@ -211,7 +209,7 @@ def test_frames_and_files_go_there_and_back_and_nothing_is_left(host: Host) -> N
     assert all(cable.poll() is not None for cable in host.cables)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_everything_arrives_once_and_in_order_while_the_cable_is_cut(host: Host, seed: int) -> None:
     host.rate = 60e6
     sent: list[tuple[int, int, list[int]]] = []
@@ -318,7 +316,6 @@ def test_after_the_grace_period_the_host_is_lost_and_everything_on_it_ends(host:
         with pytest.raises(EOFError, match=r"no connection to h1 for 1 s: no route to host"):
             driver.next()
         eventually(host.gone, "the agent ends, and what is below it", 3)
-        assert driver.events[-1] == ("lost", driver.reason)
     finally:
         driver.stop()
 

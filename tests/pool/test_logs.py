@@ -50,7 +50,7 @@ def write_every_way() -> None:
     ctypes.CDLL(None).printf(b"printf %d", rank)  # no newline, and in the C library's buffer
 
 
-def test_every_way_of_writing_arrives_before_the_result(mode: str) -> None:
+def test_every_way_of_writing_arrives_before_the_result() -> None:
     seen = Collector()
     with sky.ComputePool(nodes=2, logs=seen) as pool:
         write_every_way() @ pool
@@ -103,7 +103,7 @@ def test_progress_bars_bytes_and_open_ends() -> None:
     assert raw == b"10%\r20%\r30%\r\nbad \xff\xfe bytes\nsplit line\r\nopen end"
 
 
-def test_fifty_megabytes_every_byte_once(mode: str) -> None:
+def test_fifty_megabytes_every_byte_once() -> None:
     lines = 400_000
     counts: dict[int, int] = defaultdict(int)
     sums: dict[int, int] = defaultdict(int)
@@ -172,7 +172,7 @@ def test_unknown_logs_are_refused() -> None:
         sky.ComputePool(logs="loud")  # type: ignore[arg-type]
 
 
-def test_files_are_private(mode: str) -> None:
+def test_files_are_private() -> None:
     with sky.ComputePool(nodes=1, logs="quiet") as pool:
         pool.run(lambda: print("secret"))
         folder = pool.log_dir

@@ -20,28 +20,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.pool.conftest import eventually, script, start_script
+from tests.pool.conftest import OwnError, double, eventually, script, start_script
 
 import atoll as sky
 import leaks
 from atoll.core import events
 from atoll.core.errors import RemoteTraceback
-from atoll.pool.attached import end_pool, folder_of, named_pools
+from atoll.core.paths import short_path
 from atoll.pool.logs import LogLine
+from atoll.pool.named import folder_of, named_pools
 from atoll.providers.base import Node, NodePlan, Plan
 
 NAME = "crew"
-
-
-class OwnError(Exception):
-    def __init__(self, code: int, why: str) -> None:
-        super().__init__(f"{code}: {why}")
-        self.code = code
-
-
-@sky.compute
-def double(x: Any) -> tuple[Any, int]:
-    return 2 * x, sky.instance_info().rank
 
 
 @sky.compute
@@ -104,16 +94,6 @@ def memory_files(pid: int | str) -> set[int]:
 
 def maps(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/maps").read_text().splitlines()
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A state folder for one test; pools that it leaves up are ended."""
-    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
-    yield tmp_path / "home"
-    for pool in named_pools():
-        end_pool(pool["name"])
-    assert os.listdir(tmp_path / "home" / "pools") == [] if (tmp_path / "home" / "pools").exists() else True
 
 
 # --------------------------------------------------------------------------------------- the same as on an unnamed pool
@@ -386,7 +366,7 @@ class TestSameOnBoth:
         assert pid() @ crew.pool == pid() @ crew.pool
 
 
-@pytest.mark.parametrize("name", [None, NAME])
+@pytest.mark.parametrize("name", [pytest.param(None, marks=pytest.mark.long), NAME])
 def test_hang_timeout(home: Path, name: str | None) -> None:
     @sky.compute
     def hang() -> None:
@@ -615,7 +595,7 @@ def test_a_client_that_stops_reading_blocks_nobody(home: Path, tmp_path: Path) -
         finish(client)
 
 
-@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("round_", [0, *(pytest.param(again, marks=pytest.mark.long) for again in (1, 2))])
 def test_a_killed_keeper(home: Path, tmp_path: Path, round_: int) -> None:
     with sky.ComputePool(name=NAME, nodes=2) as pool:
         assert double(1) @ pool == [(2, 0), (2, 1)]
@@ -761,12 +741,11 @@ def test_the_keeper_holds_nothing_of_who_started_it(home: Path, tmp_path: Path) 
 
 
 def test_strange_bytes_end_their_client_only(home: Path) -> None:
-    from atoll.pool.keeper import in_folder
     from atoll.wire import frames
 
     with sky.ComputePool(name=NAME) as pool:
         for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, frames.pack(frames.SUBMIT, 0, 1, {"no": "sense"})):
-            with socket.socket(socket.AF_UNIX) as stranger, in_folder(folder_of(NAME)) as path:
+            with socket.socket(socket.AF_UNIX) as stranger, short_path(folder_of(NAME), "sock") as path:
                 stranger.connect(path)
                 stranger.settimeout(10)
                 stranger.sendall(data)

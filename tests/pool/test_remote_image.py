@@ -18,7 +18,6 @@ from testbed.fixtures import MakeBed, bed, make_bed
 from testbed.hosts import Testbed
 
 __all__ = ["bed", "make_bed"]
-pytestmark = pytest.mark.serial
 BOTH = ["h1", "h2"]
 
 

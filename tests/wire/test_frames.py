@@ -54,7 +54,7 @@ def test_a_truncated_frame_is_waited_for(message: tuple, missing: int) -> None:
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_garbage_is_refused_or_waited_for(garbage: bytes, cuts: list[int]) -> None:
     parser = Parser()
     try:
@@ -66,7 +66,7 @@ def test_garbage_is_refused_or_waited_for(garbage: bytes, cuts: list[int]) -> No
 
 
 @given(messages, st.integers(0, 10_000), st.integers(1, 255))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_a_flipped_byte_is_another_frame_or_refused(message: tuple, at: int, flip: int) -> None:
     kind, rank, call, meta, rest = message
     data = bytearray(pack(kind, rank, call, meta, rest))

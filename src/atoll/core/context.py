@@ -21,10 +21,25 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class CallContext:
-    """Where a call runs. ``seed`` is the same on every rank of a call and differs between calls."""
+class InstanceInfo:
+    """Where this process stands in the call it runs.
 
-    job_id: str
+    Attributes:
+        node: index of this node, 0 to ``total_nodes - 1``.
+        total_nodes: nodes in the pool.
+        rank: global rank, 0 to ``world_size - 1``; 0 in a call dispatched with ``>>``.
+        local_rank: index of this process on its node; its GPU is ``cuda:{local_rank}``.
+        world_size: processes in this call: 1 in a call dispatched with ``>>``.
+        local_world_size: processes of this call on this node.
+        is_head: True on exactly one process of a call, its rank 0.
+        head_addr, head_port: where rank 0 listens (``MASTER_ADDR``, ``MASTER_PORT``).
+        peers: every node of the pool with its address, by node index.
+        accelerator: name of this node's accelerator, such as ``"A100"``, or None on CPU.
+        accelerators: how many of them this node has.
+        job_id: id of the call, the same on all its ranks.
+        simulated: True where the accelerator was asked for but is not there, and ranks run on CPU.
+    """
+
     node: int
     total_nodes: int
     rank: int
@@ -36,8 +51,20 @@ class CallContext:
     peers: tuple[Peer, ...]
     accelerator: str | None
     accelerators: int
-    seed: int
+    job_id: str
     simulated: bool = False
+
+    @property
+    def is_head(self) -> bool:
+        """True on exactly one process of a call: its rank 0."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext(InstanceInfo):
+    """What the worker knows beyond that. ``seed`` is the same on every rank of a call and differs between calls."""
+
+    seed: int
     pool_id: str = ""
     checkpoint_dir: str | None = None
     send_report: Callable[[dict[str, Any], str | None], None] | None = field(default=None, compare=False)

@@ -89,9 +89,10 @@ class MetricsReported(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSuspected(Event):
-    """Ranks have made no progress for ``silent_s`` seconds; the call goes on."""
+    """Ranks have made no progress for ``silent_s`` seconds; the call goes on. ``why`` says more, if any."""
 
     job_id: str
     ranks: tuple[int, ...]
     silent_s: float
     stacks: dict[int, str]
+    why: str = ""

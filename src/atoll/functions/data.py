@@ -12,6 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.hints import suggests_keywords
 from atoll.functions.sampler import loaded_type, permutation, place, resolve_seed
+from atoll.wire.culprits import article
 
 __all__ = ["shard"]
 
@@ -210,8 +211,5 @@ def _refuse(x: Any, name: str) -> None:
     elif not (hasattr(type(x), "__getitem__") and (hasattr(type(x), "__len__") or hasattr(x, "shape"))):
         advice = "expected something with a length and [], such as a list, an array or a map-style dataset"
     if advice is not None:
-        raise UsageError(f"shard() can't cut {name}, which is {_article(kind)}: {advice}")
-
-
-def _article(kind: str) -> str:
-    return kind if kind == "NoneType" else f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
+        what = kind if x is None else article(kind)
+        raise UsageError(f"shard() can't cut {name}, which is {what}: {advice}")

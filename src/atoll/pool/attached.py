@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
-import json
 import os
 import pickle
-import re
 import select
 import shutil
 import socket
@@ -17,112 +14,30 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 from atoll.core import events
-from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError, name_ranks
+from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError
 from atoll.core.paths import atoll_home
+from atoll.pool.hangs import suspicion
 from atoll.pool.job import Failure, Job
-from atoll.pool.keeper import GO, in_folder, packed, request_to_meta, unpacked
+from atoll.pool.keeper import GO, request_parts
 from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec
+from atoll.pool.named import END_S, connect, folder_of, keeper_of, locked
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
-from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
+from atoll.wire.exceptions import packed, unpacked
+from atoll.wire.frames import Frame, Parser, WireError, close_all, pack, receive, send_all
 from atoll.wire.segments import Arena
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ANSWER_S = 10.0  # a keeper that is alive answers at once
-_END_S = 15.0  # and ends, with all its ranks, in this time
 _TRIES = 5  # it may be ending at the moment somebody attaches
 # How to start a gang, and what an image puts in front of every process's own import path.
 ToStart = Callable[[], tuple[GangSpec, Sequence[str]]]
-
-
-def check_name(name: object) -> str:
-    """A pool's name, or ``ConfigError``."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"name={name!r}: expected letters, digits, '.', '_' and '-', at most 64, as in 'my-pool'")
-    return name
-
-
-def folder_of(name: str) -> Path:
-    """Where a named pool's socket is."""
-    return atoll_home() / "pools" / check_name(name)
-
-
-@contextlib.contextmanager
-def _locked(name: str) -> Iterator[None]:
-    """One process at a time starts a pool of this name, or clears away what a killed one left.
-
-    The file stays: removing one that another process waits on would let two in.
-    """
-    folder = atoll_home() / "locks"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    with open(folder / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def named_pools() -> list[dict[str, Any]]:
-    """What is known of each named pool that is up; what a killed one left is cleared away."""
-    found = []
-    folder = atoll_home() / "pools"
-    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-        if not _NAME.fullmatch(name):
-            continue
-        sock = connect(name)
-        if sock is None:
-            with _locked(name):  # not one that is just being started
-                sock = connect(name)
-                if sock is None:
-                    shutil.rmtree(folder / name, ignore_errors=True)
-        if sock is not None:
-            sock.close()
-            with contextlib.suppress(OSError, ValueError):
-                found.append(json.loads((folder / name / "pool.json").read_text()))
-    return found
-
-
-def connect(name: str) -> socket.socket | None:
-    """A connection to the pool's keeper, or None where there is none."""
-    folder = folder_of(name)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with in_folder(folder) as path:
-            sock.connect(path)
-    except OSError:
-        sock.close()
-        return None
-    return sock
-
-
-def end_pool(name: str) -> bool:
-    """End a named pool for everybody, and wait until its ranks are gone; False where there is none."""
-    sock = connect(name)
-    if sock is None:
-        return False
-    with sock:
-        sock.settimeout(_END_S)
-        try:
-            send_all(sock, pack(frames.DOWN))
-            while sock.recv(1 << 16):
-                pass
-        except TimeoutError:
-            keeper = _keeper_of(name)
-            raise AtollError(f"pool {name!r} did not end within {_END_S:g} s; its keeper is {keeper}") from None
-        except OSError:  # it hung up
-            pass
-    return True
-
-
-def _keeper_of(name: str) -> str:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return f"process {json.loads((folder_of(name) / 'pool.json').read_text())['pid']}"
-    return "a process that could not be found"
 
 
 class Attached:
@@ -191,7 +106,7 @@ class Attached:
                 received = [raw.parsed() for raw in self._parser.feed(data, fds)]
         except TimeoutError:
             raise PoolClosed(
-                f"pool {self.name!r} did not answer within {_ANSWER_S:g} s; its keeper is {_keeper_of(self.name)}"
+                f"pool {self.name!r} did not answer within {_ANSWER_S:g} s; its keeper is {keeper_of(self.name)}"
             ) from None
         except OSError:
             return None
@@ -222,8 +137,8 @@ class Attached:
         try:
             self._add(job)
             self._submit(job, detach=True)
-            if not accepted.wait(_END_S):  # also where the reader found the keeper gone
-                raise PoolClosed(f"pool {self.name!r} did not answer within {_END_S:g} s; see `atoll pools ls`")
+            if not accepted.wait(END_S):  # also where the reader found the keeper gone
+                raise PoolClosed(f"pool {self.name!r} did not answer within {END_S:g} s; see `atoll pools ls`")
         finally:
             del self._detaching[job]
         if job.done:
@@ -233,14 +148,14 @@ class Attached:
     def _add(self, job: Job) -> None:
         with self._lock:
             if self._closing:
-                self._release(job, reusable=True)
+                job.request.release(self.arena)
                 raise PoolClosed(f"pool {self.name!r} went away")
             job.number = next(self._numbers)
             self._jobs[job.number] = job
 
     def _submit(self, job: Job, *, detach: bool) -> None:
-        meta, parts, fds = request_to_meta(job.request, detach=detach)
-        self._send(pack(frames.SUBMIT, 0, job.number, meta, parts, len(fds)), fds)
+        data, fds = request_parts(job.request)
+        self._send(pack(frames.SUBMIT, 0, job.number, {"detach": detach}, [data], len(fds)), fds)
 
     def cancel(self, job: Job, error: BaseException) -> None:
         """Ask the keeper to stop a call."""
@@ -324,8 +239,7 @@ class Attached:
             return
         job = self._jobs.get(frame.call)
         if job is None:
-            for fd in frame.fds:
-                os.close(fd)
+            close_all(frame.fds)
             return
         match frame.kind:
             case frames.ACCEPTED:
@@ -353,9 +267,8 @@ class Attached:
         match event:  # what a gang in this process would have said itself
             case events.CallRetried(attempt=attempt, reason=reason):
                 self._logs.note(f"{reason}; starting again, retry {attempt}")
-            case events.HangSuspected(ranks=ranks, silent_s=silent_s, stacks=stacks):
-                text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items())
-                self._logs.note(f"{name_ranks(ranks)} made no progress for {silent_s:.0f} s\n{text}")
+            case events.HangSuspected():
+                self._logs.note(suspicion(event))
         if self._on_event is None:
             return
         try:
@@ -366,7 +279,7 @@ class Attached:
     def _accepted(self, job: Job, frame: Frame) -> None:
         if frame.meta.get("detached"):
             self._jobs.pop(job.number, None)
-            self._release(job, reusable=False)
+            job.request.release(None)
             self._detaching[job].set()
             return
         job.begin(job.number, tuple(frame.meta["ranks"]))
@@ -383,25 +296,17 @@ class Attached:
         self, job: Job, results: dict[int, Frame], failures: list[Failure], error: BaseException | None, *, kept: bool
     ) -> None:
         job.done, job.error = True, error
-        self._release(job, reusable=not (kept or failures or error is not None))
+        job.request.release(None if kept or failures or error is not None else self.arena)
         job.sink.done(results, failures, error)
         if (detaching := self._detaching.get(job)) is not None:
             detaching.set()
-
-    def _release(self, job: Job, *, reusable: bool) -> None:
-        for encoded in (job.request.arguments, job.request.function.encoded):
-            segment, encoded.segment = encoded.segment, None
-            if segment is not None and reusable:
-                self.arena.give_back(segment)
-            elif segment is not None:
-                segment.close()
 
 
 def _connect_or_start(name: str, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> socket.socket:
     sock = connect(name)
     if sock is not None:
         return sock
-    with _locked(name):  # two processes that want the pool at once start it once
+    with locked(name):  # two processes that want the pool at once start it once
         sock = connect(name)
         if sock is not None:
             return sock
@@ -468,7 +373,7 @@ def _start_keeper(wanted: dict[str, Any]) -> None:
 
 def _await_end(fd: int) -> None:
     """Until the keeper has closed its end, but not for ever."""
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + END_S
     while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
         if not os.read(fd, 1 << 16):
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import os
 import queue
 import threading
 import weakref
@@ -14,10 +13,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from atoll.core import events
 from atoll.core.errors import AtollError, RemoteError, SerializationError, UsageError
-from atoll.pool.job import Failure, Job, Request
+from atoll.pool.job import Failure, Job, Request, Sink
 from atoll.wire import frames
 from atoll.wire.codec import loads
-from atoll.wire.frames import Frame
+from atoll.wire.frames import Frame, close_all
 from atoll.wire.segments import decode_parts
 
 R = TypeVar("R")
@@ -198,7 +197,7 @@ class Received:
         return loads(self.head, self.buffers)
 
 
-class _FutureSink:
+class _FutureSink(Sink):
     """Hears a job's frames and completes its future."""
 
     def __init__(self, future: CallFuture[Any], on_event: Callable[[events.Event], object] | None) -> None:
@@ -209,9 +208,6 @@ class _FutureSink:
         self._job_id = future.job_id
         self._on_event = on_event
         self._inboxes: dict[int, Inbox] = {}
-
-    def started(self, ranks: tuple[int, ...]) -> None:
-        """A repetition begins with nothing streamed."""
 
     def frame(self, frame: Frame, rank: int, node: int) -> None:
         """A stream began, or a value or report came."""
@@ -247,8 +243,7 @@ class _FutureSink:
                 future.settle({rank: Received.of(results.pop(rank)) for rank in future.job.ranks})
             self._release(future)
         for frame in results.values():
-            for fd in frame.fds:
-                os.close(fd)
+            close_all(frame.fds)
         for inbox in self._inboxes.values():
             inbox.put(fault)
 

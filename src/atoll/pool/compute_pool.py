@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import sys
-import sysconfig
 import tempfile
 import threading
 import weakref
@@ -19,35 +17,31 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, overload
 
 from atoll.core import events
 from atoll.core.errors import ConfigError, PoolClosed, UsageError
-from atoll.core.hints import (
-    current_folder,
-    digest_credentials,
-    shown_variable,
-    suggests_keywords,
-)
+from atoll.core.hints import check_seconds, current_folder, suggests_keywords
 from atoll.core.paths import atoll_home
 from atoll.pool import settings
-from atoll.pool.attached import Attached, check_name, end_pool
+from atoll.pool.attached import Attached
 from atoll.pool.calls import Backend, CallFuture, RankResults, check_may_wait
 from atoll.pool.gang import Gang
 from atoll.pool.image import Image, check_env, check_pip
+from atoll.pool.import_path import ImportPath
 from atoll.pool.job import Request
-from atoll.pool.keeper import DEFAULTS
 from atoll.pool.logs import LogRouter, Logs
 from atoll.pool.mapping import Mapped, zip_items
 from atoll.pool.members import GangSpec, sweep_stale
+from atoll.pool.mistakes import no_function, not_a_call
+from atoll.pool.named import check_name, end_pool
 from atoll.pool.overlay import Environment, resolve
 from atoll.pool.remote import LocalModules, OneUseArena, is_remote, prepare, starts_elsewhere
 from atoll.pool.retention import prune_jobs, prune_logs
 from atoll.pool.shipping import encode, name_of, pack_arguments, ship, unwrap
+from atoll.pool.wishes import wishes_of
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Plan, Provider
 from atoll.wire.segments import Arena
 
 R = TypeVar("R")
-T = TypeVar("T")
 _IDLE_S = 600.0
-_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class _Stoppable(Backend, Protocol):
@@ -127,27 +121,26 @@ class ComputePool:
         self.pip = check_pip("pip=", pip) or None
         self.env = check_env("env=", env)
         self.workers_per_node = settings.workers(workers_per_node)
-        self.timeout = settings.seconds("timeout", timeout)
-        self.ttl = settings.seconds("ttl", ttl)
+        self.timeout = check_seconds("timeout", timeout)
+        self.ttl = check_seconds("ttl", ttl)
         self.retries = settings.count("retries", retries, 0)
-        self.hang_timeout = settings.seconds("hang_timeout", hang_timeout)
+        self.hang_timeout = check_seconds("hang_timeout", hang_timeout)
         self.name = check_name(name) if name is not None else None
-        self.idle = settings.seconds("idle", idle)
+        self.idle = check_seconds("idle", idle)
         if idle is not None and name is None:
             raise ConfigError(
                 f"idle={idle!r} keeps a named pool warm; give the pool a name= as well, or leave idle out"
             )
         self.logs: Logs = logs
         self.id = ""
-        self._on_event = _guarded(settings.callback(on_event)) if on_event is not None else None
-        self._wishes = self._settings_asked_for()
-        self._path_cache: tuple[tuple[list[str], str], tuple[str, ...]] | None = None
+        self._on_event = settings.callback(on_event)
+        self._wishes = wishes_of(self)
+        self._imports = ImportPath()
         self._pid = os.getpid()
         self._backend: _Stoppable | None = None
         self._node_of: list[int] = []
         self._local_modules: LocalModules | None = None  # of a pool on other machines
         self._lock = threading.Lock()
-        self._entered = 0
         self._finalizer: weakref.finalize[[], ComputePool] | None = None
         LogRouter(logs, lambda rank: 0, 1)  # refuses a wrong `logs` here, where it was written
 
@@ -200,29 +193,13 @@ class ComputePool:
             gang.start()
             return gang
         idle_s = self.idle if self.idle is not None else _IDLE_S
-        to_start = lambda: (self._spec(), self._extra_path)  # noqa: E731 - where no pool of this name is up
+        to_start = lambda: (self._spec(), self._imports.extra)  # noqa: E731 - where no pool of this name is up
         attached = Attached(self.name, self._wishes, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
-        self._set_python(attached.python, attached.extra_path)
+        self._imports = ImportPath(attached.python, attached.extra_path)
         if self._local_modules is not None:
             attached.arena = OneUseArena()
         return attached
-
-    def _settings_asked_for(self) -> dict[str, str]:
-        """What a named pool that is up has to agree with, as text; values of variables that are secret, as digests."""
-        variables = {**(self.image.env or {}), **self.env}
-        wishes = {
-            "provider": repr(self.provider) if hasattr(self.provider, "__dataclass_fields__") else self.provider.name,
-            "nodes": self.nodes,
-            "accelerator": self.accelerator,
-            "workers_per_node": self.workers_per_node,
-            "image": dataclasses.replace(self.image, env=None),
-            "pip": self.pip,
-            "env": ", ".join(f"{key}={shown_variable(key, str(value))}" for key, value in sorted(variables.items())),
-            "ttl": self.ttl,
-            "hang_timeout": self.hang_timeout,
-        }
-        return {key: digest_credentials(str(value)) for key, value in wishes.items() if str(value) != DEFAULTS[key]}
 
     def _router(self, node_of: Callable[[int], int], world_size: int) -> LogRouter:
         return LogRouter(self.logs, node_of, world_size)
@@ -239,7 +216,7 @@ class ComputePool:
             environment = Environment(sys.executable, (), variables, ())
         else:
             environment = resolve(self.image, pip=self.pip, env=self.env, has_gpu=plan.has_gpu, progress=self._say)
-        path = self._rank_path(environment)
+        self._imports = ImportPath(environment.python, environment.paths)
         for line in environment.lines:
             self._say(line)
         self._node_of = [node.node for node in plan.nodes for _ in range(node.num_ranks)]
@@ -254,39 +231,14 @@ class ComputePool:
             pool_id=self.id,
             python=environment.python,
             env=environment.env if remote else _environment(environment, plan.world_size),
-            path=() if remote else path,
+            path=() if remote else self._imports.now(),
             cwd=cwd,
             log_dir=str(home / "logs" / self.id),
             job_dir=str(home / "jobs"),
             tmp_root=tempfile.gettempdir(),
-            source_root=_SOURCE_ROOT,
             hang_timeout_s=self.hang_timeout,
             ttl_s=self.ttl,
         )
-
-    def _rank_path(self, environment: Environment) -> tuple[str, ...]:
-        """What a rank can import from: what this process can, as it is now."""
-        self._set_python(environment.python, environment.paths)
-        return self._path()
-
-    def _set_python(self, python: str, extra_path: Iterable[str]) -> None:
-        self._extra_path = (*extra_path,)
-        self._own_python = os.path.realpath(python) == os.path.realpath(sys.executable)
-        self._path_cache = None
-
-    def _path(self) -> tuple[str, ...]:
-        # Asked at every call, changes hardly ever: only an entry that means "here" needs looking up each time.
-        key = (list(sys.path), _here() if "" in sys.path else "")
-        if self._path_cache is None or self._path_cache[0] != key:
-            self._path_cache = (key, self._resolve_path(key[1]))
-        return self._path_cache[1]
-
-    def _resolve_path(self, here: str) -> tuple[str, ...]:
-        path = _import_path(here)
-        if not self._own_python:
-            installed = tuple(os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
-            return (*self._extra_path, *(p for p in path if not os.path.realpath(p).startswith(installed)))
-        return (*self._extra_path, *path, *(() if _SOURCE_ROOT in path else (_SOURCE_ROOT,)))
 
     def _say(self, line: str) -> None:
         if self.logs != "quiet":
@@ -381,7 +333,7 @@ class ComputePool:
             raise UsageError("map needs at least one iterable of items: pool.map(f, items)")
         self._running()
         if not callable(function):
-            raise UsageError(_no_function(function))
+            raise UsageError(no_function(function))
         items = zip_items(name_of(unwrap(function)), iterables)
         return Mapped(self._submit_chunk(function), function, items, self.world_size, ordered, chunksize)
 
@@ -417,7 +369,7 @@ class ComputePool:
         options = options if options is not None else getattr(function, "__atoll_options__", None)
         raw = unwrap(function)
         if not callable(raw):
-            raise UsageError(_no_function(raw))
+            raise UsageError(no_function(raw))
         local = self._local_modules
         with local.by_value() if local is not None else contextlib.nullcontext():
             arguments = pack_arguments(raw, args, kwargs)  # before anything is laid out that would have to be let go
@@ -432,7 +384,7 @@ class ComputePool:
             name=name_of(raw),
             timeout_s=timeout if timeout is not None else self.timeout,
             retries=retries if retries is not None else self.retries,
-            path=self._path() if local is None else None,
+            path=self._imports.now() if local is None else None,
         )
         return CallFuture(backend, request, self._node_of, self._on_event)
 
@@ -473,75 +425,19 @@ class ComputePool:
     __array_ufunc__ = None  # so that NumPy leaves `array @ pool` to us
 
     def __rmatmul__(self, other: object) -> NoReturn:
-        raise UsageError(_mistake(other, "@"))
+        raise UsageError(not_a_call(other, "@"))
 
     def __rrshift__(self, other: object) -> NoReturn:
-        raise UsageError(_mistake(other, ">>"))
+        raise UsageError(not_a_call(other, ">>"))
 
     def __rand__(self, other: object) -> NoReturn:
-        raise UsageError(_mistake(other, ">>"))
+        raise UsageError(not_a_call(other, ">>"))
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "a ComputePool lives in the process that made it and can't travel to a rank: a task that waited for its "
             "own pool could wait for ever. Dispatch from the driver, or use pool.map there"
         )
-
-
-def _guarded(on_event: Callable[[events.Event], object]) -> Callable[[events.Event], object]:
-    """The user's callback, made so that what it raises is said and stops nothing."""
-
-    def call(event: events.Event) -> None:
-        try:
-            on_event(event)
-        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises, sys.exit() too
-            print(f"atoll: on_event raised {type(error).__name__}: {error}", file=sys.stderr)
-
-    return call
-
-
-def _mistake(other: object, operator: str) -> str:
-    if isinstance(other, (list, tuple)) and other and all(hasattr(item, "__atoll_pending__") for item in other):
-        return (
-            f"several calls run side by side as `sky.gather(*calls) {operator} pool`, not as a {type(other).__name__}"
-        )
-    if callable(other):
-        name = name_of(other)
-        decorated = hasattr(other, "__atoll_function__")
-        step = "" if decorated else "decorate it with @sky.compute, and "
-        right = f"`{name}(...) {operator} pool`"
-        return f"`{name} {operator} pool` names the function without calling it: {step}write {right}"
-    return (
-        f"{type(other).__name__} on the left of `{operator} pool` is a value, not a pending call: the function ran "
-        f"here. Did you forget @sky.compute? Or write pool.run(function, ...)"
-    )
-
-
-def _no_function(value: object) -> str:
-    if hasattr(value, "__atoll_pending__"):
-        value._used = True  # type: ignore[attr-defined]  # refused, so no warning on top that it was never dispatched
-        name = str(value).removesuffix("(...)")
-        return (
-            f"{value} is a pending call: write `{value} >> pool`, or give function and arguments apart, as in "
-            f"pool.submit({name}, ...)"
-        )
-    return f"expected a function and its arguments, not {type(value).__name__}: pool.submit(function, ...)"
-
-
-def _here() -> str:
-    """The current folder, or nothing where it was removed: no import can come from there then."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.getcwd()
-    return ""
-
-
-def _import_path(here: str) -> tuple[str, ...]:
-    """``sys.path`` with absolute entries. Import skips what is no path, and so does this."""
-    given: list[object] = [*sys.path]
-    entries = [os.fspath(entry) for entry in given if isinstance(entry, (str, os.PathLike))]
-    with contextlib.suppress(FileNotFoundError):  # a relative entry where the current folder was removed
-        return tuple(os.path.abspath(entry) if entry else here for entry in entries if entry or here)
-    return tuple(entry for entry in entries if os.path.isabs(entry))
 
 
 def _environment(environment: Environment, world_size: int) -> dict[str, str]:

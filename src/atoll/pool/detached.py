@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import shutil
 import sys
@@ -17,15 +16,15 @@ from typing import Any
 from atoll.core.errors import AtollError, CallTimeout, ConfigError, PoolClosed
 from atoll.core.paths import atoll_home, is_locked, write_atomic
 from atoll.pool.calls import Fault, RankResults, Received, unloadable
-from atoll.pool.job import Failure, Job, Request
+from atoll.pool.job import Failure, Job, Request, Sink
 from atoll.wire import frames
-from atoll.wire.exceptions import pack_exception, unpack_exception
+from atoll.wire.exceptions import Packed, packed, unpacked
 from atoll.wire.frames import Frame
 
 _POLL_S = (0.01, 0.25)
 
 
-class StoreSink:
+class StoreSink(Sink):
     """Collects a detached call's frames and writes its outcome when it ends."""
 
     def __init__(self, request: Request, node_of: Sequence[int], forget: Callable[[Job], None]) -> None:
@@ -34,13 +33,10 @@ class StoreSink:
         self._request = request
         self._node_of = node_of
         self._forget = forget
-        self._reports: list[tuple[int, Raw]] = []
+        self._reports: list[tuple[int, Packed]] = []
         self._checkpoint: str | None = None
-        self._streams: dict[int, list[Raw]] = {}
+        self._streams: dict[int, list[Packed]] = {}
         self._writer: threading.Thread | None = None
-
-    def started(self, ranks: tuple[int, ...]) -> None:
-        """Nothing to keep yet."""
 
     def frame(self, frame: Frame, rank: int, node: int) -> None:
         """Keep a report or a streamed value."""
@@ -52,9 +48,6 @@ class StoreSink:
         elif "end" not in frame.meta:
             self._streams[rank].append(_raw(Received.of(frame)))
             self.grant(rank)  # nobody consumes it now, so it may go on
-
-    def returned(self, results: dict[int, Frame]) -> None:
-        """Told at the end."""
 
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """Write how it ended, in a thread of its own: the disk must not hold up other calls."""
@@ -89,37 +82,24 @@ class StoreSink:
             "streams": self._streams,
             "reports": self._reports,
             "checkpoint": self._checkpoint,
-            "error": _raw_error(fault.first),
+            "error": packed(fault.first),
             "raised": [(rank, node, _raw(part)) for rank, node, part in fault.parts],
         }
 
 
-Raw = tuple[bytes, list[bytes]]
-
-
-def _raw(part: Received) -> Raw:
+def _raw(part: Received) -> Packed:
     return bytes(part.head), [bytes(buffer) for buffer in part.buffers]
 
 
-def _received(raw: Raw) -> Received:
+def _received(raw: Packed) -> Received:
     return Received(raw[0], [bytearray(buffer) for buffer in raw[1]])
-
-
-def _raw_error(error: BaseException | None) -> Raw | None:
-    if error is None:
-        return None
-    payload = pack_exception(error)
-    return payload.head, [bytes(buffer) for buffer in payload.buffers]
 
 
 def _load(state: dict[str, Any]) -> Any:
     """The value a stored outcome stands for; raises what the call raised."""
     if state["error"] is not None or state["raised"]:
-        first: BaseException | None = None
-        if state["error"] is not None:
-            first = unpack_exception(*state["error"], rank=0, node=0)
-            first.__cause__ = None  # made by Atoll, not on a rank
-        raise Fault(first, [(rank, node, _received(raw)) for rank, node, raw in state["raised"]]).error()
+        raised = [(rank, node, _received(raw)) for rank, node, raw in state["raised"]]
+        raise Fault(unpacked(state["error"]), raised).error()
     streams, results = state["streams"], state["results"]
     try:
         values = [
@@ -141,7 +121,7 @@ def folder_of(job_id: str) -> Path:
 
 
 def begin(request: Request, pool: str, log: str) -> None:
-    """Note that a detached call exists, and the log that its pool's keeper holds locked.
+    """Note that a detached call exists, and the log that its pool's keeper holds locked as long as it runs.
 
     Raises:
         OSError: it could not be written; then nothing is left.
@@ -154,11 +134,6 @@ def begin(request: Request, pool: str, log: str) -> None:
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def is_held(log: str | os.PathLike[str]) -> bool:
-    """Does the keeper that writes this log still run? A lock can't be mistaken for another's, as a pid can."""
-    return is_locked(log)
 
 
 def exists(job_id: object) -> bool:
@@ -187,7 +162,7 @@ def result(job_id: str, timeout: float | None = None) -> Any:
     about = json.loads((folder / "job.json").read_text())
     started, wait_s = time.monotonic(), _POLL_S[0]
     while not (folder / "outcome").exists():
-        alive = is_held(about["log"])
+        alive = is_locked(about["log"])
         if not alive and not (folder / "outcome").exists():
             raise PoolClosed(f"pool {about['pool']!r} ended before {about['name']} ({job_id}) did; see {about['log']}")
         if timeout is not None and time.monotonic() - started >= timeout:

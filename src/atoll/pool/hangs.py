@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
-from atoll.core.errors import HangError
+from atoll.core.errors import HangError, name_ranks
+from atoll.core.events import HangSuspected
 from atoll.pool.job import Job
 
 _WARNING_S = 600.0  # without a hang_timeout: no progress for so long is worth a line,
@@ -23,17 +23,6 @@ _WAITS = (
 _MACHINERY = ("atoll/pool/worker/", "atoll/wire/", '"<string>"')
 
 
-@dataclass(frozen=True, slots=True)
-class Hang:
-    """A call that makes no progress: an error where its limit is reached, else ranks to warn of."""
-
-    silent_s: float
-    ranks: tuple[int, ...]
-    stacks: dict[int, str]
-    why: str = ""
-    error: HangError | None = None
-
-
 class HangWatch:
     """Tells from the stacks of a call's ranks, read now and then, whether it goes on."""
 
@@ -42,7 +31,9 @@ class HangWatch:
         # Often enough that a loop is not always met at the same line.
         self.period_s = min(max(limit_s / 20, 0.2), _PERIOD_S) if limit_s is not None else _PERIOD_S
 
-    def seen(self, job: Job, dumps: Mapping[int, str], main_threads: Mapping[int, int]) -> Hang | None:
+    def seen(
+        self, job: Job, dumps: Mapping[int, str], main_threads: Mapping[int, int]
+    ) -> HangError | HangSuspected | None:
         """Take the stacks of a call's running ranks in; says so if that makes it a hang, or one worth a warning."""
         now = time.monotonic()
         for rank, text in dumps.items():
@@ -55,15 +46,43 @@ class HangWatch:
         longest = hung_for(silent, stacks)
         if self._limit_s is not None and longest >= self._limit_s:
             missing, waiting = hung(stacks, sorted(job.ended))
-            error = HangError(self._limit_s, missing, waiting, stacks)
-            return Hang(longest, tuple(missing), stacks, error=error)
+            return HangError(self._limit_s, missing, waiting, stacks)
         deserted = bool(job.ended) and all(map(_waits, stacks.values()))
         patience = self._limit_s / 2 if self._limit_s else _DESERTED_S if deserted else _WARNING_S
         if job.warned or longest < patience:
             return None
+        job.warned = True
         stuck = tuple(sorted(rank for rank, quiet in silent.items() if quiet >= longest))
-        why = f"; {len(job.ended)} of {len(job.ranks)} ranks have returned, and they wait for those" if deserted else ""
-        return Hang(longest, stuck, {rank: stacks[rank] for rank in stuck}, why)
+        why = f"{len(job.ended)} of {len(job.ranks)} ranks have returned, and they wait for those"
+        return HangSuspected(
+            job_id=job.request.job_id,
+            ranks=stuck,
+            silent_s=longest,
+            stacks={rank: stacks[rank] for rank in stuck},
+            why=why if deserted else "",
+        )
+
+
+def suspicion(event: HangSuspected) -> str:
+    """What to tell the user of it."""
+    why = f"; {event.why}" if event.why else ""
+    stacks = "".join(f"\nrank {rank}:\n{stack}" for rank, stack in event.stacks.items())
+    return f"{name_ranks(event.ranks)} made no progress for {event.silent_s:.0f} s{why}{stacks}"
+
+
+def unread_streams(waiting: Job | None, running: Collection[Job]) -> str | None:
+    """A call waits for ranks that only stream: whoever made it may be the one who should read the streams.
+
+    What to tell the user then, once; else None.
+    """
+    if waiting is None or waiting.warned or not running or not all(job.streaming for job in running):
+        return None
+    waiting.warned = True
+    streams = ", ".join(sorted({job.request.name for job in running}))
+    return (
+        f"{waiting.request.name} waits for a free rank while {streams} is being streamed: read that stream to "
+        f"its end or close() it, or give the pool more ranks"
+    )
 
 
 def summary(dump: str, main_thread: int) -> str:

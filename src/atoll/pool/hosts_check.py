@@ -33,50 +33,34 @@ def check_hosts(
     plans: Sequence[RemotePlan],
     say: Callable[[str], object],
     *,
-    folder: str | None = None,
     again: bool = True,
 ) -> None:
-    """Look at every host, try the way from each to the head, and add a few numbers up over all of them.
+    """Judge what every host said of itself, try the way from each to the head, and add numbers up over all of them.
 
     Args:
         targets, plans: the hosts, head first, and what they said about themselves.
         say: called with one line for each thing that is not as it should be, and with one at the end.
-        folder: where the ranks will work there, for the disk's free space; their homes by default.
         again: look also at hosts that were found well in the last ten minutes.
 
     Raises:
         ProvisionError: something would make the ranks fail; all such things are listed, one line each, with the fix.
     """
     began = time.monotonic()
-    if not again and _passed_lately("well", plans):
+    if not again and passed_lately("well", plans):
         return
-    hosts = [_Host(connections.hold(target), plan) for target, plan in zip(targets, plans, strict=True)]
-    try:
-        on_each([host.connection for host in hosts], lambda each: _ship(hosts, each))
-        head = hosts[0]
-        with ThreadPoolExecutor(len(hosts)) as threads:
-            peers = [head.plan.addr if host is not head else hosts[-1].plan.addr for host in hosts]
-            asked = [
-                threads.submit(host.ask, "probe", python=host.plan.python, folder=folder, peer=peer)
-                for host, peer in zip(hosts, peers, strict=True)
-            ]
-            probes = {host.plan.host: each.result() for host, each in zip(hosts, asked, strict=True)}
-            findings = judge(probes, now_s=time.time())
-            if len(hosts) > 1:
-                findings += _reach(head, hosts[1:], threads)
-            _refuse(findings, say)
-            summed = ""
-            if len(hosts) > 1 and all(probe["torch"] for probe in probes.values()) and not _passed_lately("sum", plans):
-                took_ms = _all_reduce(hosts, probes, threads)
-                _remember("sum", plans)
-                summed = f", all-reduce of 4 MiB {took_ms:.1f} ms"
-        _remember("well", plans)
-        route = probes[head.plan.host].get("route") or {}
-        over = f", over {route['interface']}" if len(hosts) > 1 and route.get("interface") else ""
-        say(f"preflight: {_counted(len(hosts))} well{over}{summed} ({time.monotonic() - began:.1f} s)")
-    finally:
-        for host in hosts:
-            connections.release(host.connection.target)
+    findings = judge({plan.host: plan.seen for plan in plans})
+    over = summed = ""
+    if len(plans) == 1:
+        _refuse(findings, say)
+    else:
+        hosts = [_Host(connections.hold(target), plan) for target, plan in zip(targets, plans, strict=True)]
+        try:
+            over, summed = _together(hosts, findings, say)
+        finally:
+            for host in hosts:
+                connections.release(host.connection.target)
+    remember("well", plans)
+    say(f"preflight: {_counted(len(plans))} well{over}{summed} ({time.monotonic() - began:.1f} s)")
 
 
 class _Host:
@@ -101,40 +85,57 @@ class _Host:
         return said
 
 
+def _together(hosts: Sequence[_Host], findings: list[Finding], say: Callable[[str], object]) -> tuple[str, str]:
+    """Try what ranks will do with each other; what is to be said of it: over which interface, and how fast."""
+    plans = [host.plan for host in hosts]
+    on_each([host.connection for host in hosts], lambda each: _ship(hosts, each))
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        reached, interfaces = _reach(hosts[0], hosts[1:], threads)
+        _refuse([*findings, *reached], say)
+        over = f", over {interfaces[0]}" if interfaces[0] else ""
+        if not all(plan.seen.get("torch") for plan in plans) or passed_lately("sum", plans):
+            return over, ""
+        took_ms = _all_reduce(hosts, interfaces, threads)
+    remember("sum", plans)
+    return over, f", all-reduce of 4 MiB {took_ms:.1f} ms"
+
+
 def _ship(hosts: Sequence[_Host], connection: Connection) -> None:
     plan = next(host.plan for host in hosts if host.connection is connection)
     bundle.put(connection, plan, plan.bundles[0])
 
 
-def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) -> list[Finding]:
-    """Can every host connect to a port of the head's?"""
+def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) -> tuple[list[Finding], list[str]]:
+    """Can every host connect to a port of the head's? And each one's interface on that way, the head's first."""
     wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": _REACH_S}
     server = head.connection.open(head.command("listen", wish), subprocess.PIPE)
     assert server.stdout is not None
     try:
         port = json.loads(server.stdout.readline() or b"{}").get("port", 0)
         if not port:
-            return [Finding(head.plan.host, "could not listen on any TCP port", True)]
+            return [Finding(head.plan.host, "could not listen on any TCP port", True)], []
         asked = [
             threads.submit(host.ask, "reach", address=head.plan.addr, port=port, wait_s=_REACH_S) for host in others
         ]
-        findings = []
+        findings, interfaces = [], [""]
         for host, each in zip(others, asked, strict=True):
             said = each.result()
+            interfaces.append(said.get("interface", ""))
             if "error" in said:
                 peer = head.plan
                 findings.append(unreachable(host.plan.host, peer.host, peer.addr, port, host.plan.addr, said["error"]))
-        return findings
+        if not findings:
+            interfaces[0] = json.loads(server.stdout.readline() or b"{}").get("interface", "")
+        return findings, interfaces
     finally:
         server.kill()
         server.communicate()
 
 
-def _all_reduce(hosts: Sequence[_Host], probes: dict[str, Any], threads: ThreadPoolExecutor) -> float:
+def _all_reduce(hosts: Sequence[_Host], interfaces: Sequence[str], threads: ThreadPoolExecutor) -> float:
     address, port = hosts[0].plan.addr, random.randint(_FIRST_PORT, _LAST_PORT)
     asked = []
-    for rank, host in enumerate(hosts):
-        interface = (probes[host.plan.host].get("route") or {}).get("interface")
+    for rank, (host, interface) in enumerate(zip(hosts, interfaces, strict=True)):
         env = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
         wish = {"python": host.plan.python, "rank": rank, "world_size": len(hosts), "address": address, "port": port}
         asked.append(threads.submit(host.ask, "all_reduce", limit_s=3 * _SUM_S, **wish, wait_s=_SUM_S, env=env))
@@ -160,11 +161,13 @@ def _refuse(findings: Sequence[Finding], say: Callable[[str], object]) -> None:
         raise ProvisionError(f"{len(fatal)} things are in the way:\n" + "\n".join(f"  {each}" for each in fatal))
 
 
-def _passed_lately(what: str, plans: Sequence[RemotePlan]) -> bool:
+def passed_lately(what: str, plans: Sequence[RemotePlan]) -> bool:
+    """Have these hosts passed a check in the last ten minutes?"""
     return _key(what, plans) in _passed()
 
 
-def _remember(what: str, plans: Sequence[RemotePlan]) -> None:
+def remember(what: str, plans: Sequence[RemotePlan]) -> None:
+    """These hosts have passed a check."""
     passed = {**_passed(), _key(what, plans): time.time()}
     write_atomic(atoll_home() / _PASSED, json.dumps(passed).encode())
 

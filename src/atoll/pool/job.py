@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from atoll.pool.timers import Timer
 from atoll.wire.frames import Frame
-from atoll.wire.segments import Encoded
+from atoll.wire.segments import Arena, Encoded
 
 # Ids and seeds need to differ, not to be secret. The system is asked once: it would be asked twice a call.
 _random = random.Random()
@@ -45,6 +47,22 @@ class Request:
     job_id: str = field(default_factory=lambda: f"{_random.getrandbits(48):012x}")
     seed: int = field(default_factory=lambda: _random.getrandbits(63))
 
+    @property
+    def encoded(self) -> tuple[Encoded, Encoded]:
+        """Function and arguments as they lie ready to be sent."""
+        return self.function.encoded, self.arguments
+
+    def release(self, arena: Arena | None) -> None:
+        """Let go of the memory files that arguments and function lie in: to be used again, or for good."""
+        for encoded in self.encoded:
+            segment, encoded.segment = encoded.segment, None
+            if segment is None:
+                continue
+            if arena is not None:
+                arena.give_back(segment)
+            else:
+                segment.close()
+
 
 @dataclass(slots=True)
 class Failure:
@@ -61,46 +79,26 @@ class Failure:
         return self.error is not None
 
 
-class Sink(Protocol):
+class Sink(ABC):
     """Where a call's frames go. Called from the gang's reader thread; must not block."""
 
-    def started(self, ranks: tuple[int, ...]) -> None:
+    def started(self, ranks: tuple[int, ...]) -> None:  # noqa: B027 - some have nothing to do then
         """The call was sent to these ranks, once more where it is a repetition."""
 
+    @abstractmethod
     def frame(self, frame: Frame, rank: int, node: int) -> None:
         """A streamed value, the start of a stream, or a report. Owns the frame's descriptors."""
 
-    def returned(self, results: dict[int, Frame]) -> None:
+    def returned(self, results: dict[int, Frame]) -> None:  # noqa: B027 - as above
         """A rank returned, and others stream."""
 
+    @abstractmethod
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """The call ended: with a frame for each rank, or failures from ranks, or an error of the gang."""
 
 
 class Job:
     """A request on its way through a gang."""
-
-    __slots__ = (
-        "attempt",
-        "done",
-        "ended",
-        "error",
-        "failures",
-        "kept",
-        "no_group",
-        "number",
-        "progress",
-        "ranks",
-        "request",
-        "results",
-        "sink",
-        "started_s",
-        "stopping",
-        "streaming",
-        "timers",
-        "wants_group",
-        "warned",
-    )
 
     def __init__(self, request: Request, sink: Sink) -> None:
         self.request = request
@@ -132,6 +130,38 @@ class Job:
         self.wants_group: set[int] = set()
         self.progress: dict[int, tuple[str, float]] = {}  # by rank: last stack, and since when
         self.no_group = self.streaming = self.stopping = False
+
+    @property
+    def may_repeat(self) -> bool:
+        """Did it lose a rank, and may it be started again as a whole? Not where values were taken of it already."""
+        lost_a_rank = any(failure.is_death for failure in self.failures)
+        return lost_a_rank and self.attempt < self.request.retries and not self.streaming
+
+    def fault(self, error: BaseException | None) -> str | None:
+        """What to say of a call that ended with this error or with failures; None where it succeeded."""
+        if error is None and not self.failures:
+            return None
+        text = str(error or self.failures[0].error or "")
+        return text or (f"rank {self.failures[0].rank} raised" if self.failures else None)
+
+    def ask_group(self, rank: int) -> tuple[Sequence[int], bool]:
+        """A rank asks whether all will make a process group: which ranks to answer now, and what."""
+        self.wants_group.add(rank)
+        if self.no_group or self.ended - self.wants_group:
+            self.no_group = True
+            return [rank], False
+        if len(self.wants_group) < len(self.ranks):
+            return [], False
+        self.wants_group.clear()  # a decorated function may ask again
+        return self.ranks, True
+
+    def end_rank(self, rank: int) -> list[int]:
+        """The rank is through with it, however: which ranks wait for a group that it will not come to."""
+        self.ended.add(rank)
+        if not self.wants_group or rank in self.wants_group or self.no_group:
+            return []
+        self.no_group = True
+        return [waiting for waiting in self.wants_group if waiting not in self.ended]
 
     def saw(self, rank: int) -> None:
         """The rank did something: it printed, reported or produced a value."""

@@ -21,43 +21,32 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed
-from atoll.core.paths import write_atomic
+from atoll.core.paths import short_path, write_atomic
 from atoll.pool import detached
 from atoll.pool.gang import Gang
-from atoll.pool.image import Image
-from atoll.pool.job import Failure, Job, Request, Shipped
+from atoll.pool.job import Failure, Job, Request, Sink
 from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec
-from atoll.providers.local import Local
+from atoll.pool.named import SOCKET
+from atoll.pool.wishes import difference
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
-from atoll.wire.exceptions import pack_exception, unpack_exception
-from atoll.wire.frames import Frame, Parser, WireError, pack, receive, send_all
-from atoll.wire.segments import Encoded, Segment
+from atoll.wire.exceptions import packed, unpacked
+from atoll.wire.frames import Frame, Parser, WireError, close_all, pack, receive, send_all
+from atoll.wire.segments import Segment
 
 _BACKLOG_BYTES = 64 << 20  # log output waiting for a client that doesn't read; more is dropped, the files have it
 _LAST_WORDS_S = 0.5  # a pool that ends gives its clients this long to take how their calls ended
+# What reading a frame may raise that another version of Atoll sent, or no Atoll at all.
+_NOT_OURS = (WireError, LookupError, TypeError, ValueError, AttributeError, ImportError, EOFError, pickle.PickleError)
 _PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
 GO = b"+"  # what the process that asked answers once it has heard that the pool is up
-# Settings that two users of a pool must agree on, as text. What is left at its default asks for nothing.
-DEFAULTS = {
-    "provider": repr(Local()),
-    "nodes": "1",
-    "accelerator": "None",
-    "workers_per_node": "auto",
-    "image": str(Image()),
-    "pip": "None",
-    "env": "",
-    "ttl": "None",
-    "hang_timeout": "None",
-}
 
 
 class Client:
@@ -84,8 +73,7 @@ class Client:
                 self._waiting_bytes += len(data)
                 self._queue.put((data, fds))
         if not wanted:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
 
     def _write(self) -> None:
         alive = True
@@ -98,8 +86,7 @@ class Client:
                     alive = False
             with self._lock:
                 self._waiting_bytes -= len(data)
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
 
     def close(self, *, last_words_s: float = 0.0) -> None:
         """Stop sending and hang up, after what waits to be sent where it is taken in time."""
@@ -114,7 +101,7 @@ class Client:
         self.parser.close()
 
 
-class ClientSink:
+class ClientSink(Sink):
     """Passes what a job says on to the client that asked for it."""
 
     def __init__(self, client: Client, number: int) -> None:
@@ -131,9 +118,6 @@ class ClientSink:
         data = pack(frame.kind, rank, self.number, frame.meta, [frame.rest], len(frame.fds), frame.flags)
         self.client.send(data, frame.fds)
 
-    def returned(self, results: dict[int, Frame]) -> None:
-        """Told at the end."""
-
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """Pass every result on, then how it ended."""
         for rank, frame in results.items():
@@ -146,26 +130,6 @@ class ClientSink:
         meta = {"kept": bool(self.job is None or self.job.kept), "failed": [f.rank for f in failures]}
         self.client.jobs.pop(self.number, None)
         self.client.send(pack(frames.DONE, 0, self.number, meta, [payload]))
-
-
-Packed = tuple[bytes, list[bytes]] | None
-
-
-def packed(error: BaseException | None) -> Packed:
-    """An error of Atoll's own, or of a user's code that ran outside a rank, ready to be pickled."""
-    if error is None:
-        return None
-    payload = pack_exception(error)
-    return payload.head, [bytes(buffer) for buffer in payload.buffers]
-
-
-def unpacked(record: Packed) -> BaseException | None:
-    """What ``packed`` took."""
-    if record is None:
-        return None
-    error = unpack_exception(*record, rank=0, node=0)
-    error.__cause__ = None  # not from a rank: its remote traceback would mislead
-    return error
 
 
 class Keeper:
@@ -194,7 +158,7 @@ class Keeper:
         about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "wishes": self.wishes}
         write_atomic(self.folder / "pool.json", json.dumps(about).encode())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with in_folder(self.folder) as path:
+        with short_path(self.folder, SOCKET) as path:
             self._listener.bind(path)
         self._listener.listen(64)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -261,7 +225,7 @@ class Keeper:
         for raw in received:
             try:
                 self._handle(client, raw.parsed())
-            except (WireError, LookupError, TypeError, ValueError) as error:  # another Atoll's: not this pool's end
+            except _NOT_OURS as error:  # another Atoll's: not this pool's end
                 print(f"a client sent what is no frame of ours: {type(error).__name__}: {error}", file=sys.stderr)
                 self._gone(client)
                 return
@@ -292,10 +256,7 @@ class Keeper:
     def _greeting(self, client: Client, meta: dict[str, Any]) -> bytes:
         if meta.get("version") != frames.VERSION:
             return pack(frames.REFUSED, meta={"why": f"it speaks wire version {frames.VERSION}, this Atoll another"})
-        has = {**DEFAULTS, **self.wishes}
-        differing = [(key, has.get(key), value) for key, value in meta["wishes"].items() if has.get(key) != value]
-        if differing:
-            why = "; ".join(f"it has {key}={there}, and {key}={value} was asked for" for key, there, value in differing)
+        if why := difference(self.wishes, meta["wishes"]):
             return pack(frames.REFUSED, meta={"why": why})
         client.attached, client.wants_events = True, meta["events"]
         spec = self.gang.spec
@@ -312,9 +273,7 @@ class Keeper:
             try:
                 detached.begin(request, self.name, self.log)
             except OSError as error:
-                for encoded in (request.arguments, request.function.encoded):
-                    if encoded.segment is not None:
-                        encoded.segment.close()
+                request.release(None)
                 client.send(pack(frames.DONE, 0, frame.call, {"kept": True}, [pickle.dumps(([], packed(error)))]))
                 return
             self.detached[job] = sink
@@ -354,61 +313,21 @@ class Keeper:
                 client.send(data, droppable=True)
 
 
-def request_to_meta(request: Request, *, detach: bool) -> tuple[dict[str, Any], list[Any], list[int]]:
-    """A request as the JSON, bytes and descriptors of a SUBMIT frame."""
-    function, arguments = request.function, request.arguments
-    meta = {
-        "digest": function.digest,
-        "cacheable": function.cacheable,
-        "pure": function.pure,
-        "function": function.encoded.table,
-        "arguments": arguments.table,
-        "whole_gang": request.whole_gang,
-        "name": request.name,
-        "timeout_s": request.timeout_s,
-        "retries": request.retries,
-        "path": list(request.path or ()),
-        "job_id": request.job_id,
-        "seed": request.seed,
-        "detach": detach,
-    }
-    fds = [encoded.segment.fd for encoded in (function.encoded, arguments) if encoded.segment is not None]
-    return meta, [*function.encoded.inline, *arguments.inline], fds
+def request_parts(request: Request) -> tuple[bytes, list[int]]:
+    """A request as the bytes and descriptors of a SUBMIT frame."""
+    fds = [encoded.segment.fd for encoded in request.encoded if encoded.segment is not None]
+    return pickle.dumps(request, protocol=5), fds
 
 
 def request_from(frame: Frame) -> Request:
     """The request of a SUBMIT frame; takes its descriptors over."""
-    meta, fds, rest = frame.meta, list(frame.fds), bytes(frame.rest)
-    parts = []
-    for table in (meta["function"], meta["arguments"]):
-        if table.get("m"):
+    request: Request = pickle.loads(frame.rest)
+    fds = list(frame.fds)
+    for encoded in request.encoded:
+        if encoded.table.get("m"):
             fd = fds.pop(0)
-            parts.append(Encoded(table, [], Segment(fd, os.fstat(fd).st_size, foreign=True)))
-        else:
-            size = table["h"] + sum(table.get("b", ()))
-            parts.append(Encoded(table, [rest[:size]]))
-            rest = rest[size:]
-    return Request(
-        function=Shipped(meta["digest"], parts[0], meta["cacheable"], meta["pure"]),
-        arguments=parts[1],
-        whole_gang=meta["whole_gang"],
-        name=meta["name"],
-        timeout_s=meta["timeout_s"],
-        retries=meta["retries"],
-        path=tuple(meta["path"]),
-        job_id=meta["job_id"],
-        seed=meta["seed"],
-    )
-
-
-@contextlib.contextmanager
-def in_folder(folder: Path) -> Iterator[str]:
-    """A path to the folder's socket that is short however long the folder's own is."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/sock"
-    finally:
-        os.close(fd)
+            encoded.segment = Segment(fd, os.fstat(fd).st_size, foreign=True)
+    return request
 
 
 def main() -> None:

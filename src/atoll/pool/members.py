@@ -13,11 +13,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from atoll.providers.base import Node, NodePlan, Plan, Provider
 from atoll.providers.remote import RemotePlan
 from atoll.wire.frames import Parser
+
+SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
+"""The folder that Atoll is imported from."""
 
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
 _REMOTE_BOOT = "import sys; sys.path[:0] = {path!r}; from atoll.pool.worker.main import main; main()"
@@ -38,7 +42,6 @@ class GangSpec:
     log_dir: str
     job_dir: str
     tmp_root: str
-    source_root: str
     hang_timeout_s: float | None = None
     ttl_s: float | None = None
     start_timeout_s: float = 60.0
@@ -117,7 +120,7 @@ def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> di
         place = {"python": plan.python, "cwd": plan.home, "log_dir": f"{tmp_dir}/logs"}
         env = {**plan.base_env, **spec.env, **plan.env}
     else:
-        boot = _BOOT.format(root=spec.source_root, module="atoll.pool.worker.main")
+        boot = _BOOT.format(root=SOURCE_ROOT, module="atoll.pool.worker.main")
         place = {"python": spec.python, "cwd": spec.cwd, "log_dir": spec.log_dir}
         env = {**spec.env, **plan.env}
     return {

@@ -1,7 +1,7 @@
 """What is looked at on every host before ranks start there, so that a failure is one line with its fix.
 
-``probe`` runs on the host and tells what it is like; ``listen`` and ``reach`` try the port that ranks will meet at;
-``judge`` compares what the hosts said, without I/O. Standard library only. As a program
+``judge`` compares what the hosts said of themselves (``Facts.seen``), without I/O. ``listen`` and ``reach`` run on them
+and try the port that ranks will meet at, ``all_reduce`` what ranks will do. Standard library only. As a program
 (``python -m atoll.pool.preflight OP``) it reads a JSON argument and answers with a JSON line.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 import socket
 import subprocess
 import sys
@@ -23,7 +23,6 @@ _SHM_BYTES = 256 << 20  # NCCL and data loaders ask for tens of megabytes a rank
 _DISK_BYTES = 1 << 30
 _CLOCK_S = 30.0
 _BUSY_MB = 1024
-_GPU_FIELDS = ("index", "name", "driver_version", "memory.used", "memory.total")
 # The oldest driver a CUDA release runs on (NVIDIA's compatibility table, minor-version compatibility counted in).
 _DRIVERS = {11: 450.80, 12: 525.60, 13: 580.0}
 
@@ -43,87 +42,6 @@ class Finding:
 # ------------------------------------------------------------------------------------------------- on the host
 
 
-def probe(python: str | None = None, folder: str | None = None, peer: str | None = None) -> dict[str, Any]:
-    """What this host is like.
-
-    Args:
-        python: the ranks' interpreter; its torch is looked at without importing it.
-        folder: where the ranks work; its disk is measured.
-        peer: another host's address: tells which of ours it is reached from.
-    """
-    return {
-        "time_s": time.time(),
-        "hostname": socket.gethostname(),
-        "shm_bytes": _free_bytes("/dev/shm"),
-        "disk_bytes": _free_bytes(folder or os.path.expanduser("~")),
-        "cpus": len(os.sched_getaffinity(0)),
-        "gpus": _gpus(),
-        "torch": _torch_of(python) if python else None,
-        "route": _route_to(peer) if peer else None,
-    }
-
-
-def _free_bytes(path: str) -> int | None:
-    while path not in ("", "/") and not os.path.exists(path):
-        path = os.path.dirname(path)
-    try:
-        return shutil.disk_usage(path or "/").free
-    except OSError:
-        return None
-
-
-def _gpus() -> list[dict[str, Any]]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [
-        dict(zip(_GPU_FIELDS, (part.strip() for part in line.split(",")), strict=False))
-        for line in answer.stdout.splitlines()
-        if line.count(",") == len(_GPU_FIELDS) - 1
-    ]
-    return [
-        {
-            "index": row["index"],
-            "name": row["name"],
-            "driver": row["driver_version"],
-            "used_mb": _number(row["memory.used"]),
-        }
-        for row in rows
-    ]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
-
-
-def _torch_of(python: str) -> str | None:
-    """The version of an interpreter's torch, such as ``2.13.0+cu130``, from its metadata."""
-    code = "from importlib.metadata import version; print(version('torch'))"
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        answer = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=20, check=False)
-        return answer.stdout.strip() or None
-    return None
-
-
-def _route_to(peer: str) -> dict[str, str] | None:
-    """Our address towards a peer, and the interface it belongs to."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((peer, 9))  # sends nothing: only asks the routing table
-            address = sock.getsockname()[0]
-    except OSError:
-        return None
-    return {"address": address, "interface": _interface_of(address)}
-
-
 def _interface_of(address: str) -> str:
     import fcntl
     import struct
@@ -139,8 +57,11 @@ def _interface_of(address: str) -> str:
 
 
 def listen(address: str, port: int, num_peers: int, wait_s: float) -> dict[str, Any]:
-    """Take a connection from each peer at the port that ranks will meet at; 0 takes any. Prints it first."""
-    seen = 0
+    """Take a connection from each peer at the port that ranks will meet at; 0 takes any.
+
+    Prints it first. Returns how many came, and over which interface the last of them.
+    """
+    seen, interface = 0, ""
     try:
         server = socket.create_server((address, port), backlog=num_peers + 1)
     except OSError as error:
@@ -152,20 +73,21 @@ def listen(address: str, port: int, num_peers: int, wait_s: float) -> dict[str, 
         with contextlib.suppress(OSError):
             while seen < num_peers and time.monotonic() < deadline:
                 peer, _ = server.accept()
-                peer.close()
+                with peer:
+                    interface = _interface_of(peer.getsockname()[0])
                 seen += 1
-    return {"seen": seen}
+    return {"seen": seen, "interface": interface}
 
 
 def reach(address: str, port: int, wait_s: float) -> dict[str, Any]:
-    """Can this host connect there?"""
+    """Can this host connect there? From which address of its own, and which interface?"""
     started = time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=wait_s) as sock:
             ours = sock.getsockname()[0]
     except OSError as error:
         return {"error": str(error.strerror or error) or type(error).__name__}
-    return {"ms": (time.monotonic() - started) * 1000, "from": ours}
+    return {"ms": (time.monotonic() - started) * 1000, "from": ours, "interface": _interface_of(ours)}
 
 
 _ALL_REDUCE = """
@@ -200,10 +122,8 @@ def all_reduce(
 ) -> dict[str, Any]:
     """Take part in a sum of 4 MiB over all hosts, with the ranks' own torch: NCCL where there are GPUs, else Gloo.
 
-    Returns ``ms`` of the second one, or ``error``, or ``skipped`` where the interpreter has no torch.
+    Returns ``ms`` of the second one, or ``error``.
     """
-    if _torch_of(python) is None:
-        return {"skipped": "no torch"}
     own = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     variables = {**os.environ, **{name: str(value) for name, value in own.items()}, **(env or {})}
     command = [python, "-c", _ALL_REDUCE, str(wait_s)]
@@ -220,16 +140,16 @@ def all_reduce(
 # ------------------------------------------------------------------------------------------------- the verdict
 
 
-def judge(probes: Mapping[str, Mapping[str, Any]], *, now_s: float) -> list[Finding]:
-    """What is wrong with the hosts, by name; ``now_s`` is this machine's clock when they answered."""
+def judge(hosts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """What is wrong with hosts, from what each said of itself, by name."""
     findings = []
-    for host, seen in probes.items():
+    for host, seen in hosts.items():
         findings += _judge_one(host, seen)
-        skew = seen["time_s"] - now_s
+        skew = seen.get("skew_s", 0.0)
         if abs(skew) > _CLOCK_S:
             text = f"its clock differs by {skew:+.0f} s, so file times mislead: sync it (timedatectl set-ntp true)"
             findings.append(Finding(host, text, False))
-    versions = {host: seen["torch"] for host, seen in probes.items() if seen.get("torch")}
+    versions = {host: seen["torch"] for host, seen in hosts.items() if seen.get("torch")}
     if len({version.partition("+")[0] for version in versions.values()}) > 1:
         listed = ", ".join(f"{host} {version}" for host, version in versions.items())
         where = next(iter(versions))
@@ -267,8 +187,8 @@ def _judge_driver(host: str, torch: str, driver: str) -> list[Finding]:
         return [Finding(host, text, False)]
     cuda = int(build[2:-1]) if build.startswith("cu") and build[2:].isdigit() else None
     needed = _DRIVERS.get(cuda) if cuda is not None else None
-    have = _number(".".join(driver.split(".")[:2]))
-    if needed is not None and 0 < have < needed:
+    have = re.match(r"\d+\.\d+", driver)
+    if needed is not None and have is not None and float(have[0]) < needed:
         text = (
             f"torch {torch} needs driver {needed:g} or newer, it has {driver}: update it, or take an older CUDA's torch"
         )
@@ -286,7 +206,6 @@ def unreachable(host: str, peer: str, address: str, port: int, ours: str | None,
 
 
 _OPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "probe": probe,
     "listen": listen,
     "reach": reach,
     "all_reduce": all_reduce,

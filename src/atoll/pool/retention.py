@@ -7,7 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
-from atoll.pool.detached import is_held
+from atoll.core.paths import is_locked
 
 _KEEP_LOGS = 50
 _KEEP_JOBS_S = 14 * 86400.0
@@ -19,7 +19,7 @@ def prune_logs(folder: Path) -> None:
     with contextlib.suppress(OSError):
         entries = [(_last_written(entry), entry) for entry in folder.iterdir()]
         for written, entry in sorted(entries)[:-_KEEP_LOGS]:
-            if time.time() - written > _FRESH_S and not is_held(entry / "keeper.log"):
+            if time.time() - written > _FRESH_S and not is_locked(entry / "keeper.log"):
                 shutil.rmtree(entry, ignore_errors=True)
 
 

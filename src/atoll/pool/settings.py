@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import cast
 
 from atoll.core import events
 from atoll.core.errors import ConfigError
-from atoll.core.hints import check_seconds, redact
+from atoll.core.hints import redact
 from atoll.pool.image import Image
 from atoll.providers.base import Provider
 from atoll.providers.local import Local
@@ -18,11 +19,6 @@ def count(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r}: expected a whole number, {least} or more")
     return value
-
-
-def seconds(name: str, value: object) -> float | None:
-    """A time, or None for no limit."""
-    return check_seconds(name, value)
 
 
 def provider(value: object) -> Provider:
@@ -49,11 +45,20 @@ def image(value: object) -> Image:
     raise ConfigError(redact(f"image={value!r}: expected an Image; packages are given as sky.Image(pip={wanted!r})"))
 
 
-def callback(value: Callable[[events.Event], object]) -> Callable[[events.Event], object]:
-    """Something that can be called with an event."""
+def callback(value: Callable[[events.Event], object] | None) -> Callable[[events.Event], object] | None:
+    """The user's callback, made so that what it raises is said and stops nothing."""
+    if value is None:
+        return None
     if not callable(value):
         raise ConfigError(f"on_event={value!r}: expected a function that takes an event, or None")
-    return value
+
+    def call(event: events.Event) -> None:
+        try:
+            value(event)
+        except BaseException as error:  # noqa: BLE001 - whatever the user's code raises, sys.exit() too
+            print(f"atoll: on_event raised {type(error).__name__}: {error}", file=sys.stderr)
+
+    return call
 
 
 def workers(value: object) -> int | str:

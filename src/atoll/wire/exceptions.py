@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.errors import RemoteError, RemoteTraceback
-from atoll.wire import codec
+from atoll.wire import codec, culprits
 from atoll.wire.codec import Payload
 
 _MAX_DEPTH = 64
@@ -47,6 +47,8 @@ _STDLIB = os.path.dirname(os.path.abspath(traceback.__file__)) + os.sep
 
 Piece = tuple[bytes, int, int]
 """A pickled part: its head, and the range of the payload's buffers that belong to it."""
+
+Packed = tuple[bytes, list[bytes]]
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class _Packer:
         except Exception as problem:  # noqa: BLE001 - a hostile exception class; its links below still travel
             record.notes.append(f"its attributes could not travel ({type(problem).__name__})")
         if depth:
-            record.text = _own_text(exc)
+            record.text = _formatted(exc, chain=False)[-_MAX_TEXT:]
         record.suppress = bool(exc.__suppress_context__)
         record.cause = self._link(record, exc.__cause__, depth)
         record.context = self._link(record, exc.__context__, depth)
@@ -153,7 +155,7 @@ class _Packer:
                 continue
             piece = self._piece(value)
             if piece is None:
-                kind = codec.type_name(type(value))
+                kind = culprits.type_name(type(value))
                 record.notes.append(f"its attribute '{name}' ({kind}) could not travel and was left out")
             else:
                 record.fields.append((name, piece))
@@ -161,10 +163,10 @@ class _Packer:
     def _argument(self, record: _Record, position: int, value: object) -> tuple[Piece | None, str]:
         piece = self._piece(value)
         if piece is None:
-            kind = codec.type_name(type(value))
+            kind = culprits.type_name(type(value))
             record.notes.append(f"args[{position}] ({kind}) could not travel; its repr stands in for it")
         plain = type(value) in (str, int, float, bool, type(None))
-        return piece, "" if plain else codec.brief(value)
+        return piece, "" if plain else culprits.brief(value)
 
     def _piece(self, value: object) -> Piece | None:
         try:
@@ -227,11 +229,11 @@ def _reduces_itself(cls: type) -> bool:
 
 
 def _type_name(exc: BaseException) -> str:
-    return codec.type_name(type(exc))
+    return culprits.type_name(type(exc))
 
 
 def _message(exc: BaseException) -> str:
-    text = codec.message_of(exc)
+    text = culprits.message_of(exc)
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
 
 
@@ -240,24 +242,18 @@ def _message(exc: BaseException) -> str:
 
 def remote_traceback(exc: BaseException) -> str:
     """The full traceback with chains and groups, without the worker's own frames at the front of each stack."""
-    try:
-        shown = traceback.TracebackException(type(exc), exc, exc.__traceback__)
-        _strip(shown, set())
-        text = "".join(shown.format())
-    except Exception:  # noqa: BLE001 - a hostile exception must not keep its failure from being reported
-        return f"{_type_name(exc)}: {_message(exc)}"
+    text = _formatted(exc, chain=True)
     if len(text) > _MAX_TEXT:
         text = f"... {len(text) - _MAX_TEXT} characters left out\n" + text[-_MAX_TEXT:]
     return text
 
 
-def _own_text(exc: BaseException) -> str:
-    """The traceback of one exception without its chain."""
+def _formatted(exc: BaseException, *, chain: bool) -> str:
     try:
         shown = traceback.TracebackException(type(exc), exc, exc.__traceback__)
         _strip(shown, set())
-        return "".join(shown.format(chain=False))[-_MAX_TEXT:]
-    except Exception:  # noqa: BLE001 - as above
+        return "".join(shown.format(chain=chain))
+    except Exception:  # noqa: BLE001 - a hostile exception must not keep its failure from being reported
         return f"{_type_name(exc)}: {_message(exc)}"
 
 
@@ -305,6 +301,23 @@ def unpack_exception(head: bytes | memoryview, buffers: Sequence[Any], *, rank: 
     elif not suppressed:
         shown.__context__ = context
     _set(exc, "__cause__", shown)
+    return exc
+
+
+def packed(exc: BaseException | None) -> Packed | None:
+    """What ``pack_exception`` makes, as plain bytes to put into another message; None for None."""
+    if exc is None:
+        return None
+    payload = pack_exception(exc)
+    return payload.head, [bytes(buffer) for buffer in payload.buffers]
+
+
+def unpacked(record: Packed | None) -> BaseException | None:
+    """What ``packed`` took, where no rank raised it: a remote traceback would mislead, so there is no cause."""
+    if record is None:
+        return None
+    exc = unpack_exception(*record, rank=0, node=0)
+    exc.__cause__ = None
     return exc
 
 

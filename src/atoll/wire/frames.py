@@ -160,8 +160,14 @@ class Parser:
 
     def close(self) -> None:
         """Close descriptors that no frame claimed."""
-        while self._fds:
-            os.close(self._fds.popleft())
+        close_all(self._fds)
+        self._fds.clear()
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors that nobody takes."""
+    for fd in fds:
+        os.close(fd)
 
 
 def send_all(sock: socket.socket, data: bytes | bytearray, fds: Sequence[int] = ()) -> None:

@@ -78,10 +78,8 @@ class LinkedChannel(Relay):
         connect: starts the command whose stdin and stdout are the link, and returns at once; told whether it is the
             first time. Its ``OSError`` or ``ProvisionError`` counts as an attempt that failed.
         grace_s: seconds without a link after which the host counts as lost.
-        on_silent: told how many seconds nothing was heard, once for each silence. Called in the relay's thread, as
-            the other two are.
-        on_back: the host was heard again.
-        on_lost: told why the host is given up.
+        on_silence: told how many seconds nothing was heard, once for each silence, and 0 when it is over. Called in the
+            relay's thread.
         name: the host, for messages.
 
     Attributes:
@@ -95,9 +93,7 @@ class LinkedChannel(Relay):
         *,
         grace_s: float,
         name: str,
-        on_silent: Callable[[float], object] | None = None,
-        on_back: Callable[[], object] | None = None,
-        on_lost: Callable[[str], object] | None = None,
+        on_silence: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         self.socket, theirs = socket.socketpair()
         super().__init__(theirs)
@@ -105,7 +101,7 @@ class LinkedChannel(Relay):
         self._connect = connect
         self._grace_s = grace_s
         self._name = name
-        self._on_silent, self._on_back, self._on_lost = on_silent, on_back, on_lost
+        self._on_silence = on_silence
         self._token = secrets.token_hex(16)
         self._current: _Connection | None = None  # the one in use, or being made
         self._retired: list[_Connection] = []
@@ -305,17 +301,10 @@ class LinkedChannel(Relay):
             self._failed = reason
         elif not self._ending:
             self.reason = reason
-            if self._on_lost is not None:
-                self._on_lost(reason)
         self.close_local()
         self._done = True
 
-    def went_quiet(self, seconds: float) -> None:
+    def silence(self, seconds: float) -> None:
         """Tell."""
-        if self._on_silent is not None and not self._first and not self._ending:
-            self._on_silent(seconds)
-
-    def came_back(self) -> None:
-        """Tell."""
-        if self._on_back is not None and not self._first and not self._ending:
-            self._on_back()
+        if not self._first and not self._ending:
+            self._on_silence(seconds)

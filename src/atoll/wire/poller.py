@@ -20,8 +20,8 @@ class Poller(Generic[T]):
         self._watched: dict[int, T] = {}
         self._writing: set[int] = set()
 
-    def __contains__(self, fd: int) -> bool:
-        return fd in self._watched
+    def __len__(self) -> int:
+        return len(self._watched)
 
     def watch(self, fd: int, what: T) -> None:
         """Report when the descriptor can be read, or has ended."""

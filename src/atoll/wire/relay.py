@@ -150,11 +150,8 @@ class Relay:
     def peer_ended(self, reason: str) -> None:
         """The other side has nothing more to say, and everything it said was passed on."""
 
-    def went_quiet(self, seconds: float) -> None:
-        """Nothing has been heard for a while."""
-
-    def came_back(self) -> None:
-        """Something was heard again."""
+    def silence(self, seconds: float) -> None:
+        """Nothing has been heard for so long, or with 0 something was again."""
 
     # -- the link -------------------------------------------------------------------------------------------------
 
@@ -250,7 +247,7 @@ class Relay:
         self._heard_s = time.monotonic()
         if self._quiet:
             self._quiet = False
-            self.came_back()
+            self.silence(0.0)
 
     def _take_records(self) -> None:
         try:
@@ -340,7 +337,7 @@ class Relay:
         silent = self.silent_s
         if silent >= _QUIET_S and not self._quiet:
             self._quiet = True
-            self.went_quiet(silent)
+            self.silence(silent)
         if self.link is None:
             return
         if silent >= _SILENT_S:

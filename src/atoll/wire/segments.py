@@ -49,6 +49,9 @@ class Encoded:
     inline: list[bytes | memoryview] = field(default_factory=list)
     segment: Segment | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Encoded, (self.table, self.inline)  # a segment goes beside the pickle, too
+
 
 class Arena:
     """Memory files for sending, kept warm between calls. Thread-safe."""

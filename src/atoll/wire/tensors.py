@@ -96,22 +96,13 @@ class TensorReducer:
 
         if plain.layout == torch.sparse_coo:
             return rebuild_sparse_coo, (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
-        if plain.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return rebuild_sparse_compressed, (
-                plain.layout,
-                plain.crow_indices(),
-                plain.col_indices(),
-                plain.values(),
-                tuple(plain.shape),
-            )
-        if plain.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return rebuild_sparse_compressed, (
-                plain.layout,
-                plain.ccol_indices(),
-                plain.row_indices(),
-                plain.values(),
-                tuple(plain.shape),
-            )
+        for layouts, names in (
+            ((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices")),
+            ((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices")),
+        ):
+            if plain.layout in layouts:
+                indices = [getattr(plain, name)() for name in names]
+                return rebuild_sparse_compressed, (plain.layout, *indices, plain.values(), tuple(plain.shape))
         if plain.layout != torch.strided:
             plain = plain.to_dense()  # mkldnn
         if plain.device.type == "meta" or plain.numel() == 0:

@@ -30,12 +30,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from atoll.core.paths import short_path
 from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, kill_tree, prctl
-from atoll.wire.frames import WireError, receive
+from atoll.wire.frames import WireError, close_all, receive
 from atoll.wire.records import HELLO, REFUSED, VERSION, Greeter, greeting
 from atoll.wire.relay import Link, Relay
 
@@ -129,8 +129,7 @@ class Session(Relay):
             front.link = Link(*fds)
             self.loop.watch(front.link.read_fd, lambda _events: self._read_greeting(front))
             return
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         if data == _DRIVER_GONE and (front is self._trusted or self._agent is None):
             self._done = True
         elif data in (b"", _DRIVER_GONE):
@@ -321,7 +320,7 @@ def _start(folder: str, grace_s: float, agent: dict[str, Any]) -> None:
     os.mkdir(folder, 0o700)
     listener = socket.socket(socket.AF_UNIX)
     try:
-        with _short(folder) as path:
+        with short_path(folder, _SOCKET) as path:
             listener.bind(path)
         listener.listen()
     except OSError:
@@ -349,21 +348,11 @@ def _start(folder: str, grace_s: float, agent: dict[str, Any]) -> None:
         os._exit(0)
 
 
-@contextlib.contextmanager
-def _short(folder: str) -> Iterator[str]:
-    """A path to the socket that fits into the 107 bytes there are for one."""
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{fd}/{_SOCKET}"
-    finally:
-        os.close(fd)
-
-
 def _attach(folder: str, here: bool) -> None:
     """Hand stdin and stdout over, and wait until they are of no more use."""
     anchor = _anchor()
     with socket.socket(socket.AF_UNIX) as control:
-        with _short(folder) as path:
+        with short_path(folder, _SOCKET) as path:
             control.connect(path)
         rights = array.array("i", (0, 1))
         control.sendmsg([b"L"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])

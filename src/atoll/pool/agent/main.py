@@ -21,9 +21,9 @@ from atoll.pool.agent.outbox import Outbox
 from atoll.pool.agent.place import Place, take_place
 from atoll.pool.agent.process import Processes
 from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, TICK_S, OomCounter, kill_tree, prctl, reap_orphans
-from atoll.pool.agent.rank import CHANNEL_FD, STOP_FD, Output, Rank
+from atoll.pool.agent.rank import CHANNEL_FD, STOP_FD, Output, Rank, exit_meta
 from atoll.wire import frames
-from atoll.wire.frames import Parser, RawFrame, WireError, pack, receive
+from atoll.wire.frames import Parser, RawFrame, WireError, close_all, pack, receive
 from atoll.wire.poller import Poller
 
 _LOG_BACKLOG_BYTES = 8 << 20  # more than this waiting for the driver, and ranks wait before they print on
@@ -109,8 +109,7 @@ class Agent:
         match frame.kind:
             case frames.CALL | frames.CREDIT | frames.CLOSE | frames.GROUP:
                 if rank is None:  # it died and the driver does not know yet: the EXIT frame is on its way
-                    for fd in frame.fds:
-                        os.close(fd)
+                    close_all(frame.fds)
                     return
                 if frame.kind == frames.CALL:
                     rank.busy = frame.call
@@ -160,8 +159,7 @@ class Agent:
         try:
             rank = Rank(self._specs[number], self._setup)
         except OSError as error:
-            meta = {"exit_code": 127, "signal": None, "oom": False, "tail": [str(error)], "killed": False}
-            self.tell(frames.EXIT, number, meta=meta)
+            self.tell(frames.EXIT, number, meta=exit_meta(127, [str(error)]))
             return
         self._ranks[number] = rank
         self.watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
@@ -269,19 +267,8 @@ class Agent:
         del self._ranks[rank.rank]
         self._forget(rank)
         oom = code == -signal.SIGKILL and not rank.killed and rank.fault is None and self._oom.rose()
-        self.tell(
-            frames.EXIT,
-            rank.rank,
-            rank.busy,
-            {
-                "exit_code": code if code >= 0 else None,
-                "signal": -code if code < 0 else None,
-                "oom": oom,
-                "tail": rank.log_tail(),
-                "killed": rank.killed,
-                "fault": rank.fault,
-            },
-        )
+        meta = exit_meta(code, rank.log_tail(), oom=oom, killed=rank.killed, fault=rank.fault)
+        self.tell(frames.EXIT, rank.rank, rank.busy, meta)
         rank.close()
         self._reap_orphans()
         self._leave_if_empty()

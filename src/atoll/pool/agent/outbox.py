@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections import deque
 
-from atoll.wire.frames import send_some
+from atoll.wire.frames import close_all, send_some
 
 
 class Outbox:
@@ -42,8 +41,7 @@ class Outbox:
                 sent = send_some(self._sock, data, fds)
             except BlockingIOError:
                 return
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             self.num_bytes -= sent
             self._waiting.popleft()
             if sent < len(data):
@@ -52,7 +50,6 @@ class Outbox:
     def clear(self) -> None:
         """Drop what waits."""
         for _data, fds in self._waiting:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         self._waiting.clear()
         self.num_bytes = 0

@@ -10,13 +10,16 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from atoll.pool.agent.place import Place
 from atoll.pool.agent.procs import OomCounter, alive, command_line, kill_tree, parents, state, tree
-from atoll.pool.agent.rank import Output, tail_lines
+from atoll.pool.agent.rank import Output, exit_meta, spawn, tail_lines
 from atoll.wire import frames
+
+if TYPE_CHECKING:
+    from atoll.pool.agent.main import Agent
 
 _GRACE_S = 30.0  # after SIGTERM, what a process leaves behind may go on for so long
 _LOOK_S = 0.05
@@ -28,25 +31,6 @@ _TOLD_S = 30.0  # a launcher takes a while to end after one of its processes
 _KILLED_CODE = 128 + signal.SIGKILL  # how a shell says that its child was killed
 # How launchers say that one of their processes was killed.
 _SAYS_KILLED = re.compile(r"SIGKILL|\b[Kk]illed\b|exitcode\s*:?\s*-9\b")
-
-
-class Loop(Protocol):
-    """What processes need of the agent's loop."""
-
-    def watch(self, source: int, callback: Callable[[bool, bool], None]) -> None:
-        """Call back when a descriptor can be read."""
-
-    def unwatch(self, source: int) -> None:
-        """Forget a descriptor."""
-
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something after a while."""
-
-    def tell(self, kind: int, rank: int = 0, call: int = 0, meta: dict[str, Any] | None = None) -> None:
-        """Send the driver a frame."""
-
-    def log(self, rank: int, call: int, output: Output, data: bytes) -> None:
-        """Send the driver what was printed; may pause all output."""
 
 
 class Process:
@@ -95,25 +79,8 @@ class Process:
             # As PID 1 of a namespace the kernel takes it down with the agent; else it has to be asked to.
             argv, program = ["setpriv", "--pdeathsig", "KILL", "--", *argv], setpriv
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
-            reader, writer = os.pipe2(os.O_CLOEXEC)
-            given.callback(os.close, writer)
-            os.set_blocking(reader, False)
-            self.output = Output(reader, None, False)
-            failed.callback(self.output.close)
-            null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            given.callback(os.close, null)
-            self.pid = os.posix_spawn(
-                program,
-                argv,
-                {os.fsencode(key): os.fsencode(value) for key, value in self._env.items()},
-                file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate((null, writer, writer))],
-                setsid=True,
-                setsigmask=[],
-                # Python ignores some, and what the agent does with others is no concern of the user's code.
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
-            )
-            failed.callback(os.kill, self.pid, signal.SIGKILL)
-            self.pidfd = os.pidfd_open(self.pid)
+            self.output, writer = Output.piped(None, False, failed, given)
+            self.pid, self.pidfd = spawn(program, argv, self._env, (writer, writer), failed)
             failed.pop_all()
 
     def terminate(self) -> None:
@@ -179,7 +146,7 @@ def _wait_until_still(pids: Iterable[int]) -> None:
 class Processes:
     """All processes of a node, by their numbers."""
 
-    def __init__(self, loop: Loop, place: Place | None, oom: OomCounter) -> None:
+    def __init__(self, loop: Agent, place: Place | None, oom: OomCounter) -> None:
         self._loop = loop
         self._place = place
         self._oom = oom
@@ -199,7 +166,7 @@ class Processes:
         try:
             process = Process(number, spec, setup, self._place)
         except OSError as error:
-            self._say_end(number, 127, False, [str(error)], False)
+            self._loop.tell(frames.EXIT, number, meta=exit_meta(127, [str(error)]))
             return
         self._running[number] = process
         self._loop.tell(frames.STARTED, number, meta={"pid": process.pid})
@@ -261,7 +228,8 @@ class Processes:
         del self._running[process.number]
         self._loop.unwatch(process.output.reader)
         tail = tail_lines(process.output.tail, _NUM_TAIL_LINES)
-        self._say_end(process.number, code, self._was_oom(process, code, tail), tail, process.killed)
+        meta = exit_meta(code, tail, oom=self._was_oom(process, code, tail), killed=process.killed)
+        self._loop.tell(frames.EXIT, process.number, meta=meta)
         process.close()
 
     def _was_oom(self, process: Process, code: int, tail: list[str]) -> bool:
@@ -271,13 +239,3 @@ class Processes:
         if code in (-signal.SIGKILL, _KILLED_CODE):
             return self._oom.rose()
         return any(map(_SAYS_KILLED.search, tail)) and self._oom.rose_within(_TOLD_S)
-
-    def _say_end(self, number: int, code: int, oom: bool, tail: list[str], killed: bool) -> None:
-        meta = {
-            "exit_code": code if code >= 0 else None,
-            "signal": -code if code < 0 else None,
-            "oom": oom,
-            "tail": tail,
-            "killed": killed,
-        }
-        self._loop.tell(frames.EXIT, number, meta=meta)

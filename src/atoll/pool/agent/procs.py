@@ -13,7 +13,8 @@ from collections.abc import Iterable
 _SHM_PREFIXES = ("psm_", "torch_", "nccl-", "sem.mp-", "pym-", "cuda.shm.", "__KMP_REGISTERED_LIB_")
 TICK_S = 0.5
 _KILL_S = 1.5  # a process that sits in the kernel is waited for no longer
-_TRACKER_S = 0.5  # what Python's resource tracker gets to remove shared memory of those that were killed
+_TRACKER_S = 0.5  # what Python's resource tracker gets to remove what the killed left, before it is left to itself,
+_LAST_TRACKER_S = 3.0  # and at the end of all, before it is killed too: it may only just have started
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -53,18 +54,22 @@ def tree(root: int | None, tag: str) -> list[int]:
 def kill_tree(root: int | None, tag: str) -> None:
     """SIGKILL a rank and everything below it; what it forks meanwhile is found in the next round.
 
-    With no ``root``, everything that carries the tag.
+    With no ``root``, everything that carries the tag; with this process for ``root``, everything below it: for good.
     """
+    last = root is None or root == os.getpid()
+    tracker_s = _LAST_TRACKER_S if last else _TRACKER_S
     shm: set[str] = set()
     started = time.monotonic()
-    while time.monotonic() - started < _KILL_S:
+    while (passed_s := time.monotonic() - started) < _KILL_S + tracker_s:
         pids = [pid for pid in tree(root, tag) if alive(pid)]
         if not pids:
             break
         doomed = [pid for pid in pids if not _is_tracker(pid)]
-        if not doomed and time.monotonic() - started < _TRACKER_S:
+        if not doomed and passed_s < tracker_s:
             time.sleep(0.005)  # with everybody else gone it unlinks what they left, and ends
             continue
+        if not doomed and not last:
+            break
         for pid in doomed or pids:
             shm |= shared_memory_names(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from atoll.pool.agent.outbox import Outbox
@@ -34,6 +34,22 @@ class Output:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._file = None if path is None else os.open(path, flags, 0o600)
         self.tail = bytearray()
+
+    @classmethod
+    def piped(
+        cls, path: str | None, is_stderr: bool, failed: contextlib.ExitStack, given: contextlib.ExitStack
+    ) -> tuple[Output, int]:
+        """One over a new pipe, and the end to write to: ``given`` closes that, ``failed`` the other."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        given.callback(os.close, writer)
+        os.set_blocking(reader, False)
+        try:
+            output = cls(reader, path, is_stderr)
+        except OSError:
+            os.close(reader)
+            raise
+        failed.callback(output.close)
+        return output, writer
 
     def read(self) -> bytes | None:
         """What there is; empty bytes at the end; None when there is nothing just now."""
@@ -76,6 +92,45 @@ def tail_lines(said: bytes | bytearray, num_lines: int = 20) -> list[str]:
     return [line.rpartition("\r")[2][:2000] for line in text.splitlines() if line.strip()][-num_lines:]
 
 
+def spawn(
+    program: str, argv: list[str], env: Mapping[str, str], fds: Sequence[int], failed: contextlib.ExitStack
+) -> tuple[int, int]:
+    """Start a process in a session of its own; its pid and pidfd. ``failed`` kills it.
+
+    It finds nothing on standard input, and the descriptors as 1, 2, ... in their order.
+    """
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        pid = os.posix_spawn(
+            program,
+            argv,
+            {os.fsencode(key): os.fsencode(value) for key, value in env.items()},
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate((null, *fds))],
+            setsid=True,
+            setsigmask=[],
+            # Python ignores some, and what the agent does with others is no concern of the user's code.
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+        )
+    finally:
+        os.close(null)
+    failed.callback(os.kill, pid, signal.SIGKILL)
+    return pid, os.pidfd_open(pid)
+
+
+def exit_meta(
+    code: int, tail: list[str], *, oom: bool = False, killed: bool = False, fault: str | None = None
+) -> dict[str, Any]:
+    """What an EXIT frame says of a process that ended with this code, a negative one being a signal's."""
+    return {
+        "exit_code": code if code >= 0 else None,
+        "signal": -code if code < 0 else None,
+        "oom": oom,
+        "tail": tail,
+        "killed": killed,
+        "fault": fault,
+    }
+
+
 def _memory_file(name: str, failed: contextlib.ExitStack) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     failed.callback(os.close, fd)
@@ -108,44 +163,16 @@ class Rank:
             fcntl.fcntl(self.stack_file, fcntl.F_SETFL, os.O_APPEND)
             self.stop_file = _memory_file("atoll-stop", failed)
             os.write(self.stop_file, _WORD.pack(0))
-            self.outputs: list[Output] = []
-            writers = []
-            for suffix in (".out", ".err"):
-                reader, writer = os.pipe2(os.O_CLOEXEC)
-                given.callback(os.close, writer)
-                os.set_blocking(reader, False)
-                writers.append(writer)
-                try:
-                    output = Output(reader, log + suffix, suffix == ".err")
-                except OSError:
-                    os.close(reader)
-                    raise
-                failed.callback(output.close)
-                self.outputs.append(output)
-            null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            given.callback(os.close, null)
-            targets = (null, *writers, theirs.fileno(), self.stack_file, self.stop_file)
-            self.pid = self._exec(spec, setup, targets)
-            failed.callback(os.kill, self.pid, signal.SIGKILL)
-            self.pidfd = os.pidfd_open(self.pid)
+            out, out_writer = Output.piped(f"{log}.out", False, failed, given)
+            err, err_writer = Output.piped(f"{log}.err", True, failed, given)
+            self.outputs = [out, err]
+            fds = (out_writer, err_writer, theirs.fileno(), self.stack_file, self.stop_file)
+            key, _, value = self.tag.partition("=")
+            env = {**setup["env"], **spec["env"], key: value, "ATOLL_POOL_TAG": f"{setup['tag']}.{setup['node']}"}
+            if os.getpid() != 1:  # as PID 1 of a namespace the kernel takes ranks down with the agent; else they ask
+                env["ATOLL_PDEATHSIG"] = "1"
+            self.pid, self.pidfd = spawn(setup["python"], [setup["python"], *setup["argv"]], env, fds, failed)
             failed.pop_all()
-
-    def _exec(self, spec: dict[str, Any], setup: dict[str, Any], sources: Sequence[int]) -> int:
-        """Start the process; it finds the descriptors as 0, 1, 2, ... in their order."""
-        key, _, value = self.tag.partition("=")
-        env = {**setup["env"], **spec["env"], key: value, "ATOLL_POOL_TAG": f"{setup['tag']}.{setup['node']}"}
-        if os.getpid() != 1:  # as PID 1 of a namespace the kernel takes ranks down with the agent; else they ask for it
-            env["ATOLL_PDEATHSIG"] = "1"
-        # Signals that Python ignores, and the agent's mask, must not be inherited by the user's code.
-        return os.posix_spawn(
-            setup["python"],
-            [setup["python"], *setup["argv"]],
-            {os.fsencode(k): os.fsencode(v) for k, v in env.items()},
-            file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for target, source in enumerate(sources)],
-            setsid=True,
-            setsigmask=[],
-            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
-        )
 
     def cancel(self, call: int) -> None:
         """Raise in the rank's main thread if it still runs that call."""

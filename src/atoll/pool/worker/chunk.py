@@ -30,9 +30,8 @@ class Chunk:
             try:
                 values.append(self.function(*item))
             except Exception as error:  # noqa: BLE001 - it goes back beside the values before it
-                from atoll.wire.exceptions import pack_exception
+                from atoll.wire.exceptions import packed
 
-                payload = pack_exception(error)
-                failure = (payload.head, [bytes(buffer) for buffer in payload.buffers])
+                failure = packed(error)
                 break
         return ChunkResult(values, failure, time.perf_counter() - started)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import json
 import mmap
 import os
 import signal
@@ -24,7 +25,7 @@ from atoll.pool.worker.isolation import Isolation
 from atoll.pool.worker.streams import is_stream, send_stream
 from atoll.wire import frames
 from atoll.wire.codec import Payload, dumps, loads
-from atoll.wire.frames import Frame, Parser, pack, receive, send_all
+from atoll.wire.frames import Frame, Parser, close_all, pack, receive, send_all
 from atoll.wire.segments import Arena, decode_parts
 
 _WORD = struct.Struct("<Q")
@@ -54,7 +55,7 @@ class Worker:
         self._arena = Arena()
         self._functions: dict[str, tuple[bytes, Any]] = {}
         self._peers = tuple(Peer(node, addr) for node, addr in enumerate(setup["peers"]))
-        self.port_socket = _reserve_port(setup["addr"], setup.get("preferred_port", 0))
+        self.port_socket = _reserve_port(setup["addr"])
         self.port: int = self.port_socket.getsockname()[1]
         self._place: tuple[bool, int] | None = None
         self._stop_word = mmap.mmap(STOP_FD, 8, prot=mmap.PROT_READ)
@@ -109,8 +110,7 @@ class Worker:
             os._exit(0)
         finally:
             self._sending = False
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         if self._cancel_pending and self.call and threading.current_thread() is threading.main_thread():
             self._cancel_pending = False
             raise Cancelled
@@ -125,7 +125,6 @@ class Worker:
                 "pid": os.getpid(),
                 "main_thread": threading.get_ident(),
                 "port": self.port,
-                "python": list(sys.version_info[:3]),
             },
         )
         import cloudpickle  # noqa: F401 - the first call needs it; nobody waits for it now
@@ -353,34 +352,21 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _reserve_port(addr: str, preferred: int) -> socket.socket:
+def _reserve_port(addr: str) -> socket.socket:
     """A port of our own, bound but not listening: nobody can connect before a store is made on it."""
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    for port in dict.fromkeys((preferred, 0)):
-        try:
-            reserved.bind((addr, port))
-            break
-        except OSError:
-            if port == 0:
-                raise
+    reserved.bind((addr, 0))
     return reserved
-
-
-def _setup_from_environment(env: Any) -> dict[str, Any]:
-    import json
-
-    setup: dict[str, Any] = json.loads(env.pop("ATOLL_SETUP"))
-    return setup
 
 
 def main() -> None:
     """Entry of a rank's process."""
     if os.environ.pop("ATOLL_PDEATHSIG", None):
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    setup = _setup_from_environment(os.environ)
+    setup: dict[str, Any] = json.loads(os.environ.pop("ATOLL_SETUP"))
     if setup.get("path"):
         sys.path[:] = setup["path"]
-    sys.argv[:] = setup.get("argv0") or [""]
+    sys.argv[:] = [""]
     for fd in (CHANNEL_FD, STACK_FD, STOP_FD):
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):

@@ -12,7 +12,7 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +34,7 @@ class _State:
     armed: bool = False  # the running call wants a group as soon as torch is there
     ours: bool = False  # the present group was made by us
     num_groups: int = 0
-    stores: dict[tuple[str, int], Any] | None = None
+    stores: dict[tuple[str, int], Any] = field(default_factory=dict)
 
 
 _state = _State()
@@ -180,6 +180,10 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
     prefixed = dist.PrefixStore(f"atoll/{worker.call}/{_state.num_groups}", store)
     with _whole():
         _original_init(dist)(chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options)
+        # One whose function is done at once would close what another is still connecting to.
+        if prefixed.add("made", 1) == ctx.world_size:
+            prefixed.set("all made", "")
+        prefixed.wait(["all made"])
     _state.ours = True
     _watch_late_settings()
 
@@ -203,8 +207,7 @@ def _store(worker: Worker, ctx: context.CallContext) -> Any:
     """Rank 0's store: the server there, a client elsewhere; kept between calls of the same gang."""
     dist = _dist()
 
-    stores = _state.stores if _state.stores is not None else {}
-    _state.stores = stores
+    stores = _state.stores
     key = (ctx.head_addr, ctx.head_port)
     if key not in stores:
         stores.clear()
