@@ -16,7 +16,7 @@ import pytest
 from tests.pool.conftest import SOURCE_ROOT, eventually
 
 import atoll as sky
-from atoll.pool.attached import end_pool, named_pools
+from atoll.pool.named import end_pool, named_pools
 
 RUN = "from atoll.cli.main import main; main()"
 COMMANDS = [[], ["pools"], ["pools", "ls"], ["pools", "down"], ["result"], ["gpus"]]

@@ -21,7 +21,7 @@ from tests.pool.conftest import SOURCE_ROOT, eventually
 
 import atoll as sky
 from atoll.cli.main import main
-from atoll.tasks import clusters
+from atoll.tasks import clusters, lifecycle
 
 RUN = "from atoll.cli.main import main; main()"
 COMMANDS = ["launch", "exec", "logs", "queue", "cancel", "status", "stop", "start", "down", "autostop", "ssh", "cp"]
@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "home"
     for name in clusters.all_names():
-        clusters.down(name)
+        lifecycle.down(name)
 
 
 @pytest.fixture
@@ -234,6 +234,7 @@ def test_ctrl_c_only_detaches(atoll: Atoll) -> None:
     assert atoll("logs", "t", "--status")[0] == 101
 
 
+@pytest.mark.long  # tests/tasks/test_cases.py closes one
 def test_a_job_outlives_its_terminal(atoll: Atoll) -> None:
     launched = start("launch", "-c", "t", "echo begun; sleep 1; echo ended")
     assert launched.stdout is not None
@@ -309,13 +310,14 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
     assert re.findall(r"STOPPED", atoll("status")[1]) == ["STOPPED"] * 2
     code, _, err = atoll("exec", "t-1", "true")
     assert code == 100
-    assert "`atoll launch -c t-1 TASK` takes it up again" in err
+    assert "cluster t-1 is stopped; `atoll start t-1` takes it up again" in err
     assert atoll("start", "t-1")[1] == "Cluster t-1 is up; `atoll exec {name} TASK` runs on it\n".format(name="t-1")
     assert "kept" in atoll("exec", "t-1", "cat ~/file")[1]
     code, out, _ = atoll("launch", "-c", "t-2", "true")
     assert "cluster t-2 was stopped and is taken up again" in out
     assert atoll("down", "t-1", "absent")[0] == 102
     assert atoll("down", "t-1", "t-2", "-y")[0] == 0
+    assert atoll("down", "t-1", "--all")[0] == 2  # one of them was not meant
     assert "no cluster is up" in atoll("status")[1]
     assert [row["status"] for row in json.loads(atoll("status", "-a", "-o", "json")[1])] == ["DOWN", "DOWN"]
     assert not (home / "clusters/t-1/nodes").exists()
@@ -339,6 +341,13 @@ def test_autostop(atoll: Atoll) -> None:
     assert json.loads(atoll("status", "t", "-o", "json")[1])[0]["status"] == "UP"  # not while a job goes on
     atoll("cancel", "t")
     eventually(lambda: "no cluster is up" in atoll("status")[1], "it is down")
+    # What is taken up again has been idle from then on only.
+    atoll("launch", "-c", "t", "-i", "0", "true")
+    stopped = clusters.load("t")
+    atoll("start", "t")
+    started = json.loads(atoll("status", "t", "-o", "json")[1])[0]
+    assert (stopped.status, started["status"], started["autostop_minutes"]) == ("STOPPED", "UP", None)
+    assert started["launched_at"] > stopped.created_s
     code, out, _ = atoll("launch", "-c", "u", "--down", "true")
     assert code == 0
     assert out.endswith("Job ID: 1. Cluster u is DOWN now\n")
@@ -412,12 +421,46 @@ def test_a_pipeline_stops_at_its_first_failure(atoll: Atoll, tmp_path: Path) -> 
     assert re.search(r"second: sky-[\d-]+_t_1", out)
     assert "the pipeline ends here: 1 of its tasks" in out
     assert "third" not in out
-    code, _, err = atoll("launch", "-c", "t", "-d", task)
-    assert code == 100
-    assert "--detach-run with a pipeline of 3 tasks" in err
+    rows = json.loads(atoll("queue", "t", "-o", "json")[1])
+    assert [(row["status"], row["after"], row["group"]) for row in rows] == [
+        ("CANCELLED", 2, None),
+        ("FAILED", 1, None),
+        ("SUCCEEDED", None, None),
+    ]
     code, out, _ = atoll("launch", "-c", "u", "--down", task)
     assert out.count("made anew") == 0
-    assert out.endswith("Job IDs: 1, 2. Cluster u is DOWN now\n")
+    assert out.endswith("Job IDs: 1, 2, 3. Cluster u is DOWN now\n")
+
+
+def test_a_pipeline_goes_on_without_whoever_launched_it(atoll: Atoll, tmp_path: Path) -> None:
+    steps = ["name: a\nrun: while [ ! -e go ]; do sleep 0.05; done", "run: echo second", "run: sleep 60"]
+    task = task_file(tmp_path / "pipeline.yaml", "\n---\n".join(steps))
+    code, out, _ = atoll("launch", "-c", "t", "-d", task)
+    assert code == 0
+    assert out.endswith("Jobs submitted, IDs: 1-3\nsee them: atoll queue t   end them: atoll cancel t 1 2 3\n")
+    eventually(lambda: atoll("logs", "t", "1", "--status")[1] == "Job 1: RUNNING\n", "the first one runs")
+    assert re.search("PENDING +waiting for job 2, which comes before it, to succeed\n", atoll("queue", "t")[1])
+    (clusters.node_home("t", 0) / "sky_workdir/go").touch()
+    eventually(lambda: atoll("logs", "t", "3", "--status")[1] == "Job 3: RUNNING\n", "the last one runs")
+    assert "second" in atoll("logs", "t", "2")[1]
+    # What is before the newest in its pipeline and has not ended is cancelled with it.
+    atoll("launch", "-c", "t", "-d", task)
+    assert atoll("cancel", "t")[1].splitlines() == [f"Job {job} of cluster t is being cancelled" for job in (4, 5, 6)]
+    assert atoll("logs", "t", "3", "--status")[0] == 101
+
+
+def test_tasks_of_a_pipeline_that_need_different_files_run_one_by_one(atoll: Atoll, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        task_file(tmp_path / name / "file", f"{name}\n")
+    steps = [f"workdir: {tmp_path}/{name}\nrun: cat file; echo $SKYPILOT_TASK_IDS" for name in ("one", "two")]
+    task = task_file(tmp_path / "pipeline.yaml", "\n---\n".join(steps))
+    code, _, err = atoll("launch", "-c", "t", "-d", task)
+    assert code == 100
+    assert "a pipeline of 2 tasks that can't be submitted at once: they have different workdirs" in err
+    code, out, _ = atoll("launch", "-c", "t", task)
+    assert (code, out.count("one\n"), out.count("two\n")) == (0, 1, 1)
+    assert re.search(r"\) sky-[\d-]+_t_1 sky-[\d-]+_t_2\n", out)
 
 
 def test_a_sweep(atoll: Atoll) -> None:
@@ -517,7 +560,7 @@ def test_ssh_beside_a_running_job(atoll: Atoll) -> None:
         eventually(forwarded, "its server answers here")
     finally:
         atoll("cancel", "t", "--all")
-        clusters.down("t")
+        lifecycle.down("t")
         os.killpg(shell.pid, signal.SIGHUP)  # as when its terminal is closed
         shell.communicate(timeout=20)
 
@@ -555,10 +598,12 @@ def test_from_python(tmp_path: Path) -> None:
 def three(atoll: Atoll, home: Path) -> Iterator[Path]:
     """Clusters a, b and c; whatever a test damages is removed."""
     for name in "abc":
-        assert atoll("launch", "-c", name, "true")[0] == 0
+        assert atoll("launch", "-d", "-c", name, "true")[0] == 0
+    for name in "abc":
+        assert atoll("logs", name)[0] == 0
     yield home / "clusters"
     for name in clusters.all_names():
-        clusters.purge(name, lambda line: None)
+        lifecycle.purge(name, lambda line: None)
 
 
 @pytest.mark.parametrize("file", ["cluster.json", "jobs.db"])

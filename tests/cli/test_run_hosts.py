@@ -16,14 +16,14 @@ from tests.pool.conftest import SOURCE_ROOT, eventually
 from testbed.fixtures import bed, make_bed  # noqa: F401  # fixtures
 from testbed.hosts import Testbed
 
-pytestmark = pytest.mark.serial
 RUN = "from atoll.cli.main import main; main()"
+PYTHON = os.path.realpath(sys.executable)  # not of an environment that has torch, which a preflight would try
 
 
 @pytest.fixture
 def lab(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Testbed]:  # noqa: F811
     """Two hosts, declared as ``ssh/lab``, a folder to work in, and nothing of ours left running on any of them."""
-    declare(f'python = "{sys.executable}"')
+    declare(f'python = "{PYTHON}"')
     monkeypatch.setenv("PYTHONPATH", SOURCE_ROOT)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
@@ -54,6 +54,7 @@ def atoll(*words: str, code: int = 0) -> tuple[str, str]:
 
 @pytest.mark.long
 def test_a_script_is_copied_runs_on_both_hosts_and_finds_its_files_again(lab):
+    declare(f'python = "{sys.executable}"')
     Path("data.txt").write_text("from here")
     Path("train.py").write_text(
         "import os, pathlib, socket, torch, torch.distributed as dist\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.pool.conftest import SOURCE_ROOT, eventually
 
-from atoll.tasks import clusters
+from atoll.tasks import clusters, lifecycle
 
 RUN = "from atoll.cli.main import main; main()"
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "home"
     for name in clusters.all_names():
-        clusters.down(name)
+        lifecycle.down(name)
 
 
 @pytest.fixture

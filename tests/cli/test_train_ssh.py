@@ -18,7 +18,6 @@ from testbed.fixtures import MakeBed, bed, make_bed
 from testbed.hosts import Testbed
 
 __all__ = ["bed", "make_bed"]
-pytestmark = pytest.mark.serial
 ATOLL = str(Path(sys.executable).parent / "atoll")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -91,6 +90,7 @@ def steps_in(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long  # tests/train/test_checkpoint.py has the refusal
 def test_hosts_without_a_shared_folder_are_refused_at_the_start(make_bed: MakeBed, project: Path) -> None:
     bed = make_bed(2, shared_home=False)
     declare(bed)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import subprocess
 import sys
 import threading
@@ -21,8 +19,8 @@ from atoll.providers.ssh import bundle, facts
 from atoll.providers.ssh.connection import Connection, connections, on_each
 from atoll.providers.ssh.hosts import targets
 from testbed.hosts import Testbed, make_key
+from testbed.terminal import log_out, only_by_password, talk
 
-pytestmark = pytest.mark.serial
 PYENV = Path("/root/.pyenv/versions")
 
 
@@ -176,14 +174,22 @@ def test_facts_survive_noise_of_login_scripts(bed: Testbed, connect: Connect) ->
     assert said.place == "/home/sky/.atoll"
     assert not any(name.startswith("SSH_") for name in said.env)
     assert said.gpus == ()
+    assert abs(said.seen["skew_s"]) < 5
+    assert (said.seen["torch"], said.seen["gpus"]) == (None, [])
+    assert min(said.seen["disk_bytes"], said.seen["shm_bytes"]) > 0
+    assert ask(connect("h2", python=sys.executable)).seen["torch"].startswith("2.")
 
 
 def test_gpus_are_listed_as_nvidia_smi_says_them(bed: Testbed, connect: Connect) -> None:
-    answer = "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559\\n1, GPU-bb, NVIDIA H100 80GB HBM3, 81559\\n"
+    card = "NVIDIA H100 80GB HBM3, 81559"
+    answer = f"0, GPU-aa, {card}, 3, 580.65.06\\n1, GPU-bb, {card}, [N/A], 580.65.06\\n"
     bed.hosts[0].run(
         f"printf '#!/bin/sh\\nprintf \"{answer}\"\\n' > /usr/local/bin/nvidia-smi; chmod 755 /usr/local/bin/nvidia-smi"
     )
-    assert [(gpu.name, gpu.uuid) for gpu in ask(connect()).gpus] == [("H100", "GPU-aa"), ("H100", "GPU-bb")]
+    said = ask(connect())
+    assert [(gpu.name, gpu.uuid) for gpu in said.gpus] == [("H100", "GPU-aa"), ("H100", "GPU-bb")]
+    assert [gpu["used_mb"] for gpu in said.seen["gpus"]] == [3.0, 0.0]
+    assert said.seen["gpus"][0]["driver"] == "580.65.06"
     bed.hosts[0].run("printf '#!/bin/sh\\necho driver broken; exit 9\\n' > /usr/local/bin/nvidia-smi")
     said = ask(connect())
     assert said.gpus == ()
@@ -253,42 +259,28 @@ def test_ctrl_c_ends_what_runs_on_every_host(bed: Testbed, monkeypatch: pytest.M
     assert time.monotonic() - started < 5
 
 
-def test_a_terminal_is_asked_when_no_key_is_taken(bed: Testbed, tmp_path: Path) -> None:
-    """A key with a passphrase: ssh asks for it on the terminal, once, and both commands go through that login."""
-    key = bed.home / ".ssh" / "id_ed25519"
-    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "open sesame", "-f", str(key)], check=True)
-    script = tmp_path / "login.py"
-    script.write_text(
-        "from atoll.providers.ssh.connection import Connection\nfrom atoll.providers.ssh.hosts import targets\n"
-        "c = Connection(targets(['h1'])[0])\nprint(c.run('hostname').stdout, c.run('hostname').stdout)\nc.close()\n"
-    )
-    said = talk([sys.executable, str(script)], [("Enter passphrase for key", "open sesame\n")])
+TWICE = (
+    "from atoll.providers.ssh.connection import Connection\nfrom atoll.providers.ssh.hosts import targets\n"
+    "c = Connection(targets(['h1'])[0])\nprint(c.run('hostname').stdout, c.run('hostname').stdout)\nc.close()\n"
+)
+
+
+@pytest.mark.parametrize("asked", ["Enter passphrase for key", "sky@10.77.0.11's password:"])
+def test_a_terminal_is_asked_once_when_no_key_is_taken(bed: Testbed, connect: Connect, asked: str) -> None:
+    """Both commands go through the login that it was typed for, and so does a later program."""
+    if asked.startswith("Enter"):
+        key = bed.home / ".ssh" / "id_ed25519"
+        subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "open sesame", "-f", str(key)], check=True)
+    else:
+        only_by_password(bed.hosts[0], "open sesame")
+        said = refusal(connect())
+        assert "h1: does not let sky in with the keys" in said
+        assert said.endswith("; or run this in a terminal, where ssh asks for the password or code")
+    said = talk([sys.executable, "-c", TWICE], {asked: "open sesame\n"})
     assert said.count("b'h1") == 2
-    assert said.count("Enter passphrase") == 1
-
-
-def talk(command: list[str], answers: list[tuple[str, str]]) -> str:
-    """Run a program on a terminal of its own, and type each answer when its question is seen."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        os.execv(command[0], command)
-    said = b""
-    deadline = time.monotonic() + 20
-    try:
-        while time.monotonic() < deadline:
-            if not select.select([terminal], [], [], 0.1)[0]:
-                continue
-            try:
-                data = os.read(terminal, 4096)
-            except OSError:  # everybody on it has ended
-                break
-            if not data:
-                break
-            said += data
-            if answers and answers[0][0].encode() in said:
-                os.write(terminal, answers.pop(0)[1].encode())
-    finally:
-        os.close(terminal)
-        os.waitpid(pid, 0)
-    return said.decode(errors="replace")
+    assert said.count(asked) == 1
+    h1 = connect()
+    assert h1.run("hostname").stdout == b"h1\n"
+    h1.close()
+    assert connect().run("hostname").stdout == b"h1\n"
+    log_out(Path(os.environ["ATOLL_HOME"]))

@@ -70,11 +70,12 @@ def test_options_of_a_target_are_what_a_person_types() -> None:
 def test_a_group_of_the_config_file(home: Path) -> None:
     (home / ".atoll" / "config.toml").write_text(
         '[ssh.lab]\nhosts = ["ann@a", "gpu-[12]"]\nkey = "~/k"\npython = "/opt/py"\ngrace_s = 5\nworkdir = "/scratch"\n'
+        "max_restarts_on_lost_nodes = 0\n"
     )
     group = find_group("lab")
     assert [target.host for target in group.targets] == ["ann@a", "gpu-1", "gpu-2"]
     assert {(target.key, target.python) for target in group.targets} == {("~/k", "/opt/py")}
-    assert (group.grace_s, group.workdir) == (5.0, "/scratch")
+    assert (group.grace_s, group.workdir, group.max_restarts_on_lost_nodes) == (5.0, "/scratch", 0)
 
 
 def test_hosts_and_patterns_of_the_ssh_config_are_groups_too() -> None:
@@ -100,6 +101,10 @@ def test_an_unknown_name_names_the_nearest_and_how_to_declare_it(home: Path) -> 
         ("[ssh.lab]\nhosts = []\n", r"config\.toml:2: \[ssh\.lab\] hosts = \[\]: expected a list"),
         ("[ssh.lab]\nkey = 'k'\n", r"\[ssh\.lab\] hosts = None: expected a list"),
         ('[ssh.lab]\nhosts = ["a"]\n\ngrace_s = "x"\n', r"config\.toml:4: .*grace_s = 'x': expected seconds"),
+        (
+            '[ssh.lab]\nhosts = ["a"]\nmax_restarts_on_lost_nodes = -1\n',
+            r"config\.toml:3: .*max_restarts_on_lost_nodes = -1: expected a number, 0 or more",
+        ),
         ('[ssh.lab]\nhosts = ["a"]\nkey = 3\n', r"config\.toml:3: .*key = 3: expected text"),
         ("[ssh]\nlab = 3\n", r"ssh\.lab = 3: expected a section"),
         ("[ssh.lab\n", r"config\.toml: .*line 1"),

@@ -247,7 +247,7 @@ class FakeProvider:
         for process in node.living:
             process.alive = False
         if self.happens(0.5):  # no FIN: it takes a while
-            self.later(5.0, lambda: NodeSilent(node.node, node.attempt, 5.0))
+            self.later(5.0, lambda: NodeSilent(node.node, node.attempt, 5.0, "quiet"))
             delay_s = 8.0
         else:
             delay_s = self.rng.random() * JITTER_S
@@ -267,8 +267,8 @@ class FakeProvider:
         if node.state != "up":
             return
         node.silent_until_s = self.now + self.rng.random() * 20
-        self.later(5.0, lambda: NodeSilent(node.node, node.attempt, 5.0))
-        self.say(node, NodeSilent(node.node, node.attempt, 0.0), node.silent_until_s - self.now)
+        self.later(5.0, lambda: NodeSilent(node.node, node.attempt, 5.0, "quiet"))
+        self.say(node, NodeSilent(node.node, node.attempt, 0.0, "back"), node.silent_until_s - self.now)
 
 
 def random_job(rng: random.Random) -> JobSpec:

@@ -136,8 +136,8 @@ def test_a_killed_torchrun_leaves_no_worker(atoll: Atoll, both_ways: str) -> Non
     word = sleeps().split()[1]
     script = (
         f"printf '%s\\n' 'import time' 'print(\"working\", flush=True)' 'time.sleep({word})' > worker.py; "
-        f"{sys.executable} -m torch.distributed.run --nproc_per_node 2 worker.py {word} & agent=$!; "
-        "sleep 0.1; wait $agent"
+        f"{sys.executable} -m torch.distributed.run --master_port {free_port()} --nproc_per_node 2 worker.py {word} & "
+        "agent=$!; sleep 0.1; wait $agent"
     )
     atoll("launch", "-c", "t", "-d", script)
     wait_for_log(atoll, "t", "working", 2)
@@ -224,6 +224,7 @@ def test_nodes_that_start_in_any_order(atoll: Atoll, tmp_path: Path, monkeypatch
     assert seen == [f"{node} sees t-{name} in {ips}" for node, name in enumerate(names)]
 
 
+@pytest.mark.long  # three back-offs; tests/tasks/test_supervisor.py has one restart
 def test_restarts_keep_the_task_id_and_the_order(atoll: Atoll, tmp_path: Path) -> None:
     task = task_file(
         tmp_path / "task.yaml",
@@ -272,7 +273,9 @@ def _controlling() -> None:
     fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 
 
-@pytest.mark.parametrize("first", ["queue", "logs", "status"])
+@pytest.mark.parametrize(
+    "first", ["queue", *(pytest.param(name, marks=pytest.mark.long) for name in ("logs", "status"))]
+)
 def test_a_killed_supervisor_is_noticed(atoll: Atoll, first: str) -> None:
     sleeping = sleeps()
     word = sleeping.split()[1]
@@ -296,6 +299,7 @@ def test_a_killed_supervisor_is_noticed(atoll: Atoll, first: str) -> None:
     assert out.count("works again") == 2
 
 
+@pytest.mark.long
 def test_thirty_quick_ones_all_run(atoll: Atoll) -> None:
     atoll("launch", "-c", "t", "true")
     for number in range(30):

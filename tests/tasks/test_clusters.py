@@ -13,10 +13,10 @@ from tests.pool.conftest import SOURCE_ROOT
 
 from atoll.core.errors import ConfigError
 from atoll.tasks import clusters
-from atoll.tasks.clusters import UnknownCluster, Wish, decide
-from atoll.tasks.placing import accelerators_text
+from atoll.tasks.clusters import UnknownCluster
+from atoll.tasks.placing import Wish, accelerators_text, decide
+from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
-from atoll.tasks.store import JobRow
 
 RUNNING = JobRow(3, None, "", "me", JobSpec(), JobStatus.RUNNING, "", None, 0.0)
 

@@ -11,7 +11,6 @@ import pytest
 from atoll.tasks.environment import (
     Task,
     command_environment,
-    is_secret,
     script_environment,
     task_id,
     without_secrets,
@@ -112,23 +111,6 @@ def test_commands_have_torchruns_variables() -> None:
 def test_threads_of_commands(num: int, given: dict[str, str], expected: str | None) -> None:
     job = task(command=("x",), num_processes=num, base_env=given)
     assert command_environment(job, 0, 0, {}, master_port=1, restarts=0).get("OMP_NUM_THREADS") == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "secret"),
-    [
-        ("HF_TOKEN", "x", True),
-        ("WANDB_API_KEY", "x", True),
-        ("db_password", "x", True),
-        ("AWS_SECRET", "x", True),
-        ("DATABASE_URL", "postgres://ada:pw@host/db", True),
-        ("TOKENIZERS_PARALLELISM", "false", False),
-        ("HOMEPAGE", "https://host/path", False),
-        ("KEYBOARD", "x", False),
-    ],
-)
-def test_which_variables_are_secret(name: str, value: str, secret: bool) -> None:
-    assert is_secret(name, value) is secret
 
 
 def test_secrets_leave_the_job() -> None:

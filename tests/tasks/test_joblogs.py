@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.tasks import logs
 from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, follow_log, only_rank, tail_start
 
 
@@ -146,6 +148,20 @@ def test_a_full_disk_costs_output_and_says_so(tmp_path: Path) -> None:
         assert len(line) == 8
 
 
+def test_a_disk_that_another_log_found_full_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_DISK", logs._Disk())
+    monkeypatch.setattr(logs, "_ROOM_BYTES", 1 << 62)
+    raw, log = LogFile(Path("/dev/full")), LogFile(tmp_path / "run.log")
+    raw.write(b"lost\n")
+    log.write(b"lost\n")
+    monkeypatch.setattr(logs, "_ROOM_BYTES", 0)
+    log.write(b"kept\n")
+    raw.close()
+    log.close()
+    said = "atoll: 5 bytes of output are missing here: No space left on device\n"
+    assert (tmp_path / "run.log").read_text() == f"{said}kept\n"
+
+
 def test_a_folder_that_is_gone_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     log = LogFile(tmp_path / "file" / "run.log")
@@ -155,16 +171,25 @@ def test_a_folder_that_is_gone_stops_nothing(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- reading
+def last(path: Path, num_lines: int, only: re.Pattern[bytes] | None = None) -> str:
+    got: list[bytes] = []
+    with Follower(path, got.append, only) as follower:
+        before = follower.position_of_tail(num_lines)
+    assert got == []
+    with Follower(path, got.append, only) as follower:
+        follower.skip(before)
+        follower.drain()
+        assert not follower.drain()
+    return b"".join(got).decode()
+
+
 @pytest.mark.parametrize("num", [1, 2, 5, 1000])
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_tail(tmp_path: Path, num: int, end: str) -> None:
     lines = [f"line {i} {'x' * (i * 7 % 4000)}" for i in range(900)]
     path = tmp_path / "log"
     path.write_text("\n".join(lines) + end)
-    got: list[bytes] = []
-    with Follower(path, got.append) as follower:
-        follower.tail(num)
-    assert b"".join(got).decode() == "\n".join(lines[-num:]) + end
+    assert last(path, num) == "\n".join(lines[-num:]) + end
     fd = os.open(os.devnull, os.O_RDONLY)
     assert tail_start(fd, 3) == 0
     os.close(fd)
@@ -202,11 +227,7 @@ def test_one_rank_of_several(tmp_path: Path) -> None:
         follower.drain()
     expected = [row for row in rows if row.startswith("(worker1, rank=1, ")]
     assert b"".join(got).decode() == "".join(expected)
-    got.clear()
-    with Follower(path, got.append, only_rank(1, several=True)) as follower:
-        follower.tail(4)
-        assert not follower.drain()
-    assert b"".join(got).decode() == "".join(expected[-4:])
+    assert last(path, 4, only_rank(1, several=True)) == "".join(expected[-4:])
 
 
 def test_short_lines_of_a_long_secret_are_hidden(tmp_path: Path) -> None:

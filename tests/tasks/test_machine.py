@@ -290,7 +290,7 @@ def test_what_is_stale_told_twice_or_made_up_means_nothing() -> None:
         ProcessEnded(0, 0, "run", 1, 1),
         ProcessStarted(0, 0, "run", 2, 17),
         ProcessEnded(0, 0, "run", 2, 1),
-        NodeSilent(0, 1, 5.0),
+        NodeSilent(0, 1, 5.0, "quiet"),
         NodeUp(7, 2),
     ):
         assert hand.tell(event) == []
@@ -436,7 +436,7 @@ def test_a_rank_that_fails_because_a_node_is_going_is_not_the_culprit(
 ) -> None:
     hand = running(3, Restarts(on_lost_nodes=1))
     if silent:
-        hand.tell(NodeSilent(2, 1, 5.0))
+        hand.tell(NodeSilent(2, 1, 5.0, "quiet"))
     hand.end(0, 1)
     hand.tell(NodeDown(2, 1, "power", started=True), after_s=after_s)
     hand.end(1, None, 15)
@@ -465,12 +465,22 @@ def test_a_node_lost_while_it_is_stopped_is_just_gone() -> None:
 
 def test_silence_is_said_once_and_so_is_its_end() -> None:
     hand = running(2)
-    hand.tell(NodeSilent(1, 1, 5.2), NodeSilent(1, 1, 6.2), NodeSilent(1, 1, 0.0), NodeSilent(1, 1, 0.0))
-    assert lines(hand.last) == [
-        "worker1 has not answered for 5 s; waiting for it.",
-        "worker1 answers again, after 6 s.",
-    ]
+    told = [NodeSilent(1, 1, silent_s, f"h1: {silent_s:g}") for silent_s in (5.2, 6.2, 0.0, 0.0)]
+    hand.tell(*told)
+    assert lines(hand.last) == ["h1: 5.2", "h1: 0"]
     assert hand.machine.status is JobStatus.RUNNING
+
+
+def test_who_fails_beside_a_silent_node_is_told_with_it() -> None:
+    hand = running(3)
+    hand.tell(NodeSilent(2, 1, 5.0, "quiet"))
+    hand.end(0, 1, after_s=2.0)
+    hand.end(1, None, 15)
+    hand.tick()
+    assert hand.outcome[:2] == (
+        JobStatus.FAILED,
+        "rank 0 on head exited with code 1, while nothing was heard of worker2 for 7 s",
+    )
 
 
 @pytest.mark.parametrize("when", ["INIT", "SETTING_UP", "RUNNING", "RECOVERING"])

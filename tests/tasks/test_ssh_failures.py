@@ -21,13 +21,14 @@ from testbed.hosts import Host, Testbed
 
 pytestmark = [pytest.mark.serial, pytest.mark.long]
 ATOLL = str(Path(sys.executable).parent / "atoll")
+PYTHON = os.path.realpath(sys.executable)  # not of an environment that has torch, which a preflight would try
 Run = Callable[..., "Running"]
 SUPERVISED = ("here", "on the head")
 
 
 def declare(name: str, hosts: list[str], **settings: object) -> None:
     """``[ssh.NAME]`` in config.toml, beside those that are there."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in {"python": sys.executable, **settings}.items()]
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {"python": PYTHON, **settings}.items()]
     with Path(os.environ["ATOLL_HOME"], "config.toml").open("a") as file:
         file.write("\n".join([f"[ssh.{name}]", f"hosts = {json.dumps(hosts)}", *lines, ""]))
 
@@ -117,7 +118,7 @@ def lab(request: pytest.FixtureRequest, make_bed: MakeBed) -> Iterator[Testbed]:
 def test_hosts_that_lose_power_or_freeze_are_named_in_time(lab: Testbed, run: Run) -> None:
     head, dying, freezing = lab.hosts
     declare("power", ["h1", "h2"], grace_s=2)
-    declare("ice", ["h1", "h3"], grace_s=2)
+    declare("ice", ["h1", "h3"], grace_s=2, max_restarts_on_lost_nodes=0)
     job = "echo it runs; test $SKYPILOT_NODE_RANK = 0 && setsid sleep 1000 & sleep 1000"
     jobs = []
     for name in ("power", "ice"):
@@ -134,12 +135,11 @@ def test_hosts_that_lose_power_or_freeze_are_named_in_time(lab: Testbed, run: Ru
     assert time.monotonic() - began < 10
     for each, name in zip(jobs, ("h2", "h3"), strict=True):
         each.says(rf"worker1 was lost: no connection to {name} for 2 s.*; stopping the others", 10)
-        each.says("Restarting in 1 s", 10)
+    jobs[0].says("Restarting in 1 s", 10)
+    jobs[1].ends(100, 20)
     eventually(lambda: not any("sleep 1000" in line for line in head.command_lines()), "the others are stopped")
-    for name in ("power", "ice"):
-        atoll("cancel", name, "-y", "-a")
-    for each in jobs:
-        each.ends(103, 20)
+    atoll("cancel", "power", "-y", "-a")
+    jobs[0].ends(103, 20)
     nothing_runs_on(head)
     freezing.thaw()
     nothing_runs_on(freezing)
@@ -212,7 +212,7 @@ def test_what_is_wrong_with_hosts_is_one_line_each_with_the_fix(make_bed: MakeBe
     if rsync:  # nobody needs it there
         fixed.run(f"mount --bind /dev/null {rsync}")
     for name, host in zip(names, bed.hosts, strict=True):
-        declare(name, ["h1", host.name])
+        declare(name, [*dict.fromkeys(["h1", host.name])])
     old_python = "/usr/local/bin/old-python"
     declare("ancient", [old.name], python=old_python)
     declare("stranger", ["h1", "stranger@h1"])
@@ -326,7 +326,7 @@ def test_a_head_that_is_off_hinders_no_other_command(bed: Testbed, run: Run) -> 
     os.killpg(left.process.pid, signal.SIGINT)
     assert "Job 1 goes on" in left.ends(101, 5)
     bed.hosts[0].power_off()
-    watched.says("the connection to the head of cluster c is lost", 15)
+    watched.says(r"the connection to the head of cluster c \(h1\) is lost", 15)
     os.killpg(watched.process.pid, signal.SIGINT)
     assert "Job 1 goes on" in watched.ends(101, 5)
     nothing_runs_on(bed.hosts[1])
@@ -339,10 +339,11 @@ def test_a_head_that_is_off_hinders_no_other_command(bed: Testbed, run: Run) -> 
         said = atoll(*words, code=100, timeout=30)
         assert "h1: " in said
         assert "Traceback" not in said
-    assert "is gone for good: `atoll down --purge c`" in atoll("down", "c", code=100, timeout=30)
-    said = atoll("down", "--purge", "c", timeout=60)
-    assert "Cluster c is down and forgotten" in said
-    assert "h1: /home/sky/.atoll/clusters/c stays there (jobs, logs, workdir)" in said
+    for words in (("down", "c"), ("down", "--purge", "c")):
+        said = atoll(*words, timeout=60)
+        assert re.search("h1: does not answer.* /home/sky/.atoll/clusters/c stays there", said)
+        assert "Cluster c is down" in said
+        assert "h2" not in said
 
 
 def test_a_head_from_which_everything_was_removed_hinders_nothing(bed: Testbed) -> None:
@@ -398,6 +399,13 @@ def test_what_is_said_names_the_cause_and_what_helps(bed: Testbed, tmp_path: Pat
     assert re.search(r"atoll: c:nothing can't be copied to \S+: .*nothing.*: No such file or directory", said)
     assert "c:x/y/z: " in atoll("cp", dest, "c:x/y/z", code=100)
     assert "there is no such file" in atoll("cp", str(tmp_path / "nothing"), "c:there", code=100)
+    trust(bed)
+    said = atoll(*words)
+    assert "the supervisor runs on h1" in said
+    assert "its past jobs and their logs move there with it" in said
+    assert [row["job_id"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == [2, 1]
+    assert "Job finished" in atoll("logs", "c", "1")
+    assert not Path(os.environ["ATOLL_HOME"], "clusters", "c", "jobs.db").exists()
 
 
 def test_nodes_that_share_an_address_are_told_apart(bed: Testbed, tmp_path: Path) -> None:

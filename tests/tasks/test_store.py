@@ -16,8 +16,9 @@ import pytest
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.tasks import record
+from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
-from atoll.tasks.store import EventRow, JobRow, Store, drop_secrets, put_secrets, take_secrets
+from atoll.tasks.store import Store, drop_secrets, put_secrets, take_secrets
 from atoll.tasks.transitions import Log, SetStatus
 
 RUNNING = SetStatus(JobStatus.RUNNING)

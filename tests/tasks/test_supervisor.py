@@ -71,6 +71,7 @@ def test_one_node_is_called_by_its_task(home: Path) -> None:
     assert re.search(r"^\(task, pid=\d+\) no end$", log, re.M)
 
 
+@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
 def test_only_the_last_exit_code_counts_unless_strict(home: Path) -> None:
     cluster = LocalCluster.make(home)
     assert cluster.run("false\necho on")[0] is SUCCEEDED
@@ -100,6 +101,7 @@ def test_a_job_of_commands_has_torchruns_variables(home: Path) -> None:
     assert cluster.follow(job, follow=False, rank=3)[1].count("\n") == 1
 
 
+@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
 def test_setup_only(home: Path) -> None:
     cluster = LocalCluster.make(home)
     status, log = cluster.run(None, setup="echo only setup")
@@ -108,8 +110,7 @@ def test_setup_only(home: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- failures
-@pytest.mark.parametrize("again", range(3))
-def test_the_first_that_fails_ends_the_job_within_two_seconds(home: Path, again: int) -> None:
+def test_the_first_that_fails_ends_the_job_within_two_seconds(home: Path) -> None:
     cluster = LocalCluster.make(home, num_nodes=3)
     job = cluster.submit(
         "if [ $SKYPILOT_NODE_RANK = 2 ]; then echo about to fail; date +%s.%N; exit 1; fi; sleep 60", num_nodes=3
@@ -128,6 +129,7 @@ def test_the_first_that_fails_ends_the_job_within_two_seconds(home: Path, again:
     assert "stopped by the launcher" in end
 
 
+@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
 def test_a_shell_that_kills_itself(home: Path) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
     job = cluster.submit("[ $SKYPILOT_NODE_RANK = 1 ] && kill -9 $$; sleep 60", num_nodes=2)
@@ -137,6 +139,7 @@ def test_a_shell_that_kills_itself(home: Path) -> None:
     assert row.exit_code == 137
 
 
+@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
 @pytest.mark.parametrize("early", [0, 1])
 def test_one_ends_well_at_once_and_the_other_fails_later(home: Path, early: int) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
@@ -187,6 +190,7 @@ def test_restarts_at_the_same_task_id(home: Path) -> None:
 def test_an_agent_that_is_killed_is_a_lost_node(home: Path) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
     job = cluster.submit("echo up; sleep 60", num_nodes=2, restarts=Restarts(on_lost_nodes=0))
+    cluster.wait_for(job, "(head, rank=0")  # a process that its agent has just forked still looks like one
     cluster.wait_for(job, "(worker1, rank=1")
 
     def agents() -> list[int]:
@@ -199,11 +203,28 @@ def test_an_agent_that_is_killed_is_a_lost_node(home: Path) -> None:
     assert "was lost" in cluster.control.job(job).reason
 
 
+def test_a_network_that_loses_its_way_out_is_told_while_the_job_runs(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo up; while [ ! -e go ]; do sleep 0.05; done")
+    cluster.wait_for(job, ") up")
+    helpers = [pid for pid in descendants(cluster.supervisor_pid()) if b"slirp4netns" in _command(pid)]
+    if not helpers:
+        pytest.skip("no network namespaces here")
+    os.kill(helpers[0], signal.SIGKILL)
+    told = "slirp4netns was killed by SIGKILL: this job's nodes have no way out of their network any more"
+    cluster.wait_for(job, told)
+    (cluster.folder / "nodes/0/home/sky_workdir/go").touch()
+    status, log = cluster.follow(job)
+    assert status is SUCCEEDED
+    assert log.count(told) == 1
+
+
 def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------- the end
+@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
 def test_cancel_leaves_no_grandchild(home: Path) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
     word = f"GRANDCHILD_{os.getpid()}_{time.monotonic_ns()}"
@@ -272,6 +293,7 @@ def test_a_job_ends_with_the_process_it_belongs_to(home: Path) -> None:
     assert cluster.follow(job) == (CANCELLED, "")
 
 
+@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
 def test_a_closed_terminal_ends_nothing(home: Path) -> None:
     cluster = LocalCluster.make(home)
     program = (
@@ -422,6 +444,7 @@ def test_jobs_with_accelerators_take_turns(home: Path) -> None:
     assert "waiting for 1 × L4 a node: job 1 has 2 of 2" in cluster.log(2)
 
 
+@pytest.mark.long  # tests/cli/test_sweeps.py has it through the command
 def test_a_sweep_runs_so_many_at_once(home: Path) -> None:
     cluster = LocalCluster.make(home)
     script = "echo start $(date +%s%N); sleep 0.3; echo end $(date +%s%N) $SKYPILOT_JOB_RANK/$SKYPILOT_NUM_JOBS"
@@ -433,6 +456,22 @@ def test_a_sweep_runs_so_many_at_once(home: Path) -> None:
     spans = [tuple(int(n) for n in re.findall(r"\) (?:start|end) (\d+)", log)) for log in logs]
     assert max(sum(a <= start < b for a, b in spans) for start, _ in spans) == 2
     assert all(f" {i}/4" in log for i, log in enumerate(logs))
+
+
+def test_each_job_of_a_pipeline_starts_when_the_one_before_has_succeeded(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    first = cluster.submit("while [ ! -e go ]; do sleep 0.05; done")
+    second = cluster.submit("exit 3", after=first)
+    third = cluster.submit("echo never", after=second)
+    last = cluster.submit("echo never", after=third)
+    cluster.wait_for(second, f"waiting for job {first}, which comes before it, to succeed")
+    assert cluster.control.job(second).reason == f"waiting for job {first}, which comes before it, to succeed"
+    assert cluster.run("echo others go on")[0] is SUCCEEDED
+    (cluster.folder / "nodes/0/home/sky_workdir/go").touch()
+    assert [cluster.follow(job)[0] for job in (first, second, third, last)] == [SUCCEEDED, FAILED, CANCELLED, CANCELLED]
+    assert cluster.control.job(third).reason == f"job {second}, which comes before it, failed"
+    assert cluster.log(last).endswith(f"job {third}, which comes before it, was cancelled\n")
+    assert "never" not in cluster.log(third)
 
 
 def test_jobs_that_fix_a_port_take_turns_on_one_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,6 +498,7 @@ def test_a_pending_job_is_cancelled_at_once(home: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- secrets
+@pytest.mark.long  # tests/cli/test_cluster_commands.py has it through the command
 def test_secrets_are_nowhere(home: Path) -> None:
     cluster = LocalCluster.make(home)
     values = {"HF_TOKEN": "hf_0123456789abc", "PLAIN": "given-as-a-secret"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from atoll.core.errors import ConfigError
 from atoll.tasks.entrypoint import Overrides, load_tasks
 from atoll.tasks.task import Task
-from atoll.tasks.variables import gather, is_secret_name, read_env_file, substitute
+from atoll.tasks.variables import gather, read_env_file, substitute
 
 
 def load(folder: Path, content: str, **flags: list[str]) -> Task:
@@ -89,12 +89,6 @@ def test_what_is_a_secret(tmp_path: Path) -> None:
         "WANDB_API_KEY": "k",
     }
     assert load(tmp_path, "secrets: [secrets:A, B]\n", secret=["A=1", "B=2"]).secrets == {"A": "1", "B": "2"}
-    assert [is_secret_name(name) for name in ("db_password", "MY_SECRET", "KEYBOARD", "SECRETS")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
 
 
 def test_copying_from_the_shell() -> None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import subprocess
 import time
 
-import pytest
-
 from testbed.fixtures import MakeBed, bed, make_bed
 from testbed.hosts import Testbed
 
 __all__ = ["bed", "make_bed"]
-pytestmark = pytest.mark.serial
 
 
 def ping(bed: Testbed, number: int) -> float:
-    """Round trip from h1 in ms, by TCP: how long its sshd's greeting takes."""
+    """Round trip from h1 in ms, by TCP; the shortest of a few, as others use this machine too."""
     code = (
         "import socket, time; s = time.monotonic(); c = socket.create_connection((%r, 22), 10); "
         "t = time.monotonic(); print((t - s) * 1e3); c.recv(1)"
     )
-    return float(bed.hosts[0].run(f'python3 -c "{code % bed.hosts[number].addr}"'))
+    return min(float(bed.hosts[0].run(f'python3 -c "{code % bed.hosts[number].addr}"')) for _ in range(3))
 
 
 def ssh(host: str, command: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +60,6 @@ def test_a_slow_line(bed: Testbed) -> None:
 
 def test_a_long_cable(make_bed: MakeBed) -> None:
     bed = make_bed(2, delay_ms=10)
-    ping(bed, 1)  # the first one also asks for the address
     assert 38 <= ping(bed, 1) < 150  # two cables, there and back
     bed.hosts[1].delay(40)
     time.sleep(0.3)

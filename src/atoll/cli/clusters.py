@@ -6,17 +6,19 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from atoll.cli import shown
 from atoll.core.errors import AtollError
-from atoll.tasks.spec import EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, ClusterSpec, ClusterStatus
+from atoll.tasks.spec import EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
-    from atoll.tasks.store import JobRow
+    from atoll.tasks.rows import JobRow
 
+T = TypeVar("T")
 _DAMAGED = "DAMAGED"  # a cluster whose record or jobs can't be read
 _NUM_SHOWN = 20  # jobs of a queue, unless all are asked for
 
@@ -61,17 +63,22 @@ def status(
     from atoll.tasks import api, clusters
 
     as_json = shown.as_json(output)
+    problems = _Problems()
     damaged: dict[str, AtollError | OSError] = {}
-    found = api.status(names or None, all=everything, on_error=damaged.__setitem__)
+    wanted = _named(names, problems) if names else None
+    found = api.status(wanted, all=everything, on_error=damaged.__setitem__)
+    if names and not found and not damaged:
+        problems.exit()
     if ip:
         if len(found) != 1 or not names:
             raise typer.BadParameter("--ip needs the name of one cluster: atoll status CLUSTER --ip")
         print(clusters.head_address(found[0]))
         return
-    rows = [(each, _num_unfinished(each, refresh)) for each in found]
+    with ThreadPoolExecutor(max(1, len(found))) as threads:  # a head that is gone takes seconds
+        rows = list(zip(found, threads.map(lambda each: _unfinished(each, refresh), found), strict=True))
     if as_json:
         bad = [{"name": name, "status": _DAMAGED, "error": str(error)} for name, error in damaged.items()]
-        shown.print_json([*(shown.cluster_row(each, num) for each, num in rows), *bad])
+        shown.print_json([*(shown.cluster_row(each, jobs) for each, jobs in rows), *bad])
     else:
         _print_status(rows, damaged, refresh)
     for each in found if verbose and not as_json else ():
@@ -81,9 +88,12 @@ def status(
         shown.note(f"atoll: cluster {name}: {error}. `atoll down --purge {name}` removes it, whatever is damaged")
     if damaged and names:
         raise typer.Exit(EXIT_FAILED)
+    problems.exit()
 
 
-def _print_status(rows: Sequence[tuple[ClusterSpec, int | None]], damaged: Iterable[str], refreshed: bool) -> None:
+def _print_status(
+    rows: Sequence[tuple[ClusterSpec, list[JobRow] | None]], damaged: Iterable[str], refreshed: bool
+) -> None:
     if not rows and not damaged:
         print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
         return
@@ -96,28 +106,34 @@ def _print_status(rows: Sequence[tuple[ClusterSpec, int | None]], damaged: Itera
                 shown.resources_text(each.num_nodes, each.accelerator, each.num_accelerators, each.simulated),
                 each.status.value,
                 _autostop_text(each),
-                "?" if num is None else f"{num} running" if num else "-",
+                "?" if jobs is None else _jobs_text(jobs),
                 shown.ago(each.created_s),
             )
-            for each, num in rows
+            for each, jobs in rows
         ]
         + [(name, "-", "-", _DAMAGED, "-", "?", "-") for name in damaged],
     )
-    if any(num is None for _, num in rows) and not refreshed:
+    if any(jobs is None for _, jobs in rows) and not refreshed:
         print("?: their heads were not asked for their jobs; `atoll status --refresh` does")
 
 
-def _num_unfinished(cluster: ClusterSpec, ask: bool) -> int | None:
-    """How many of its jobs go on; None where that would have to be asked elsewhere, or nobody answers."""
+def _unfinished(cluster: ClusterSpec, ask: bool) -> list[JobRow] | None:
+    """Its jobs that go on; None where they would have to be asked for elsewhere, or nobody answers."""
     from atoll.tasks import clusters
 
     if cluster.supervised_from != "here" and not ask:
         return None
     try:
-        return len(clusters.unfinished(cluster))
+        return clusters.unfinished(cluster)
     except (AtollError, OSError) as error:
         shown.note(f"atoll: cluster {cluster.name}: {error}")
         return None
+
+
+def _jobs_text(jobs: Sequence[JobRow]) -> str:
+    waiting = sum(job.status is JobStatus.PENDING for job in jobs)
+    counts = ((len(jobs) - waiting, "running"), (waiting, "waiting"))
+    return ", ".join(f"{num} {what}" for num, what in counts if num) or "-"
 
 
 def _autostop_text(cluster: ClusterSpec) -> str:
@@ -139,29 +155,30 @@ def queue(
         atoll queue train
         atoll queue train --skip-finished -o json
     """
-    from atoll.tasks import api, clusters
+    from atoll.tasks import api
 
     as_json = shown.as_json(output)
     problems = _Problems()
-    up = api.status(on_error=problems.of) if not names else []
-    wanted = clusters.matching(names) if names else [each.name for each in up]
+    wanted = _named(names, problems) if names else [each.name for each in api.status(on_error=problems.of)]
     found: dict[str, list[JobRow]] = {}
-    for name in wanted:
+    for name, answer in _at_once(wanted, lambda name: api.queue(name, skip_finished=skip_finished)):
         with problems.told(name):
-            found[name] = api.queue(name, skip_finished=skip_finished)
+            found[name] = answer()
     if as_json:
         shown.print_json([{"cluster": name, **shown.job_row(row)} for name, rows in found.items() for row in rows])
-    else:
+    elif found:
         _print_queues(found, everything, skip_finished)
-    problems.exit(EXIT_OK if not names else EXIT_FAILED)
+    elif not names:
+        print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
+    problems.exit(EXIT_OK if not names else EXIT_NOT_FOUND)
 
 
 def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_finished: bool) -> None:
-    if not found:
-        print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
-    for name, rows in found.items():
+    for number, (name, rows) in enumerate(found.items()):
+        if number:
+            print()
         if len(found) > 1:
-            print(f"\ncluster {name}")
+            print(f"cluster {name}")
         if not rows:
             print(
                 f"no job {'goes on' if skip_finished else 'yet'} on cluster {name}; `atoll exec {name} TASK` starts one"
@@ -189,6 +206,7 @@ def logs(
         atoll logs train
         atoll logs train 3 --no-follow --tail 50
         atoll logs train --rank 2
+
     Ctrl-C only stops showing it.
     """
     from atoll.tasks import api
@@ -226,6 +244,8 @@ def cancel(
 ) -> None:
     """Cancel jobs; the newest that goes on, where none is named.
 
+    What comes after a job in its pipeline is cancelled with it; with the newest, all of its pipeline.
+
     \b
         atoll cancel train 3 4
         atoll cancel train --all
@@ -233,6 +253,8 @@ def cancel(
     from atoll.tasks import api
 
     as_json = shown.as_json(output)
+    if job_ids and everything:
+        raise typer.BadParameter("give numbers of jobs or --all, not both")
     asked = api.cancel(name, job_ids, all=everything)
     if as_json:
         shown.print_json({"cluster": name, "cancelled": asked})
@@ -253,9 +275,9 @@ def stop(names: Names = None, everything: All = False, yes: Yes = False, output:
         atoll stop train
         atoll stop 'train-*'
     """
-    from atoll.tasks import clusters
+    from atoll.tasks import lifecycle
 
-    _each(names, everything, output, clusters.stop, "stopped; `atoll start {name}` takes it up again", up_only=True)
+    _each(names, everything, output, lifecycle.stop, "stopped; `atoll start {name}` takes it up again", up_only=True)
 
 
 def start(names: Names = None, everything: All = False, yes: Yes = False, output: shown.Output = "table") -> None:
@@ -264,10 +286,10 @@ def start(names: Names = None, everything: All = False, yes: Yes = False, output
     \b
         atoll start train
     """
-    from atoll.tasks import clusters
+    from atoll.tasks import lifecycle
 
     def take_up(name: str) -> list[int]:
-        clusters.start(name)
+        lifecycle.start(name)
         return []
 
     _each(names, everything, output, take_up, "up; `atoll exec {name} TASK` runs on it")
@@ -287,13 +309,13 @@ def down(
         atoll down 'train-*' other
         atoll down --all
     """
-    from atoll.tasks import clusters
+    from atoll.tasks import lifecycle
 
     if purge:
-        act = functools.partial(clusters.purge, say=lambda line: shown.note(f"atoll: {line}"))
-        _each(names, everything, output, act, "down and forgotten", find=clusters.left)
+        act = functools.partial(lifecycle.purge, say=lambda line: shown.note(f"atoll: {line}"))
+        _each(names, everything, output, act, "down and forgotten", find=lifecycle.left)
     else:
-        _each(names, everything, output, clusters.down, "down; `atoll logs {name}` still shows its jobs' logs")
+        _each(names, everything, output, lifecycle.down, "down; its jobs' logs are kept (atoll logs {name})")
 
 
 def _each(
@@ -315,32 +337,52 @@ def _each(
     as_json = shown.as_json(output)
     if not names and not everything:
         raise typer.BadParameter("name a cluster, or give --all; `atoll status` lists them")
+    if names and everything:
+        raise typer.BadParameter("name clusters or give --all, not both")
     problems = _Problems()
-    wanted: dict[str, None] = {}
+    wanted = _named(names or (), problems, find)
     if everything:
         damaged: dict[str, object] = {}
         up = api.status(on_error=damaged.__setitem__)
-        names_up = [each.name for each in up if not up_only or each.status is ClusterStatus.UP]
-        wanted = dict.fromkeys([*names_up, *damaged])
-    for pattern in names or () if not everything else ():
-        with problems.told():
-            wanted |= dict.fromkeys((find or clusters.matching)([pattern]))
+        wanted = [*(each.name for each in up if not up_only or each.status is ClusterStatus.UP), *damaged]
     if not wanted and not as_json and everything:
         print("no cluster is up")
     rows: list[dict[str, Any]] = []
-    for name in wanted:
+    for name, answer in _at_once(wanted, act):
         with problems.told(name):
-            ended = act(name)
+            ended = answer()
             kept = clusters.find(name)
             status = (kept.status if kept else ClusterStatus.DOWN).value
             rows.append({"name": name, "status": status, "cancelled_jobs": ended})
             if not as_json:
-                was = "was" if len(ended) == 1 else "were"
-                jobs = f" (job {', '.join(map(str, ended))} {was} cancelled)" if ended else ""
+                what, was = ("job", "was") if len(ended) == 1 else ("jobs", "were")
+                jobs = f" ({what} {', '.join(map(str, ended))} {was} cancelled)" if ended else ""
                 print(f"Cluster {name} is {said.format(name=name)}{jobs}", flush=True)
     if as_json:
         shown.print_json(rows)
     problems.exit()
+
+
+def _at_once(names: Sequence[str], act: Callable[[str], T]) -> Iterator[tuple[str, Callable[[], T]]]:
+    """Do something with several clusters at the same time; each name, and what waits for its answer or raises."""
+    if len(names) == 1:  # Ctrl-C reaches what this thread does
+        yield names[0], functools.partial(act, names[0])
+        return
+    with ThreadPoolExecutor(max(1, len(names))) as threads:
+        yield from [(name, threads.submit(act, name).result) for name in names]
+
+
+def _named(
+    patterns: Sequence[str], problems: _Problems, find: Callable[[Sequence[str]], list[str]] | None = None
+) -> list[str]:
+    """The clusters of these names and patterns; what is not there is told, and stops none of the others."""
+    from atoll.tasks import clusters
+
+    wanted: dict[str, None] = {}
+    for pattern in patterns:
+        with problems.told():
+            wanted |= dict.fromkeys((find or clusters.matching)([pattern]))
+    return list(wanted)
 
 
 class _Problems:
@@ -396,9 +438,6 @@ def autostop(
         api.autostop(name, minutes, down=down)
         return []
 
-    said = (
-        f"{'taken down' if down else 'stopped'} after {minutes} idle minute{'s' if minutes != 1 else ''}"
-        if minutes >= 0
-        else "never stopped"
-    )
+    when = f"after {minutes} idle minute{'s' if minutes > 1 else ''}" if minutes else "once no job is left"
+    said = f"{'taken down' if down else 'stopped'} {when}" if minutes >= 0 else "never stopped by itself"
     _each(names, everything, output, set_it, f"{said} from now on", up_only=True)

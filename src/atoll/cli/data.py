@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli.weights import progress_bar
+
 if TYPE_CHECKING:
     from atoll.train.data.packing import PackedDataset
     from atoll.train.data.tokenizer import Tokenizer
-    from atoll.train.events import Progress
 
 data_app = typer.Typer(help="What a recipe trains on.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -55,8 +54,13 @@ def preview(
     for note in loaded.notes:
         _note(note)
     train, data = loaded.recipe.train, loaded.recipe.data
-    with _bar() as progress:
-        prepared = prepare(data, seq_len=train.seq_len, progress=progress, note=_note)
+    with progress_bar("") as show:
+        prepared = prepare(
+            data,
+            seq_len=train.seq_len,
+            progress=lambda event: show(event.done, event.total, event.phase),
+            note=_note,
+        )
     try:
         dataset = PackedDataset(
             prepared.train, train.seq_len, isolate=data.isolate_documents, shuffle=data.shuffle, seed=train.seed
@@ -74,7 +78,7 @@ def _print_json(dataset: PackedDataset, tokenizer: Tokenizer | None, numbers: ra
     from atoll.train.data.preview import as_json
 
     for number in numbers:  # one array, written as it is read: many samples may not fit memory
-        row = {"number": number, **as_json(dataset.sample(number), tokenizer)}
+        row = {"number": number, **as_json(dataset.samples([number])[0], tokenizer)}
         print("[" if number == numbers.start else ", ", json.dumps(row), sep="", end="")
     print("]")
 
@@ -91,24 +95,12 @@ def _print_text(
     unwrapped = width is None and not console.is_terminal  # what a pipe's reader wants is whole lines
     console.print(legend(colour=colour), soft_wrap=unwrapped)
     for number in numbers:
-        sample = dataset.sample(number)
+        (sample,) = dataset.samples([number])
         epoch, within = divmod(number, len(dataset))
         trained = f"{sample.num_trained} of {dataset.seq_len} places are trained"
         title = f"sample {number}, number {within} of {len(dataset)} in epoch {epoch}: {trained}"
         console.print(f"\n{title}", style="bold" if colour else None, soft_wrap=unwrapped)
         console.print(render(sample, tokenizer, colour=colour, ids=ids), end="", soft_wrap=unwrapped)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on the error stream, gone at the end; nothing where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda event: bar.update(task, description=event.phase, completed=event.done, total=event.total)
 
 
 def _note(text: str) -> None:

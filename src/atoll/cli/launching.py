@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,19 +19,21 @@ from atoll.tasks.spec import EXIT_CANCELLED, EXIT_FAILED, EXIT_NOT_FINISHED, EXI
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
-    from atoll.tasks.launches import Options, Variant
+    from atoll.tasks.launches import Options
     from atoll.tasks.task import Task
 
 Entrypoint = Annotated[
     list[str], typer.Argument(metavar="TASK", help="A task file (YAML), or a command; `--` before one with flags.")
 ]
-Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Return once the job is submitted.")]
+Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Return once all is submitted, also of a pipeline.")]
 Sweep = Annotated[
     list[str] | None,
     typer.Option("--sweep", help="One job a value, as in LR=0.1,0.01; several make the product.", metavar="KEY=a,b"),
 ]
 Parallel = Annotated[int, typer.Option(min=1, help="Jobs of a sweep that run at once.", metavar="N")]
 DryRun = Annotated[bool, typer.Option("--dryrun", help="Say what would be done, and do nothing.")]
+
+_CANCELLED_S = 10.0  # what comes after a task that failed is cancelled within this time
 
 
 def register(app: typer.Typer) -> None:
@@ -69,33 +71,23 @@ def launch(
         atoll launch -c train task.yaml --num-nodes 4 --gpus L4:2 --env LR=0.1
         atoll launch -c t --num-nodes 2 'echo node $SKYPILOT_NODE_RANK'
         atoll launch -c t task.yaml --sweep LR=0.1,0.01 --parallel 2
+
     Ctrl-C only stops showing the log (exit code 101); `atoll cancel` ends a job. The exit code is 0 after success,
     100 after a failure, 103 after a cancel.
     """
     from atoll.tasks import clusters
-    from atoll.tasks.launches import Options, is_set_up, launch_jobs, plan, told
 
-    command = _Command(flags, detach, sweep, parallel, output)
-    tasks = command.tasks(entrypoint)
-    _hint_at_files(entrypoint, tasks)
     name = clusters.check_name(cluster) if cluster is not None else clusters.fresh_name()
-    options = Options(
-        infra=flags.infra,
+    command = _Command(flags, detach, dryrun, sweep, parallel, output)
+    command.run(
+        entrypoint,
+        name,
         simulate=not no_simulate,
-        setup=not no_setup and not (fast and is_set_up(name)),
-        strict=flags.strict,
+        setup=not no_setup,
+        fast=fast,
         idle_minutes=idle,
         down=down,
-        say=command.tell,
-        progress=shown.CopyProgress(),
     )
-    if dryrun:
-        for task in tasks:
-            for line in told(task, plan(task, name, options)):
-                command.tell(line)
-        command.tell("nothing was started (--dryrun)")
-        return
-    command.run(tasks, name, options, launch_jobs)
 
 
 def exec_(
@@ -114,19 +106,7 @@ def exec_(
         atoll exec train task.yaml
         atoll exec train --num-nodes 1 -- python evaluate.py --step 100
     """
-    from atoll.tasks.launches import Options, exec_jobs, plan_exec, told
-
-    command = _Command(flags, detach, sweep, parallel, output)
-    options = Options(infra=flags.infra, strict=flags.strict, say=command.tell, progress=shown.CopyProgress())
-    tasks = command.tasks(entrypoint)
-    _hint_at_files(entrypoint, tasks)
-    if dryrun:
-        for task in tasks:
-            for line in told(task, plan_exec(task, cluster, options)):
-                command.tell(line)
-        command.tell("nothing was started (--dryrun)")
-        return
-    command.run(tasks, cluster, options, exec_jobs)
+    _Command(flags, detach, dryrun, sweep, parallel, output).run(entrypoint, cluster, as_it_is=True)
 
 
 def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
@@ -149,78 +129,126 @@ def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
 class _Command:
     """What ``launch`` and ``exec`` share: from the command line to the exit code."""
 
-    def __init__(self, flags: TaskFlags, detach: bool, sweep: list[str] | None, parallel: int, output: str) -> None:
-        from atoll.tasks.launches import Variant, variants_of
-
+    def __init__(
+        self, flags: TaskFlags, detach: bool, dryrun: bool, sweep: list[str] | None, parallel: int, output: str
+    ) -> None:
         self._flags = flags
         self._detach = detach
+        self._dryrun = dryrun
+        self._sweep = sweep or ()
+        self._parallel = parallel
         self._json = shown.as_json(output)
         self._stream = sys.stderr if self._json else sys.stdout
-        self._is_sweep = bool(sweep)
-        self._variants: Sequence[Variant] = variants_of(sweep) if sweep else [Variant({})]
-        self._parallel = parallel
 
     def tell(self, line: str) -> None:
         """A line beside the answer: where that is JSON, standard output is its alone."""
         print(line, file=self._stream, flush=True)
 
-    def tasks(self, entrypoint: Sequence[str]) -> list[Task]:
-        """The tasks that were meant."""
-        tasks = tasks_of(entrypoint, self._flags)
-        if len(tasks) > 1 and (self._detach or self._is_sweep):
-            flag = "--sweep" if self._is_sweep else "--detach-run"
-            raise ConfigError(
-                f"{flag} with a pipeline of {len(tasks)} tasks: this command starts each when the one before has "
-                f"succeeded; leave {flag} out, or launch the tasks one by one"
-            )
-        return tasks
+    def run(self, entrypoint: Sequence[str], cluster: str, **how: Any) -> None:
+        """Submit the tasks that were meant, show them, and exit as the last one did."""
+        from atoll.tasks.launches import Options, plan, told, variants_of, why_apart
 
-    def run(self, tasks: Sequence[Task], cluster: str, options: Options, submit: Callable[..., list[Job]]) -> None:
-        """Submit the tasks one after the other, show them, and exit as the last one did."""
+        options = Options(
+            infra=self._flags.infra,
+            strict=self._flags.strict,
+            variants=variants_of(self._sweep),
+            parallel=self._parallel,
+            say=self.tell,
+            progress=shown.CopyProgress(),
+            **how,
+        )
+        tasks = tasks_of(entrypoint, self._flags)
+        if len(tasks) > 1 and self._sweep:
+            raise ConfigError(f"--sweep with a pipeline of {len(tasks)} tasks: launch the tasks one by one with it")
+        _hint_at_files(entrypoint, tasks)
+        if self._dryrun:
+            for line in told(tasks, plan(tasks, cluster, options)):
+                self.tell(line)
+            self.tell("nothing was started (--dryrun)")
+            return
+        apart = why_apart(tasks, options)
+        if apart is None:
+            self._exit(cluster, *self._run_together(tasks, cluster, options))
+        elif self._detach:
+            raise ConfigError(
+                f"--detach-run with a pipeline of {len(tasks)} tasks that can't be submitted at once: {apart}. Leave "
+                f"--detach-run out, so that this command starts each when the one before has succeeded"
+            )
+        else:
+            self._exit(cluster, *self._run_apart(tasks, cluster, options))
+
+    def _run_together(self, tasks: Sequence[Task], cluster: str, options: Options) -> tuple[list[Job], int]:
+        """All of them are jobs from the beginning, and go on without this process."""
+        jobs = self._submit(tasks, cluster, options)
+        if self._detach or self._sweep:
+            return jobs, EXIT_OK if self._detach else self._show_sweep(jobs)
+        code, later = EXIT_OK, list(jobs)
+        while later and code == EXIT_OK:
+            job = later.pop(0)
+            if len(jobs) > 1:
+                self.tell(f"Task {len(jobs) - len(later)} of {len(jobs)} is job {job.id}")
+            code = shown.follow(job, self._stream, fresh=True)
+        if later and code == EXIT_NOT_FINISHED:
+            self.tell(f"What follows it in the pipeline starts by itself: atoll queue {cluster}")
+        elif later:
+            for job in later:
+                job.wait(_CANCELLED_S)
+            self._say_over(len(later))
+        return jobs, code
+
+    def _run_apart(self, tasks: Sequence[Task], cluster: str, options: Options) -> tuple[list[Job], int]:
+        """What one needs would be in the way of another: this process starts each when the one before has succeeded."""
         done: list[Job] = []
         code = EXIT_OK
         # A cluster that goes down after its last job must not do so between two of these.
-        each = options if len(tasks) == 1 else dataclasses.replace(options, idle_minutes=None, down=False)
+        each = dataclasses.replace(options, idle_minutes=None, down=False)
         for number, task in enumerate(tasks, 1):
-            if len(tasks) > 1:
-                self.tell(f"Task {number} of {len(tasks)}: {task.name or 'unnamed'}")
-                task.update_envs({"SKYPILOT_TASK_IDS": "\n".join(job.row().task_id for job in done)})
-            try:
-                jobs = submit(task, cluster, each, self._variants, self._parallel)
-            except KeyboardInterrupt:
-                self.tell(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
-                raise
-            done += jobs
-            code = self._show(jobs)
-            left = len(tasks) - number
-            if code != EXIT_OK and left:
-                self.tell(f"the pipeline ends here: {left} of its tasks {'was' if left == 1 else 'were'} not started")
+            self.tell(f"Task {number} of {len(tasks)}: {task.name or 'unnamed'}")
+            done += self._submit([task], cluster, each, done)
+            code = shown.follow(done[-1], self._stream, fresh=True)
+            if code != EXIT_OK:
+                if number < len(tasks):
+                    self._say_over(len(tasks) - number)
                 break
+        if options.down or options.idle_minutes is not None:
+            from atoll.tasks import clusters, lifecycle
+
+            lifecycle.set_autostop(clusters.load(cluster), options.idle_minutes or 0, down=options.down)
+        return done, code
+
+    def _submit(
+        self, tasks: Sequence[Task], cluster: str, options: Options, earlier: Sequence[Job] | None = None
+    ) -> list[Job]:
+        from atoll.tasks.launches import start_jobs
+
+        try:
+            jobs = start_jobs(tasks, cluster, options, earlier)
+        except KeyboardInterrupt:
+            self.tell(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
+            raise
+        first, several = jobs[0].id, len(jobs) > 1
+        self.tell(f"Jobs submitted, IDs: {first}-{jobs[-1].id}" if several else f"Job submitted, ID: {first}")
+        if self._detach:
+            ids = "--all" if self._sweep else " ".join(str(job.id) for job in jobs)
+            see = f"see them: atoll queue {cluster}" if several else f"log: atoll logs {cluster} {first}"
+            self.tell(f"{see}   end {'them' if several else 'it'}: atoll cancel {cluster} {ids}")
+        return jobs
+
+    def _say_over(self, left: int) -> None:
+        self.tell(f"the pipeline ends here: {left} of its tasks {'was' if left == 1 else 'were'} not started")
+
+    def _exit(self, cluster: str, jobs: Sequence[Job], code: int) -> None:
         if not self._detach and code != EXIT_NOT_FINISHED:
-            self._say_next(cluster, done, options)
+            self._say_next(cluster, jobs)
         if self._json:
-            self._print_json(done)
+            self._print_json(jobs)
         if code != EXIT_OK:
             raise typer.Exit(code)
 
-    def _show(self, jobs: Sequence[Job]) -> int:
-        first = jobs[0]
-        if self._is_sweep:
-            self.tell(f"Jobs submitted, IDs: {first.id}-{jobs[-1].id}")
-        else:
-            self.tell(f"Job submitted, ID: {first.id}")
-        if self._detach:
-            self.tell(f"log: atoll logs {first.cluster} {first.id}   end it: atoll cancel {first.cluster} {first.id}")
-            return EXIT_OK
-        return self._show_sweep(jobs) if self._is_sweep else shown.follow(first, self._stream, fresh=True)
+    def _say_next(self, name: str, jobs: Sequence[Job]) -> None:
+        from atoll.tasks import clusters, lifecycle
 
-    def _say_next(self, name: str, jobs: Sequence[Job], options: Options) -> None:
-        from atoll.tasks import clusters
-
-        cluster = clusters.load(name)
-        if len(jobs) > 1 and (options.down or options.idle_minutes is not None):
-            cluster = clusters.set_autostop(cluster, options.idle_minutes or 0, down=options.down)
-        cluster = clusters.refresh(cluster, ask=True)  # it may be due now
+        cluster = lifecycle.refresh(clusters.load(name), ask=True)  # its autostop may be due now
         said = f"Job ID{'s' if len(jobs) > 1 else ''}: {', '.join(str(job.id) for job in jobs)}"
         if cluster.status is ClusterStatus.UP:
             self.tell(f"{said}. Next: atoll exec {name} TASK, atoll ssh {name}, atoll down {name}")
@@ -258,7 +286,7 @@ class _Command:
         return list(ended.values())
 
     def _print_json(self, jobs: Sequence[Job]) -> None:
-        if self._is_sweep:
+        if self._sweep:
             shown.print_json(shown.sweep_rows(jobs))
             return
         rows: list[dict[str, Any]] = [{"cluster": job.cluster, **shown.job_row(job.row())} for job in jobs]

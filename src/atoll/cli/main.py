@@ -89,7 +89,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Say which Atol
 @pools.command("ls")
 def pools_ls(output: Output = "table") -> None:
     """List the named pools that are up."""
-    from atoll.pool.attached import named_pools
+    from atoll.pool.named import named_pools
 
     found = named_pools()
     if _as_json(output):
@@ -111,7 +111,7 @@ def pools_down(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every named pool.")] = False,
 ) -> None:
     """End named pools, for every process that uses them."""
-    from atoll.pool.attached import end_pool, named_pools
+    from atoll.pool.named import end_pool, named_pools
 
     up = [pool["name"] for pool in named_pools()]
     wanted = up if everything else names or []

@@ -133,11 +133,11 @@ def _remote(text: str) -> tuple[str, str, str] | None:
 
 def _on_host(cluster: ClusterSpec, node: int, path: str) -> str:
     """Where a host has ``path``: its workdir is that of this cluster, whichever one ``~/sky_workdir`` is."""
-    from atoll.tasks import ssh_clusters
+    from atoll.tasks import ssh_files
     from atoll.tasks.spec import WORKDIR
 
     first, slash, rest = path.removeprefix("~/").partition("/")
-    return ssh_clusters.workdir_on(cluster, node) + slash + rest if first == WORKDIR else path
+    return ssh_files.workdir_on(cluster, node) + slash + rest if first == WORKDIR else path
 
 
 def _on_node(cluster: ClusterSpec, node: int, path: str) -> Path:

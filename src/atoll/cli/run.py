@@ -99,6 +99,7 @@ def run(
         atoll run --infra ssh/lab --nodes 2 --nproc gpu train.py
         atoll run --nodes 2 -m package.train
         atoll run --nodes 4 -- bash -c 'echo node $SKYPILOT_NODE_RANK'
+
     Every flag of torchrun is accepted, before the script. Lines of the ranks go to standard output, all else to
     standard error. Ctrl-C, or a closed terminal, ends the ranks within 5 s. The exit code is 0 after success, 100
     after a failure, 103 after Ctrl-C or a cancel, 2 for a mistake on the command line. ssh hosts get a copy of the
@@ -122,8 +123,10 @@ def run(
         place.check_program(words[0], once_a_node)
     if kind == "script":
         words = [place.script(words[0]), *words[1:]]
+    from atoll.providers.ssh.connection import connections
+
     try:
-        with _interrupted_by_signals():
+        with _interrupted_by_signals(), connections.kept():
             cluster, num_gpus = place.cluster()
             variables, values = _variables(env, secret)
             spec = dataclasses.replace(
@@ -243,13 +246,13 @@ class _Place:
             ProvisionError: a host can't be used.
         """
         from atoll.providers.accelerators import AcceleratorSpec
-        from atoll.tasks import clusters
+        from atoll.tasks.placing import Wish, decide
         from atoll.tasks.resources import is_none
 
         asked = None if is_none(self.gpus) else AcceleratorSpec.parse(self.gpus)
         wanted = ((asked.name, asked.count),) if asked is not None else ()
-        wish = clusters.Wish(num_nodes=self.num_nodes, infra=self.infra, accelerators=wanted, simulate=self.simulate)
-        decision = clusters.decide(f"run-{random.token_hex(3)}", None, wish)
+        wish = Wish(num_nodes=self.num_nodes, infra=self.infra, accelerators=wanted, simulate=self.simulate)
+        decision = decide(f"run-{random.token_hex(3)}", None, wish)
         for line in decision.lines:
             shown.note(f"atoll: {line}")
         # Should this process be killed, whoever looks next takes the cluster down.
@@ -351,7 +354,7 @@ def _run(
 ) -> int:
     """Run the job on a cluster of its own, show it, and leave nothing but its log; returns the exit code."""
     from atoll.cli.ranks import RankWriter
-    from atoll.tasks import clusters
+    from atoll.tasks import lifecycle
 
     writer = RankWriter(spec.num_nodes * spec.num_processes, spec.num_processes, local_ranks)
     try:
@@ -362,7 +365,7 @@ def _run(
         return code
     finally:
         with contextlib.suppress(AtollError):
-            clusters.down(cluster.name)
+            lifecycle.down(cluster.name)
         _forget_old_runs()
 
 
@@ -398,7 +401,7 @@ def _show(job: Job, writer: Any) -> int:
 
 def _forget_old_runs() -> None:
     """Keep the logs of the last runs, and no others."""
-    from atoll.tasks import clusters
+    from atoll.tasks import clusters, lifecycle
 
     ended = []
     for name in filter(_RUN_NAME.fullmatch, clusters.all_names()):
@@ -408,4 +411,4 @@ def _forget_old_runs() -> None:
                 ended.append((cluster.created_s, name))
     for _, name in sorted(ended)[:-_NUM_KEPT]:
         with contextlib.suppress(FileNotFoundError):  # another run was faster
-            clusters.forget(name)
+            lifecycle.forget(name)

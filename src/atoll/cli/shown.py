@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from atoll.tasks.spec import EXIT_NOT_FINISHED, ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
-    from atoll.tasks.store import JobRow
+    from atoll.tasks.rows import JobRow
 
 Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
 
@@ -26,6 +27,7 @@ _BEGIN = b"Waiting for task resources"  # the last of a job's own lines before i
 _GOOD = re.compile(r"^✓.*$".encode(), re.M)
 _BAD = re.compile(r"^(?:✗|ERROR:).*$".encode(), re.M)
 _CYAN, _GREEN, _RED, _DIM = "36", "32", "31", "2"
+_LEAST_SHOWN = 20  # characters of a table's last column, however narrow the terminal is
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
 
 
@@ -70,9 +72,12 @@ def paint(text: str, colour: str, stream: IO[Any] | None = None) -> str:
     return f"\033[{colour}m{text}\033[0m" if in_colour(stream or sys.stdout) else text
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be."""
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, cut: bool = False) -> None:
+    """Columns as wide as they need to be; with ``cut`` the last one ends where a terminal does."""
     widths = [max(len(row[at]) for row in [titles, *rows]) for at in range(len(titles))]
+    if cut and sys.stdout.isatty():
+        left = shutil.get_terminal_size().columns - sum(widths[:-1]) - 2 * len(widths[:-1])
+        rows = [(*row[:-1], _short(row[-1], max(left, _LEAST_SHOWN))) for row in rows]
     for row in [titles, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
@@ -180,9 +185,11 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
 def _await_start(job: Job, stream: IO[str], fresh: bool) -> int:
     """Show what a job waits for until it starts; returns how many bytes of its log were shown."""
     seen, pause_s, begins = 0, 0.005, False
-    while (row := job.row()).status in _WAITING or fresh:
+    if not fresh and job.status not in _WAITING:
+        return 0
+    while True:
         pieces: list[bytes] = []
-        job.follow(pieces.append, follow=False)
+        status = job.follow(pieces.append, follow=False)
         new = b"".join(pieces)[seen:]
         for line in new[: new.rfind(b"\n") + 1].splitlines(keepends=True):
             if begins or _PREFIX.match(line) or _BAD.match(line):
@@ -190,11 +197,11 @@ def _await_start(job: Job, stream: IO[str], fresh: bool) -> int:
             begins = line.startswith(_BEGIN)
             seen += len(line)
             print(paint("├──", _DIM, stream), line.decode(errors="replace"), end="", file=stream, flush=True)
-        if row.status not in _WAITING:
+        if status not in _WAITING:
             break
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.25)
-    if seen and row.started_s is not None:
+    if seen and (not status.ended or job.row().started_s is not None):
         how = paint("(Ctrl-C to exit log streaming; job will not be killed)", _DIM, stream)
         print(f"{paint('└──', _DIM, stream)} Job started. Streaming logs... {how}", file=stream, flush=True)
     return seen
@@ -207,7 +214,7 @@ def resources_text(num_nodes: int, accelerator: str | None, num: int, simulated:
     return f"{num_nodes}x ({what})"
 
 
-def cluster_row(cluster: ClusterSpec, num_unfinished: int | None) -> dict[str, Any]:
+def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> dict[str, Any]:
     """What ``atoll status -o json`` says of a cluster."""
     return {
         "name": cluster.name,
@@ -223,7 +230,7 @@ def cluster_row(cluster: ClusterSpec, num_unfinished: int | None) -> dict[str, A
         "autodown": cluster.autodown,
         "launched_at": cluster.created_s,
         "supervised_from": cluster.supervised_from,
-        "num_unfinished_jobs": num_unfinished,
+        "num_unfinished_jobs": None if unfinished is None else len(unfinished),
         "notes": list(cluster.notes),
     }
 
@@ -248,6 +255,7 @@ def job_row(row: JobRow) -> dict[str, Any]:
         "simulated": row.spec.simulated,
         "group": row.spec.group,
         "labels": dict(row.spec.labels),
+        "after": row.spec.after,
     }
 
 
@@ -265,15 +273,14 @@ def print_jobs(rows: Sequence[JobRow]) -> None:
                 duration(end_s - row.started_s) if row.started_s else "-",
                 resources_text(spec.num_nodes, spec.accelerator, spec.num_accelerators, spec.simulated),
                 row.status.value,
-                _short(why or ""),
+                why.partition("\n")[0],
             )
         )
-    print_table(("ID", "NAME", "SUBMITTED", "DURATION", "RESOURCES", "STATUS", ""), shown)
+    print_table(("ID", "NAME", "SUBMITTED", "DURATION", "RESOURCES", "STATUS", ""), shown, cut=True)
 
 
-def _short(text: str, width: int = 80) -> str:
-    line = text.partition("\n")[0]
-    return line if len(line) <= width else f"{line[: width - 1]}…"
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 # ------------------------------------------------------------------------------------------------------ sweeps
@@ -318,8 +325,8 @@ def print_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
         seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f}"
         code = "-" if row["exit_code"] is None else str(row["exit_code"])
         values = [str(row["labels"].get(key, "")) for key in keys]
-        shown.append((str(row["job_id"]), *values, row["status"], code, seconds, _short(text or "")))
-    print_table(("JOB", *keys, "STATUS", "EXIT", "SECONDS", "RESULT"), shown)
+        shown.append((str(row["job_id"]), *values, row["status"], code, seconds, (text or "").partition("\n")[0]))
+    print_table(("JOB", *keys, "STATUS", "EXIT", "SECONDS", "RESULT"), shown, cut=True)
 
 
 # ---------------------------------------------------------------------------------------------------- progress

@@ -97,7 +97,7 @@ def make_ready(infra: str, nodes: int, output_dir: str, *, resume: bool, say: Ca
         ConfigError: there are no such hosts, or too few.
         ProvisionError: one can't be used.
     """
-    from atoll.tasks.ssh_clusters import send_folder
+    from atoll.tasks.ssh_files import send_folder
 
     group = _group(infra, nodes)
     one = group.targets[0]

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from atoll.train.data.tokenizer import Tokenizer
     from atoll.train.sources import Source
 
-Progress = Callable[[float, float | None], None]
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier export at DEST.")]
@@ -56,7 +54,7 @@ def export(
         raise ConfigError(f"{source} is no run of Atoll and no checkpoint of one; other weights: atoll import")
     _convert(source, dest, dtype, max_shard, force)
     if push is not None:
-        with _progress(f"uploading to {push}"):
+        with progress_bar(f"uploading to {push}"):
             where = hub.push(dest, push, private=private)
         print(f"{dest} is at {where}")
 
@@ -77,7 +75,7 @@ def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: 
     from atoll.train.metrics.figures import size
     from atoll.train.weights import import_weights
 
-    with _progress(f"writing {dest}") as progress:
+    with progress_bar(f"writing {dest}") as progress:
         notes = import_weights(
             source, dest, dtype=dtype, max_shard_bytes=_bytes(max_shard), force=force, progress=progress
         )
@@ -111,7 +109,7 @@ def generate(
 
     place = _device(device)
     _refuse_broken_text(prompt)
-    with _progress(f"loading {source}") as progress, open_source(source, None, progress) as opened:
+    with progress_bar(f"loading {source}") as progress, open_source(source, None, progress) as opened:
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
         text = _tokenizer(opened, tokenizer)
@@ -193,8 +191,11 @@ def _bytes(text: str) -> float:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Progress]:
-    """A line on stderr that says how far it is; gone when it is done, and nothing where nobody looks."""
+def progress_bar(what: str) -> Iterator[Callable[..., None]]:
+    """A line on stderr that says how far it is; gone when it is done, and nothing where nobody looks.
+
+    It is shown done, total (None where that is not known) and, where it changes, what is done.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -203,7 +204,7 @@ def _progress(what: str) -> Iterator[Progress]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task(what, total=None)
 
-        def update(done: float, total: float | None) -> None:
-            shown.update(task, completed=done, total=total)
+        def update(done: float, total: float | None, what: str | None = None) -> None:
+            shown.update(task, completed=done, total=total, description=what)
 
         yield update

@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from atoll.providers.base import Node, NodePlan, Provider
 
@@ -38,6 +38,7 @@ class RemotePlan(NodePlan):
         bundles: code that ranks import from, Atoll's first; ``present`` are digests of those that are there.
         packages: folders of packages that its ranks import from before the interpreter's own.
         grace_s: how long a lost connection may last, in seconds.
+        seen: what a preflight judges of it, as ``Facts.seen``.
     """
 
     host: str = ""
@@ -51,6 +52,7 @@ class RemotePlan(NodePlan):
     present: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
     grace_s: float = 30.0
+    seen: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def bundle_path(self, bundle: Bundle) -> str:
         """Where a bundle lies there."""
@@ -70,8 +72,8 @@ class RemotePlan(NodePlan):
 class RemoteHandle(Node, Protocol):
     """A started node on another machine."""
 
-    def listen(self, on_note: Callable[[str], object]) -> None:
-        """From now on, tell a line when the host is not heard for a while, and when it is again."""
+    def listen(self, on_silence: Callable[[float, str], object]) -> None:
+        """From now on, tell when the host has not been heard for so many seconds (0: it is again), and a line of it."""
 
 
 class RemoteProvider(Provider, Protocol):

@@ -9,27 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import AtollError, UsageError
-from atoll.tasks import clusters
+from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job, find_job
-from atoll.tasks.launches import Options, Say, exec_jobs, is_set_up, launch_jobs, silent
+from atoll.tasks.launches import Options, Say, silent, start_jobs
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
 if TYPE_CHECKING:
-    from atoll.tasks.store import JobRow
+    from atoll.tasks.rows import JobRow
     from atoll.tasks.task import Task
 
 __all__ = [
     "Job",
     "autostop",
     "cancel",
-    "down",
     "exec",
     "job",
     "launch",
     "queue",
-    "start",
     "status",
-    "stop",
     "sync_down_logs",
     "tail_logs",
 ]
@@ -72,13 +69,14 @@ def launch(
     options = Options(
         infra=infra,
         simulate=simulate,
-        setup=not no_setup and not (fast and is_set_up(cluster_name)),
+        setup=not no_setup,
+        fast=fast,
         strict=strict,
         idle_minutes=idle_minutes_to_autostop,
         down=down,
         say=on_line,
     )
-    return launch_jobs(task, cluster_name or clusters.fresh_name(), options)[0]
+    return start_jobs([task], cluster_name or clusters.fresh_name(), options)[0]
 
 
 def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = silent) -> Job:
@@ -89,7 +87,7 @@ def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = 
         ConfigError: the cluster is not up, or has less than the task asks for.
     """
     _check_task("exec", task)
-    return exec_jobs(task, cluster_name, Options(strict=strict, say=on_line))[0]
+    return start_jobs([task], cluster_name, Options(as_it_is=True, strict=strict, say=on_line))[0]
 
 
 def _check_task(call: str, task: object) -> None:
@@ -124,7 +122,7 @@ def status(
     found = []
     for name in names:
         try:
-            found.append(clusters.refresh(clusters.load(name)))
+            found.append(lifecycle.refresh(clusters.load(name)))
         except (AtollError, OSError) as error:
             if on_error is None:
                 raise
@@ -138,7 +136,7 @@ def queue(cluster_name: str, *, skip_finished: bool = False) -> list[JobRow]:
     Raises:
         UnknownCluster: there is no such cluster.
     """
-    cluster = clusters.refresh(clusters.load(cluster_name))
+    cluster = lifecycle.refresh(clusters.load(cluster_name))
     rows = clusters.control_of(cluster).queue()
     return [row for row in rows if not (skip_finished and row.status.ended)]
 
@@ -149,25 +147,30 @@ def job(cluster_name: str, job_id: int | None = None) -> Job:
     Raises:
         UnknownCluster: there is no such cluster or job.
     """
-    cluster = clusters.refresh(clusters.load(cluster_name))
+    cluster = lifecycle.refresh(clusters.load(cluster_name))
     return Job(cluster_name, find_job(cluster, job_id).id)
 
 
 def cancel(cluster_name: str, job_ids: Sequence[int] | None = None, *, all: bool = False) -> list[int]:
     """Ask jobs to end: those given, ``all`` that have not ended, or the newest that has not. Returns their numbers.
 
+    With the newest goes the pipeline that it is of; jobs after one that is cancelled are cancelled by themselves.
+
     Raises:
         UnknownCluster: there is no such cluster or job.
     """
-    cluster = clusters.refresh(clusters.load(cluster_name))
+    cluster = lifecycle.refresh(clusters.load(cluster_name))
     for job_id in job_ids or ():
         find_job(cluster, job_id)
     if all:
         return clusters.control_of(cluster).cancel(None)
     if job_ids:
         return clusters.control_of(cluster).cancel(list(job_ids))
-    waiting = sorted(row.id for row in clusters.unfinished(cluster))
-    return clusters.control_of(cluster).cancel(waiting[-1:]) if waiting else []
+    going = {row.id: row for row in clusters.unfinished(cluster)}
+    chosen = [max(going)] if going else []
+    while chosen and (before := going[chosen[0]].spec.after) in going:
+        chosen.insert(0, before)
+    return clusters.control_of(cluster).cancel(chosen) if chosen else []
 
 
 def tail_logs(
@@ -206,39 +209,13 @@ def sync_down_logs(cluster_name: str, job_id: int) -> Path:
     find_job(cluster, job_id)
     dest = Path("sky_logs", cluster_name, str(job_id))
     if cluster.supervised_from != "here":
-        dest.mkdir(parents=True, exist_ok=True)
-        (dest / "run.log").write_text(Job(cluster_name, job_id).logs())
+        from atoll.tasks import ssh_clusters
+
+        ssh_clusters.fetch_logs(cluster, job_id, dest)
         return dest
     source = clusters.folder_of(cluster_name) / "jobs" / str(job_id)
     shutil.copytree(source, dest, ignore=shutil.ignore_patterns("secrets.json"), dirs_exist_ok=True)
     return dest
-
-
-def stop(cluster_name: str) -> None:
-    """Stop a cluster: its jobs end, its nodes' files are kept.
-
-    Raises:
-        UnknownCluster: there is no such cluster, or it is down.
-    """
-    clusters.stop(cluster_name)
-
-
-def start(cluster_name: str) -> None:
-    """Take up a stopped cluster again.
-
-    Raises:
-        UnknownCluster: there is no such cluster, or it is down.
-    """
-    clusters.start(cluster_name)
-
-
-def down(cluster_name: str) -> None:
-    """Take a cluster down: its jobs end, its nodes' files go, its jobs' logs are kept.
-
-    Raises:
-        UnknownCluster: there is no such cluster.
-    """
-    clusters.down(cluster_name)
 
 
 def autostop(cluster_name: str, idle_minutes: int, down: bool = False) -> None:
@@ -247,4 +224,4 @@ def autostop(cluster_name: str, idle_minutes: int, down: bool = False) -> None:
     Raises:
         UnknownCluster: there is no such cluster, or it is down.
     """
-    clusters.set_autostop(clusters.up_or_stopped(cluster_name), idle_minutes, down=down)
+    lifecycle.set_autostop(clusters.up_or_stopped(cluster_name), idle_minutes, down=down)

@@ -2,14 +2,17 @@
 
 ``python -m atoll.tasks.control OP`` takes a JSON object on standard input, ``{"cluster": NAME, ...}``, and answers
 ``{"value": ...}`` or ``{"error": KIND, "message": ...}`` on standard output. ``follow`` answers with the log's bytes,
-and with the job's status as its exit code. Standard library only.
+and at its end with the job's status on standard error; its exit code says the same. ``pack`` answers with a tar, and
+``unpack`` is given one behind the line of the object. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import select
 import shutil
 import sys
@@ -17,16 +20,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
-from atoll.tasks import record, supervisor
+from atoll.tasks import history, record, supervisor
 from atoll.tasks.clusters import user_name
 from atoll.tasks.environment import check_size, task_id, without_secrets
 from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
+from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import EXIT_NOT_FOUND, ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
-from atoll.tasks.store import JobRow, NoRoom, Store, drop_secrets, put_secrets
+from atoll.tasks.store import NoRoom, Store, drop_secrets, put_secrets
 
 Write = Callable[[bytes], None]
 
@@ -39,8 +43,15 @@ class NothingLeft(AtollError, LookupError):
     """The cluster's folder was removed from the machine that supervises it."""
 
 
-class Control(Protocol):
-    """What can be asked of a cluster. Everything may raise ``AtollError``."""
+class LocalControl:
+    """What can be asked of the cluster in ``folder``. Everything may raise ``AtollError``.
+
+    ``wait`` sleeps while a log is quiet; it may raise to stop.
+    """
+
+    def __init__(self, folder: Path, wait: Callable[[float], None] = time.sleep) -> None:
+        self._folder = folder
+        self._wait = wait
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
         """Add a job; returns its number. Variables whose names say so are kept as secrets too.
@@ -49,65 +60,6 @@ class Control(Protocol):
             ConfigError: the cluster is not up, or has less than the job wants.
             ProvisionError: its supervisor could not be started.
         """
-
-    def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
-        """Ask for the end of these jobs, or of all; returns those that had not ended. They end within seconds."""
-
-    def queue(self) -> list[JobRow]:
-        """Every job, newest first."""
-
-    def job(self, job_id: int | None) -> JobRow:
-        """One job; None is the newest.
-
-        Raises:
-            LookupError: there is none.
-        """
-
-    def follow(
-        self,
-        job_id: int,
-        write: Write,
-        *,
-        follow: bool = True,
-        tail: int = 0,
-        rank: int | None = None,
-    ) -> JobStatus:
-        """Write a job's log, until the job has ended.
-
-        Args:
-            job_id: which job.
-            write: gets the bytes, whole lines mostly.
-            follow: go on until the job has ended; else write what there is.
-            tail: begin with the last so many lines; 0 is with the first.
-            rank: only lines of this rank.
-
-        Returns:
-            The job's status.
-
-        Raises:
-            LookupError: there is no such job.
-            ConfigError: it has no such rank.
-        """
-
-    def cluster(self) -> ClusterSpec:
-        """The cluster's record."""
-
-    def change(self, **fields: Any) -> ClusterSpec:
-        """Change fields of the record. A cluster that is stopped or taken down has its jobs cancelled first."""
-
-    def remove_nodes(self) -> None:
-        """Cancel the jobs, and remove the nodes' files. Logs stay."""
-
-
-class LocalControl:
-    """``Control`` of the cluster in ``folder``. ``wait`` sleeps while a log is quiet; it may raise to stop."""
-
-    def __init__(self, folder: Path, wait: Callable[[float], None] = time.sleep) -> None:
-        self._folder = folder
-        self._wait = wait
-
-    def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
-        """Add a job; returns its number."""
         cluster = record.load(self._folder)
         record.check_owner(self._folder)
         _check(spec, cluster)
@@ -132,7 +84,7 @@ class LocalControl:
         return job_id
 
     def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
-        """Ask for the end of jobs."""
+        """Ask for the end of these jobs, or of all; returns those that had not ended. They end within seconds."""
         with Store(self._folder) as store:
             asked = store.ask_cancel(job_ids)
             supervisor.reconcile_store(store, self._folder)
@@ -146,7 +98,11 @@ class LocalControl:
             return store.jobs()
 
     def job(self, job_id: int | None) -> JobRow:
-        """One job; None is the newest."""
+        """One job; None is the newest.
+
+        Raises:
+            LookupError: there is none.
+        """
         with Store(self._folder) as store:
             self._reconcile(store)
             if job_id is not None:
@@ -166,7 +122,23 @@ class LocalControl:
         rank: int | None = None,
         skip_bytes: int = 0,
     ) -> JobStatus:
-        """Write a job's log, until the job has ended; with ``skip_bytes`` without what came before."""
+        """Write a job's log, until the job has ended.
+
+        Args:
+            job_id: which job.
+            write: gets the bytes, whole lines mostly.
+            follow: go on until the job has ended; else write what there is.
+            tail: begin with the last so many lines; 0 is with the first.
+            rank: only lines of this rank.
+            skip_bytes: begin behind so many bytes of what would be written.
+
+        Returns:
+            The job's status.
+
+        Raises:
+            LookupError: there is no such job.
+            ConfigError: it has no such rank.
+        """
         with Store(self._folder) as store:
             self._reconcile(store)
             watched = _Watched(store, self._folder, store.job(job_id))
@@ -175,9 +147,7 @@ class LocalControl:
             if watched.job.started_s is not None and not path.exists():
                 write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode())
             with Follower(path, write, only) as follower:
-                follower.skip(skip_bytes)
-                if tail:
-                    follower.tail(tail)
+                follower.skip(_position_of_tail(path, tail, only) if tail else skip_bytes)
                 if follow:
                     follow_log(follower, watched.has_ended, self._wait)
                 else:
@@ -192,21 +162,20 @@ class LocalControl:
         """Where in a job's log the last so many lines begin: what ``skip_bytes`` of ``follow`` is to be."""
         with Store(self._folder) as store:
             only = _only(store.job(job_id), rank)
-        with Follower(self._folder / "jobs" / str(job_id) / RUN_LOG, lambda data: None, only) as follower:
-            return follower.position_of_tail(num_lines)
+        return _position_of_tail(self._folder / "jobs" / str(job_id) / RUN_LOG, num_lines, only)
 
     def cluster(self) -> ClusterSpec:
         """The cluster's record."""
         return record.load(self._folder)
 
     def change(self, **fields: Any) -> ClusterSpec:
-        """Change fields of the record."""
+        """Change fields of the record. A cluster that is stopped or taken down has its jobs cancelled first."""
         if fields.get("status", ClusterStatus.UP) != ClusterStatus.UP:
             self._end_jobs()
         return record.change(self._folder, **fields)
 
     def remove_nodes(self) -> None:
-        """Cancel the jobs, and remove the nodes' files."""
+        """Cancel the jobs, and remove the nodes' files. Logs stay."""
         if not supervisor.is_running(self._folder):  # on a full disk the store can't be opened before
             remove_tree(self._folder / "nodes")
         self._end_jobs()
@@ -278,7 +247,12 @@ def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
         )
 
 
-def _only(job: JobRow, rank: int | None) -> Any:
+def _position_of_tail(path: Path, num_lines: int, only: re.Pattern[bytes] | None) -> int:
+    with Follower(path, lambda data: None, only) as follower:
+        return follower.position_of_tail(num_lines)
+
+
+def _only(job: JobRow, rank: int | None) -> re.Pattern[bytes] | None:
     if rank is None:
         return None
     num = job.spec.num_nodes * (job.spec.num_processes if job.spec.command is not None else 1)
@@ -312,8 +286,12 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
     match operation:
         case "create":
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            record.save(folder, ClusterSpec.from_json(wish["spec"]))
-            return None
+            cluster = ClusterSpec.from_json(wish["spec"])
+            with contextlib.suppress(LookupError, ConfigError):
+                have = record.load(folder)
+                if have.created_s == cluster.created_s:  # whoever asks doesn't know what the supervisor wrote
+                    cluster = dataclasses.replace(cluster, setup_done=have.setup_done)
+            return record.save(folder, cluster)
         case "submit":
             return control.submit(JobSpec.from_json(wish["spec"]), wish["secrets"])
         case "cancel":
@@ -331,6 +309,10 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
             return control.remove_nodes()
         case "position_of_tail":
             return control.position_of_tail(wish["job_id"], wish["tail"], wish["rank"])
+        case "unpack":
+            return history.unpack(sys.stdin.buffer, folder)
+        case "remove_history":
+            return history.remove(folder)
         case _:
             raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
 
@@ -352,14 +334,15 @@ def _stream(folder: Path, wish: Mapping[str, Any]) -> int:
     status = control.follow(
         wish["job_id"], write, follow=wish["follow"], rank=wish["rank"], skip_bytes=wish["skip_bytes"]
     )
+    sys.stderr.write(json.dumps({"status": status}))
     return status.exit_code
 
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of the program; returns its exit code."""
-    (operation,), wish = arguments, json.load(sys.stdin)
+    (operation,), wish = arguments, json.loads(sys.stdin.buffer.readline())
     name = str(wish["cluster"])
-    stream = sys.stderr if operation == "follow" else sys.stdout
+    stream = sys.stderr if operation in ("follow", "pack") else sys.stdout
     try:
         if not is_name(name):
             raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
@@ -371,6 +354,9 @@ def main(arguments: Sequence[str]) -> int:
             )
         if operation == "follow":
             return _stream(folder, wish)
+        if operation == "pack":
+            history.pack(folder, wish["names"], sys.stdout.buffer)
+            return 0
         answer = {"value": _answer(operation, folder, wish)}
         code = 0
     except BrokenPipeError:  # whoever asked is gone

@@ -18,10 +18,11 @@ from atoll.tasks.logs import JobLog
 from atoll.tasks.loop import Loop
 from atoll.tasks.nodes import LocalNodes, NodeSource
 from atoll.tasks.ports import PortLocks
+from atoll.tasks.rows import JobRow
 from atoll.tasks.runner import JobRunner
 from atoll.tasks.schedule import turns
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
-from atoll.tasks.store import JobRow, Store
+from atoll.tasks.store import Store
 from atoll.tasks.supervisor import PROBE_S, WAKE, take_lock
 from atoll.tasks.transitions import Log, SetStatus
 
@@ -106,6 +107,9 @@ class Dispatcher:
         if now < self._look_at and not self._changed:
             return
         self._look_at = now + _LOOK_S
+        for job_id, runner in self._runners.items():
+            if self._nodes is not None and (fault := self._nodes.fault_of(job_id)) is not None:
+                runner.tell_fault(fault)
         self._write_again(now)
         version = self._store.version()
         if version == self._version and not self._changed and not self._port_awaited:
@@ -168,14 +172,33 @@ class Dispatcher:
         if nodes is None:
             return
         running = [runner.job for runner in self._runners.values()]  # one that has ended may not be gone yet
-        for turn in turns(cluster, pending, running):
+        for turn in turns(cluster, [job for job in pending if self._may_follow(job)], running):
             why = turn.why or self._take_ports(turn.job, cluster, nodes)
             if why is None:
                 self._start(turn.job, cluster, nodes)
-            elif self._waiting.get(turn.job.id) != why:
-                self._waiting[turn.job.id] = why
-                self._say(turn.job.id, why)
-                self._record(turn.job.id, [Log("waiting", why)])
+            else:
+                self._wait(turn.job, why)
+
+    def _wait(self, job: JobRow, why: str) -> None:
+        if self._waiting.get(job.id) != why:
+            self._waiting[job.id] = why
+            self._say(job.id, why)
+            self._record(job.id, [Log("waiting", why)])
+
+    def _may_follow(self, job: JobRow) -> bool:
+        """Has the job before it in its pipeline succeeded? Where that ended otherwise, this one is cancelled."""
+        if job.spec.after is None:
+            return True
+        before = self._store.job(job.spec.after)
+        name = f"job {before.id}, which comes before it"
+        if not before.status.ended or before.id in self._runners:
+            self._wait(job, f"waiting for {name}, to succeed")
+        elif before.status is not JobStatus.SUCCEEDED:
+            how = "was cancelled" if before.status is JobStatus.CANCELLED else "failed"
+            self._refuse(job, f"{name}, {how}", JobStatus.CANCELLED)
+        else:
+            return True
+        return False
 
     def _nodes_of(self, cluster: ClusterSpec) -> NodeSource | None:
         """Where the cluster's nodes come from; None while jobs still run on it as it was before it changed."""
@@ -216,9 +239,10 @@ class Dispatcher:
         self._runners[job.id] = runner
         runner.start()
 
-    def _refuse(self, job: JobRow, reason: str) -> None:
-        self._say(job.id, f"✗ Job {job.id} failed (status: {JobStatus.FAILED_DRIVER}): {reason}")
-        self._record(job.id, [SetStatus(JobStatus.FAILED_DRIVER, reason)])
+    def _refuse(self, job: JobRow, reason: str, status: JobStatus = JobStatus.FAILED_DRIVER) -> None:
+        how = "failed" if status is JobStatus.FAILED_DRIVER else "was cancelled"
+        self._say(job.id, f"✗ Job {job.id} {how} (status: {status}): {reason}")
+        self._record(job.id, [SetStatus(status, reason)])
         self._changed = True  # others may have waited for it
 
     def _say(self, job_id: int, text: str) -> None:

@@ -6,17 +6,15 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import is_secret
 from atoll.tasks.spec import ClusterSpec, JobSpec
 from atoll.tasks.transitions import Phase
 
-_SECRET_NAME = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
-_CREDENTIALS = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 OF_PLACE = ("HOME", "TMPDIR")  # what a node says about these holds, whatever else was said
 _LINE_BY_LINE = {"PYTHONUNBUFFERED": "1"}  # a log that follows its program
 
@@ -174,11 +172,6 @@ def check_size(spec: JobSpec, secrets: Mapping[str, str]) -> None:
             f"the job's variables and arguments have {sum(sizes.values())} bytes, and Linux starts no program with "
             f"more than {_MOST_BYTES}: give the job files instead"
         )
-
-
-def is_secret(name: str, value: str) -> bool:
-    """Is this variable one whose value nobody may see: by its name, or because it is a URL with a password?"""
-    return _SECRET_NAME.search(name) is not None or _CREDENTIALS.search(value) is not None
 
 
 def without_secrets(spec: JobSpec, secrets: Mapping[str, str]) -> tuple[JobSpec, dict[str, str]]:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atoll.core.hints import nearest
 from atoll.tasks import clusters
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.spec import ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
-    from atoll.tasks.store import JobRow
+    from atoll.tasks.rows import JobRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +97,6 @@ def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
     except LookupError:
         if job_id is None:
             raise UnknownCluster(f"cluster {cluster.name} has no job yet; `atoll exec {cluster.name} CMD`") from None
-        known = [str(row.id) for row in clusters.control_of(cluster).queue()]
-        hint = nearest(str(job_id), known) or f"; `atoll queue {cluster.name}` lists its jobs"
-        raise UnknownCluster(f"cluster {cluster.name} has no job {job_id}{hint}") from None
+        raise UnknownCluster(
+            f"cluster {cluster.name} has no job {job_id}; `atoll queue {cluster.name}` lists its jobs"
+        ) from None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import secrets as random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.hints import is_secret
 from atoll.pool.interpreters import user_path
-from atoll.tasks import clusters
-from atoll.tasks.clusters import Decision, Wish
+from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job
-from atoll.tasks.placing import accelerators_text
-from atoll.tasks.spec import ClusterSpec, ClusterStatus
+from atoll.tasks.placing import Decision, Wish, accelerators_text, decide
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, Restarts
 
 if TYPE_CHECKING:
     from atoll.tasks.task import Task
@@ -53,98 +54,62 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a task is launched, beside what the task itself says.
+    """How tasks are started, beside what they say themselves.
 
     Attributes:
+        as_it_is: as ``atoll exec`` does it: on a cluster that is up and large enough, without setup and file_mounts.
         infra: ``local`` or ``ssh/NAME``; None: where the cluster is, or what the task says, or local.
         simulate: may accelerators that the machine lacks be simulated?
-        setup: run the task's setup, on a cluster where it may have run already too.
-        files: copy file_mounts, and not just the workdir.
+        setup: run the task's setup; ``fast``: unless the cluster is set up already.
         strict: scripts end at the first command that fails (``set -e``).
         idle_minutes: stop the cluster after so many idle minutes; ``down``: take it down instead.
+        variants: one job for each, with the variables that it sets; ``parallel``: so many of them at once.
         say: called with each line for the user.
         progress: called with bytes copied to the nodes and bytes in all.
     """
 
+    as_it_is: bool = False
     infra: str | None = None
     simulate: bool = True
     setup: bool = True
-    files: bool = True
+    fast: bool = False
     strict: bool = False
     idle_minutes: int | None = None
     down: bool = False
+    variants: Sequence[Mapping[str, str]] = ()
+    parallel: int = 1
     say: Say = silent
     progress: Progress | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One job of a sweep: the variables that it sets."""
-
-    labels: Mapping[str, str]
-
-
-def is_set_up(name: str | None) -> bool:
-    """Is there a cluster of this name that is up, and has a setup succeeded on each of its nodes?"""
-    have = None if name is None else clusters.find(name)
-    if have is None or have.status is not ClusterStatus.UP:
-        return False
-    return set(range(have.num_nodes)) <= set(clusters.control_of(have).cluster().setup_done)
-
-
-def plan(task: Task, name: str, options: Options) -> Decision:
-    """What ``launch`` would do with the cluster; changes nothing.
+def plan(tasks: Sequence[Task], name: str, options: Options) -> list[Decision]:
+    """What ``start_jobs`` would use of a cluster, or make of it, for each task; changes nothing.
 
     Raises:
-        ConfigError: as ``launch``.
+        UnknownCluster, ConfigError: as ``start_jobs``.
     """
-    _refresh(name)
-    decision = _decide(task, name, options)
-    _check_sources(task, options)
-    return decision
+    _refresh(name, options)
+    decisions = _decide(tasks, name, options)
+    for task in tasks:
+        workdir, mounts = _files([task], options)
+        if workdir is not None or mounts:
+            from atoll.tasks.shipping import check_sources
+
+            check_sources(workdir, mounts, task.variables)
+    return decisions
 
 
-def plan_exec(task: Task, name: str, options: Options) -> Decision:
-    """What ``exec`` would use of the cluster; changes nothing.
-
-    Raises:
-        UnknownCluster, ConfigError: as ``exec_jobs``.
-    """
-    clusters.refresh(clusters.load(name, to_run=True))
-    decision = _to_exec(task, name, options)
-    _check_sources(task, dataclasses.replace(options, files=False))
-    return decision
+def told(tasks: Sequence[Task], decisions: Sequence[Decision]) -> list[str]:
+    """What the user is told before tasks start: where they run, and what is otherwise than they ask for."""
+    lines = []
+    for number, (task, decision) in enumerate(zip(tasks, decisions, strict=True), 1):
+        if len(tasks) > 1:
+            lines.append(f"Task {number} of {len(tasks)}: {task.name or 'unnamed'}")
+        lines += [_place_text(task, decision), *decision.lines, *task.notes_for(decision.cluster.infra)]
+    return lines
 
 
-def _to_exec(task: Task, name: str, options: Options) -> Decision:
-    cluster = clusters.load(name)
-    if cluster.status is not ClusterStatus.UP:
-        raise ConfigError(f"cluster {name} is {cluster.status}; `atoll launch -c {name} TASK` takes it up again")
-    decision = clusters.decide(name, cluster, _wish(task, options))
-    if decision.changed:
-        missing = decision.lines[0].partition(": ")[2]
-        raise ConfigError(
-            f"cluster {name} has less than the task asks for ({missing}): `atoll launch -c {name} TASK` resizes it"
-        )
-    return decision
-
-
-def _check_sources(task: Task, options: Options) -> None:
-    workdir, mounts = task.resolved_workdir(), task.resolved_mounts() if options.files else {}
-    if workdir is not None or mounts:
-        from atoll.tasks.shipping import check_sources
-
-        check_sources(workdir, mounts, task.variables)
-
-
-def _refresh(name: str) -> None:
-    have = clusters.find(name)
-    if have is not None:
-        clusters.refresh(have)
-
-
-def told(task: Task, decision: Decision) -> list[str]:
-    """What the user is told before a task starts: where it runs, and what is otherwise than it asks for."""
+def _place_text(task: Task, decision: Decision) -> str:
     cluster = decision.cluster
     what = accelerators_text(decision.accelerator, decision.num_accelerators)
     if decision.num_accelerators:
@@ -152,72 +117,72 @@ def told(task: Task, decision: Decision) -> list[str]:
     nodes = f"{task.num_nodes} node" + ("s" if task.num_nodes > 1 else "")
     if task.num_nodes < cluster.num_nodes:
         nodes += f" of {cluster.num_nodes}"
-    place = f"Cluster {cluster.name} on {cluster.infra}: {nodes}, {what}"
-    return [place, *decision.lines, *task.notes_for(cluster.infra)]
+    return f"Cluster {cluster.name} on {cluster.infra}: {nodes}, {what}"
 
 
-def _decide(task: Task, name: str, options: Options) -> Decision:
-    have = clusters.find(name)
-    busy = [] if have is None else clusters.unfinished(have)
-    return clusters.decide(name, have, _wish(task, options), busy)
+def why_apart(tasks: Sequence[Task], options: Options) -> str | None:
+    """Why tasks can't be submitted at once, each to start when the one before has succeeded; None where they can.
+
+    Files are on the nodes before the first of them runs, and all run on the cluster as it is then.
+    """
+    workdirs = [each for each in (task.resolved_workdir() for task in tasks) if each is not None]
+    if any(each != workdirs[0] for each in workdirs):
+        return "they have different workdirs"
+    mounts: dict[str, object] = {}
+    for task in tasks if not options.as_it_is else ():
+        for target, source in task.resolved_mounts().items():
+            if mounts.setdefault(target, source) != source:
+                return f"they mount different things at {target}"
+    kinds = {each.accelerators[0][0] for each in (_wish(task, options) for task in tasks) if each.accelerators}
+    return f"they ask for different accelerators ({', '.join(sorted(kinds))})" if len(kinds) > 1 else None
 
 
-def launch_jobs(
-    task: Task, name: str, options: Options, variants: Sequence[Variant] = (Variant({}),), parallel: int = 1
-) -> list[Job]:
-    """Start one job a variant on a cluster, which is made, reused or resized for it.
+def start_jobs(tasks: Sequence[Task], name: str, options: Options, earlier: Sequence[Job] | None = None) -> list[Job]:
+    """Start one job a task, or one a variant of the only task, on a cluster; it is made, reused or resized for them.
+
+    Args:
+        tasks: of several, each starts when the one before has succeeded (``why_apart`` says whether they can).
+        name: of the cluster.
+        options: how.
+        earlier: jobs of the pipeline that ``tasks`` go on with; None where there is none.
 
     Raises:
-        ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
+        UnknownCluster: there is no such cluster, and it is to be used as it is.
+        ConfigError: a task, the name or the infra can't work, or the cluster is too small and busy.
         ProvisionError: a node can't be used or written to, or no supervisor could be started.
     """
-    _check_variants(task, variants)
-    _refresh(name)
+    _check_variants(tasks, options)
+    _refresh(name, options)
     jobs: list[Job] = []
-    with clusters.locked(name, lambda: options.say(f"waiting for another launch on cluster {name}")):
+    waiting = f"waiting for another launch on cluster {name}"
+    with (
+        clusters.locked(name, lambda: options.say(waiting)),
+        clusters.hosts_asked(name, at_once=not options.as_it_is),
+    ):
         before = clusters.find(name)
-        decision = _decide(task, name, options)
-        for line in told(task, decision):
+        decisions = _decide(tasks, name, options)
+        for line in told(tasks, decisions):
             options.say(line)
+        cluster = decisions[-1].cluster
         try:
-            cluster = clusters.make_ready(decision.cluster, options.say)
-            if decision.changed or cluster != decision.cluster:
-                clusters.save(cluster, before)
-            _set_autostop(cluster, task, options)
-            _ship(cluster, task, options)
-            _submit(cluster, task, decision, options, variants, parallel, jobs)
+            if not options.as_it_is:
+                cluster = clusters.make_ready(cluster, options.say)
+                if cluster != before:
+                    clusters.save(cluster, before)
+                _set_autostop(cluster, tasks, options)
+            _ship(cluster, tasks, options)
+            _submit(cluster, tasks, decisions, options, earlier, jobs)
         except BaseException:
-            if not jobs and (before is None or before.status is ClusterStatus.DOWN):
-                clusters.take_back(name, before)
+            if jobs:  # not all that were asked for
+                with contextlib.suppress(AtollError):
+                    clusters.control_of(cluster).cancel([job.id for job in jobs])
+            elif before is None or before.status is ClusterStatus.DOWN:
+                lifecycle.take_back(name, before)
             raise
     return jobs
 
 
-def exec_jobs(
-    task: Task, name: str, options: Options, variants: Sequence[Variant] = (Variant({}),), parallel: int = 1
-) -> list[Job]:
-    """Start one job a variant on a cluster that is up.
-
-    Raises:
-        UnknownCluster: there is no such cluster.
-        ConfigError: it is not up, or has less than the task asks for.
-        ProvisionError: as ``launch_jobs``.
-    """
-    _check_variants(task, variants)
-    clusters.refresh(clusters.load(name, to_run=True))
-    with clusters.locked(name, lambda: options.say(f"waiting for another launch on cluster {name}")):
-        decision = _to_exec(task, name, options)
-        cluster = clusters.load(name)
-        for line in task.notes:
-            options.say(line)
-        options = dataclasses.replace(options, setup=False, files=False)
-        _ship(cluster, task, options)
-        jobs: list[Job] = []
-        _submit(cluster, task, decision, options, variants, parallel, jobs)
-        return jobs
-
-
-def variants_of(sweep: Sequence[str]) -> list[Variant]:
+def variants_of(sweep: Sequence[str]) -> list[dict[str, str]]:
     """The product of every ``KEY=a,b`` of a sweep, the last key changing fastest.
 
     Raises:
@@ -231,17 +196,40 @@ def variants_of(sweep: Sequence[str]) -> list[Variant]:
         if key in axes:
             raise ConfigError(f"--sweep {key} is given twice: put all its values into one, as in --sweep {key}=a,b")
         axes[key] = values.split(",")
-    return [Variant(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()) if values]
 
 
-def _check_variants(task: Task, variants: Sequence[Variant]) -> None:
-    from atoll.tasks.variables import is_secret_name
-
-    for name in variants[0].labels:
-        if name in task.secrets or is_secret_name(name):
+def _check_variants(tasks: Sequence[Task], options: Options) -> None:
+    for name in options.variants[0] if options.variants else ():
+        if name in tasks[0].secrets or is_secret(name):
             raise ConfigError(
                 f"--sweep {name}: a secret can't be swept, its values would stand in the table of results"
             )
+
+
+def _refresh(name: str, options: Options) -> None:
+    have = clusters.load(name, to_run=True) if options.as_it_is else clusters.find(name)
+    if have is not None:
+        lifecycle.refresh(have)
+
+
+def _decide(tasks: Sequence[Task], name: str, options: Options) -> list[Decision]:
+    """For each task, what the cluster is for it and those before."""
+    have = clusters.up_or_stopped(name) if options.as_it_is else clusters.find(name)
+    if options.as_it_is and have is not None and have.status is ClusterStatus.STOPPED:
+        raise ConfigError(f"cluster {name} is stopped; `atoll start {name}` takes it up again")
+    busy = [] if have is None or options.as_it_is else clusters.unfinished(have)
+    decisions = []
+    for task in tasks:
+        decision = decide(name, have, _wish(task, options), busy)
+        if options.as_it_is and decision.changed:
+            missing = decision.lines[0].partition(": ")[2]
+            raise ConfigError(
+                f"cluster {name} has less than the task asks for ({missing}): `atoll launch -c {name} TASK` resizes it"
+            )
+        have = decision.cluster
+        decisions.append(decision)
+    return decisions
 
 
 def _wish(task: Task, options: Options) -> Wish:
@@ -259,54 +247,77 @@ def _wish(task: Task, options: Options) -> Wish:
     )
 
 
-def _set_autostop(cluster: ClusterSpec, task: Task, options: Options) -> None:
-    said = task.resources.autostop
+def _set_autostop(cluster: ClusterSpec, tasks: Sequence[Task], options: Options) -> None:
+    said = next((task.resources.autostop for task in tasks if task.resources.autostop is not None), None)
     if options.idle_minutes is not None or options.down:
-        clusters.set_autostop(cluster, options.idle_minutes or 0, down=options.down)
+        lifecycle.set_autostop(cluster, options.idle_minutes or 0, down=options.down)
     elif said is not None:
-        clusters.set_autostop(cluster, said.idle_minutes, down=said.down)
+        lifecycle.set_autostop(cluster, said.idle_minutes, down=said.down)
 
 
-def _ship(cluster: ClusterSpec, task: Task, options: Options) -> None:
-    workdir, mounts = task.resolved_workdir(), task.resolved_mounts() if options.files else {}
+def _files(tasks: Sequence[Task], options: Options) -> tuple[str | dict[str, str] | None, dict[str, Any]]:
+    """The workdir and the mounts of tasks that can be together."""
+    workdirs = [each for each in (task.resolved_workdir() for task in tasks) if each is not None]
+    mounts = {} if options.as_it_is else {at: what for task in tasks for at, what in task.resolved_mounts().items()}
+    return workdirs[0] if workdirs else None, mounts
+
+
+def _ship(cluster: ClusterSpec, tasks: Sequence[Task], options: Options) -> None:
+    workdir, mounts = _files(tasks, options)
     if workdir is not None or mounts:
         from atoll.tasks.shipping import ship
 
-        ship(cluster, workdir, mounts, task.variables, say=options.say, progress=options.progress)
+        variables = {name: value for task in tasks for name, value in task.variables.items()}
+        ship(cluster, workdir, mounts, variables, say=options.say, progress=options.progress)
 
 
 def _submit(
     cluster: ClusterSpec,
-    task: Task,
-    decision: Decision,
+    tasks: Sequence[Task],
+    decisions: Sequence[Decision],
     options: Options,
-    variants: Sequence[Variant],
-    parallel: int,
+    earlier: Sequence[Job] | None,
     jobs: list[Job],
 ) -> None:
-    """Add one job a variant to the cluster, and to ``jobs``."""
-    spec, secrets = task.job(infra=cluster.infra)
+    """Add the jobs to the cluster, and to ``jobs``."""
+    control = clusters.control_of(cluster)
     base_env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     base_env["PATH"] = user_path()
-    spec = dataclasses.replace(
-        spec,
-        setup=spec.setup if options.setup else None,
-        accelerator=decision.accelerator,
-        num_accelerators=decision.num_accelerators,
-        simulated=cluster.simulated and decision.num_accelerators > 0,
-        strict=options.strict,
-        base_env={} if cluster.hosts else base_env,  # other machines have paths of their own
-    )
-    control = clusters.control_of(cluster)
-    group = f"sweep-{random.token_hex(2)}" if variants[0].labels else None
-    for rank, variant in enumerate(variants):
-        one = dataclasses.replace(
+    setup = options.setup and not options.as_it_is and not (options.fast and _is_set_up(control.cluster()))
+    most = cluster.ssh.get("max_restarts_on_lost_nodes", Restarts().on_lost_nodes)
+    group = f"sweep-{random.token_hex(2)}" if options.variants else None
+    in_pipeline = len(tasks) > 1 or earlier is not None
+    task_ids = [job.row().task_id for job in earlier or ()]
+    for task, decision in zip(tasks, decisions, strict=True):
+        spec, secrets = task.job(infra=cluster.infra)
+        spec = dataclasses.replace(
             spec,
-            env={**spec.env, **variant.labels},
-            labels=variant.labels,
-            group=group,
-            rank_in_group=rank,
-            num_in_group=len(variants),
-            parallel=parallel,
+            setup=spec.setup if setup else None,
+            accelerator=decision.accelerator,
+            num_accelerators=decision.num_accelerators,
+            simulated=cluster.simulated and decision.num_accelerators > 0,
+            restarts=dataclasses.replace(spec.restarts, on_lost_nodes=most),
+            strict=options.strict,
+            base_env={} if cluster.hosts else base_env,  # other machines have paths of their own
         )
-        jobs.append(Job(cluster.name, control.submit(one, secrets)))
+        if in_pipeline:
+            env = {**spec.env, "SKYPILOT_TASK_IDS": "\n".join(task_ids)}
+            spec = dataclasses.replace(spec, env=env, after=jobs[-1].id if jobs else None)
+        for rank, labels in enumerate(options.variants or [{}]):
+            one = dataclasses.replace(
+                spec,
+                env={**spec.env, **labels},
+                labels=labels,
+                group=group,
+                rank_in_group=rank,
+                num_in_group=max(1, len(options.variants)),
+                parallel=options.parallel,
+            )
+            jobs.append(Job(cluster.name, control.submit(one, secrets)))
+        if task is not tasks[-1]:
+            task_ids.append(jobs[-1].row().task_id)
+
+
+def _is_set_up(cluster: ClusterSpec) -> bool:
+    """Has a setup succeeded on each of its nodes?"""
+    return set(range(cluster.num_nodes)) <= set(cluster.setup_done)

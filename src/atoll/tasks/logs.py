@@ -164,11 +164,13 @@ class _Disk:
 
     def __init__(self) -> None:
         self._full = self._quota = False
+        self.problem = ""  # why the last write failed
 
     def refused(self, error: OSError) -> None:
         """Something could not be written."""
         self._quota = self._quota or error.errno == errno.EDQUOT
         self._full = self._full or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        self.problem = error.strerror or str(error)
 
     def has_room(self, folder: Path) -> bool:
         """May a log be written? A quota does not tell what is left of it, so that one counts as used up for good."""
@@ -205,6 +207,7 @@ class LogFile:
             return
         if not _DISK.has_room(self._path.parent) and not self._fits(data):
             self._lost_bytes += len(data)
+            self.problem = _DISK.problem
             return
         self._put_after_gap(data)
 
@@ -243,8 +246,8 @@ class LogFile:
                 self._whole = view[num - 1] == 10
                 view = view[num:]
         except OSError as error:
-            self.problem = error.strerror or str(error)
             _DISK.refused(error)
+            self.problem = _DISK.problem
         return len(view)
 
     def close(self) -> None:
@@ -399,7 +402,7 @@ class Follower:
     def position_of_tail(self, num_lines: int) -> int:
         """How many bytes come before the last so many lines of what there is now; of a log with this one position."""
         if self._only is None:
-            return 0 if self._found() is None or self._fd is None else tail_start(self._fd, num_lines)
+            return 0 if (fd := self._found()) is None else tail_start(fd, num_lines)
         num_bytes, lines = 0, deque[bytes](maxlen=num_lines)
         for block in self._blocks():
             num_bytes += len(block)
@@ -407,21 +410,11 @@ class Follower:
         return num_bytes - sum(map(len, lines))
 
     def skip(self, num_bytes: int) -> None:
-        """Leave out the first so many bytes."""
-        self._skip_bytes = num_bytes
-
-    def tail(self, num_lines: int) -> None:
-        """Hand on the last so many lines of what there is now."""
-        if self._only is None:
-            if self._found() is not None and self._fd is not None:
-                os.lseek(self._fd, tail_start(self._fd, num_lines), os.SEEK_SET)
-            self.drain()
-            return
-        lines: deque[bytes] = deque(maxlen=num_lines)
-        for block in self._blocks():
-            lines.extend(block.splitlines(keepends=True))
-        if lines:
-            self._write(b"".join(lines))
+        """Leave out the first so many bytes of what would be handed on."""
+        if self._only is None and (fd := self._found()) is not None:
+            os.lseek(fd, num_bytes, os.SEEK_SET)
+        else:
+            self._skip_bytes = num_bytes
 
     def _found(self) -> int | None:
         if self._fd is None:

@@ -11,6 +11,8 @@ last lines in ``data`` as ``tail``; ``restart`` has in ``data`` how many ``resta
 
 from __future__ import annotations
 
+import dataclasses
+
 from atoll.core.errors import ConfigError
 from atoll.tasks.causes import Cause, ended_text, failed, process_cause, setup_cause, shell_code
 from atoll.tasks.spec import JobSpec, JobStatus, node_name
@@ -77,7 +79,7 @@ class JobMachine:
         self._phase = "new"  # then nodes, setup, run, stop, backoff; nodes again; ended
         self._starting: set[int] = set()
         self._up: set[int] = set()
-        self._silent: dict[int, float] = {}  # nodes that don't answer: seconds so far
+        self._silent: dict[int, float] = {}  # nodes that don't answer, since when
         self._living: set[_Key] = set()  # asked to start and not known to have ended
         self._failed_setups: list[ProcessEnded] = []
         self._cause: Cause | None = None
@@ -120,7 +122,7 @@ class JobMachine:
             case NodeDown():
                 return self._node_down(event, now)
             case NodeSilent():
-                return self._node_silent(event)
+                return self._node_silent(event, now)
             case ProcessStarted():
                 return self._process_started(event)
             case ProcessEnded():
@@ -202,7 +204,18 @@ class JobMachine:
             self._failed_setups.append(event)
             self._next_s = self._next_s or now + SETUP_SETTLE_S
             return [logged, *self._setups_failed(now)]
-        return [logged, *self._fail(process_cause(event, self._rank(event), now), now)]
+        return [logged, *self._fail(self._beside_silence(process_cause(event, self._rank(event), now)), now)]
+
+    def _beside_silence(self, cause: Cause) -> Cause:
+        """With the nodes named that did not answer by then: they may be why it failed."""
+        silent = [
+            f"{node_name(node)} for {cause.at_s - since_s:.0f} s"
+            for node, since_s in sorted(self._silent.items())
+            if node != cause.node
+        ]
+        if not silent:
+            return cause
+        return dataclasses.replace(cause, reason=f"{cause.reason}, while nothing was heard of {', '.join(silent)}")
 
     def _rank(self, event: ProcessStarted | ProcessEnded) -> int:
         return event.node * self._processes + event.process if event.phase == "run" else event.node
@@ -235,19 +248,14 @@ class JobMachine:
             return [down, *self._fail(lost, now)]
         return [down, *self._fail(Cause("start", f"{name} could not be started: {event.reason}", now, event.node), now)]
 
-    def _node_silent(self, event: NodeSilent) -> list[Action]:
-        if event.node not in self._up:
+    def _node_silent(self, event: NodeSilent, now: float) -> list[Action]:
+        if event.node not in self._starting | self._up or (event.silent_s > 0) == (event.node in self._silent):
             return []
-        name = node_name(event.node)
         if event.silent_s > 0:
-            known = event.node in self._silent
-            self._silent[event.node] = event.silent_s
-            text = f"{name} has not answered for {event.silent_s:.0f} s; waiting for it."
-            return [] if known else [Log("silent", text, node=event.node)]
-        silent_s = self._silent.pop(event.node, None)
-        if silent_s is None:
-            return []
-        return [Log("answers", f"{name} answers again, after {silent_s:.0f} s.", node=event.node)]
+            self._silent[event.node] = now - event.silent_s
+            return [Log("silent", event.said, node=event.node)]
+        del self._silent[event.node]
+        return [Log("answers", event.said, node=event.node)]
 
     def _setups_failed(self, now: float) -> list[Action]:
         """Setup failed somewhere: fail, once all have ended or had their time to."""

@@ -83,6 +83,9 @@ class NodeSource(Protocol):
             ProvisionError: it could not be started.
         """
 
+    def fault_of(self, job_id: int) -> str | None:
+        """What a job's nodes have lost that they don't stop for, as a clause; asked often while it runs."""
+
     def close(self) -> None:
         """Give up what ``open`` made. Nodes that still run are the caller's to stop."""
 
@@ -176,6 +179,12 @@ class LocalNodes:
                 network.close()
         self._network, self.shared_network = None, "machine"
         self._worn.clear()
+
+    def fault_of(self, job_id: int) -> str | None:
+        """That a process behind the job's network has ended."""
+        _, network = self._networks.get(job_id, (0, None))
+        fault = None if network is None else network.fault
+        return fault and f"{fault}: this job's nodes have no way out of their network any more, and reach each other"
 
     def _network_for(self, job_id: int, attempt: int) -> tuple[Network | None, tuple[str, ...]]:
         """The network of a job's attempt, and a line where it had to be made anew."""

@@ -1,4 +1,4 @@
-"""Ports that jobs fix in their scripts: a lock file for each, so that two jobs on one network take turns.
+"""Ports of jobs: those that scripts fix, with a lock file for each so that two jobs on one network take turns.
 
 Standard library only.
 """
@@ -8,8 +8,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
+import socket
 from collections.abc import Sequence
 from pathlib import Path
+
+# Not where the kernel takes ports for outgoing connections from.
+_FIRST_PORT, _LAST_PORT = 20_000, 32_000
 
 
 class PortLocks:
@@ -50,3 +55,16 @@ class PortLocks:
             fd = self._held.pop()
             os.ftruncate(fd, 0)
             os.close(fd)
+
+
+def free_port(addr: str) -> int:
+    """A port that nobody listens on at an address of this machine; any port where the address is another one's."""
+    for _ in range(100):
+        port = random.randint(_FIRST_PORT, _LAST_PORT)
+        with socket.socket() as probe:
+            try:
+                probe.bind((addr, port))
+            except OSError:  # taken, or the address is another machine's
+                continue
+            return port
+    return random.randint(_FIRST_PORT, _LAST_PORT)

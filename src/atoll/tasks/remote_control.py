@@ -1,10 +1,12 @@
-"""``Control`` of a cluster whose supervisor runs on another machine: through the program in ``control``."""
+"""What ``LocalControl`` does, where a cluster's supervisor runs on another machine: through the program there."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,8 +16,8 @@ from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.tasks.control import NothingLeft, Write
+from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
-from atoll.tasks.store import JobRow
 
 _EXIT_CODES = frozenset(status.exit_code for status in JobStatus)
 _BLOCK_BYTES = 1 << 20
@@ -28,17 +30,21 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class ProgramControl:
-    """``Control`` through the program, on whatever machine the command runs it.
+    """``LocalControl`` on whatever machine the command runs its program.
 
     Args:
         command: gives the argument list that runs an operation, such as ``ssh`` with what it is to run there.
         cluster: name of the cluster.
+        host: what to call that machine in messages, where that is not this one.
         patience_s: where the connection is lost, it is made again for so long before a log or a job is given up.
     """
 
-    def __init__(self, command: Callable[[str], Sequence[str]], cluster: str, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, command: Callable[[str], Sequence[str]], cluster: str, host: str = "", patience_s: float = 0.0
+    ) -> None:
         self._command = command
         self._cluster = cluster
+        self._head = f"the head of cluster {cluster}" + (f" ({host})" if host else "")
         self._patience_s = patience_s
 
     def create(self, cluster: ClusterSpec) -> None:
@@ -86,7 +92,7 @@ class ProgramControl:
             write(data)
             seen_bytes += len(data)
 
-        lost = _Lost(self._cluster, self._patience_s)
+        lost = self._lost()
         while True:
             before = seen_bytes
             code, said = self._stream({**wish, "skip_bytes": seen_bytes}, counted)
@@ -94,10 +100,14 @@ class ProgramControl:
                 lost.is_over()
             if code in _EXIT_CODES:
                 lost.is_over()
-                return self.job(job_id).status
+                found = re.findall(rb'{"status": "(\w+)"}', said)  # login scripts may say something, too
+                return JobStatus(found[-1].decode()) if found else self.job(job_id).status
             if code != _NO_CONNECTION:
                 self._fail(said, code)
             lost.wait(said)
+
+    def _lost(self) -> _Lost:
+        return _Lost(self._cluster, self._head, self._patience_s)
 
     def _stream(self, wish: Mapping[str, Any], write: Write) -> tuple[int, bytes]:
         """Hand on what one run of ``follow`` writes; its exit code and what it said."""
@@ -122,8 +132,33 @@ class ProgramControl:
         with contextlib.suppress(NothingLeft):
             self._ask("remove_nodes")
 
+    def pack(self, names: Sequence[str], into: IO[bytes]) -> None:
+        """Write a tar of files and folders in the cluster's folder."""
+        with tempfile.TemporaryFile() as said, self._started("pack", {"names": [*names]}, said) as process:
+            assert process.stdout is not None
+            shutil.copyfileobj(process.stdout, into, _BLOCK_BYTES)
+            if (code := process.wait()) != 0:
+                said.seek(0)
+                self._fail(said.read(), code)
+
+    def unpack(self, tar: IO[bytes]) -> int:
+        """Put what ``pack`` wrote into the cluster's folder; how many files that were."""
+        with tempfile.TemporaryFile() as said, self._started("unpack", {}, said, tar) as process:
+            assert process.stdout is not None
+            answer = process.stdout.read()
+            if (code := process.wait()) != 0:
+                said.seek(0)
+                self._fail(answer or said.read(), code)
+            return int(json.loads(answer)["value"])
+
+    def remove_history(self) -> None:
+        """Remove past jobs from the cluster's folder."""
+        self._ask("remove_history")
+
     @contextlib.contextmanager
-    def _started(self, operation: str, wish: Mapping[str, Any], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    def _started(
+        self, operation: str, wish: Mapping[str, Any], said: IO[bytes], data: IO[bytes] | None = None
+    ) -> Iterator[subprocess.Popen[bytes]]:
         """The program, with what it is asked; it has ended afterwards. What it starts over there notices that."""
         pipe = subprocess.PIPE
         command = [*self._command(operation)]
@@ -132,7 +167,9 @@ class ProgramControl:
         assert process.stdin is not None and process.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin:  # where it failed, it says why
-                process.stdin.write(json.dumps({"cluster": self._cluster, **wish}).encode())
+                process.stdin.write(json.dumps({"cluster": self._cluster, **wish}).encode() + b"\n")
+                if data is not None:
+                    shutil.copyfileobj(data, process.stdin, _BLOCK_BYTES)
             process.stdin = None
             yield process
         finally:
@@ -148,7 +185,7 @@ class ProgramControl:
 
     def _patiently(self, operation: str, **wish: Any) -> Any:
         """Ask for something that changes nothing, again where the connection is lost."""
-        lost = _Lost(self._cluster, self._patience_s)
+        lost = self._lost()
         while (done := self._asked(operation, wish))[0] == _NO_CONNECTION:
             lost.wait(done[2])
         lost.is_over()
@@ -177,7 +214,7 @@ class ProgramControl:
         except (ValueError, KeyError, TypeError):
             text = said.decode(errors="replace").strip()[-2000:]
             if code == _NO_CONNECTION:
-                raise ProvisionError(_unreachable(self._cluster, text)) from None
+                raise ProvisionError(_unreachable(self._cluster, self._head, text)) from None
             kind, message = AtollError, f"cluster {self._cluster} can't be asked (exit code {code}): {text}"
         raise kind(message)
 
@@ -185,8 +222,9 @@ class ProgramControl:
 class _Lost:
     """Patience with a connection that is lost: says so, waits a little more each time, and gives up in the end."""
 
-    def __init__(self, cluster: str, patience_s: float) -> None:
+    def __init__(self, cluster: str, head: str, patience_s: float) -> None:
         self._cluster = cluster
+        self._head = head
         self._patience_s = patience_s
         self._since: float | None = None
         self._pause_s = _RETRY_S
@@ -202,24 +240,29 @@ class _Lost:
             self._since = time.monotonic()
             if self._patience_s > 0:
                 why = f" ({text.splitlines()[-1]})" if text else ""
-                tell(f"the connection to the head of cluster {self._cluster} is lost{why}; trying again")
+                tell(f"the connection to {self._head} is lost{why}; trying again")
         if time.monotonic() - self._since >= self._patience_s:
-            raise ProvisionError(_unreachable(self._cluster, text))
+            raise ProvisionError(_unreachable(self._cluster, self._head, text))
         time.sleep(self._pause_s)
         self._pause_s = min(1.5 * self._pause_s, _RETRY_MOST_S)
 
     def is_over(self) -> None:
         """It is there again."""
         if self._since is not None:
-            tell(f"the head of cluster {self._cluster} answers again")
+            tell(f"{self._head} answers again")
         self._since, self._pause_s = None, _RETRY_S
 
 
-def _unreachable(cluster: str, said: str) -> str:
+def _unreachable(cluster: str, head: str, said: str) -> str:
     why = f": {said.splitlines()[-1]}" if said else ""
+    return f"{head} can't be reached{why}. {what_then(cluster)}"
+
+
+def what_then(cluster: str) -> str:
+    """What becomes of the jobs of a cluster whose head can't be reached, and what to do."""
     return (
-        f"the head of cluster {cluster}, which supervises its jobs, can't be reached{why}. They go on there as long as "
-        f"it runs: `atoll logs {cluster}` shows them once it can be reached"
+        f"Its jobs go on there as long as it runs: `atoll logs {cluster}` shows them once it can be reached. If it is "
+        f"gone for good: `atoll down {cluster}`"
     )
 
 

@@ -212,8 +212,7 @@ def _autostop(at: Place, value: Any) -> bool | dict[str, Any]:
     if value is False or value == -1:  # -1 is how SkyPilot's command says never
         return False
     given = value if isinstance(value, Mapping) else {} if value is True else {"idle_minutes": _idle_minutes(at, value)}
-    fields = {"idle_minutes": _idle_minutes, "down": yes_no, "wait_for": one_of("jobs_and_ssh", "jobs", "none")}
-    return {"idle_minutes": _IDLE_MINUTES, **section(fields)(at, given)}
+    return {"idle_minutes": _IDLE_MINUTES, **_AUTOSTOP(at, given)}
 
 
 def _exit_codes(at: Place, value: Any) -> list[int]:

@@ -7,8 +7,6 @@ library only.
 from __future__ import annotations
 
 import os
-import random
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,14 +22,17 @@ from atoll.tasks.logs import JobLog, Stream
 from atoll.tasks.loop import Loop
 from atoll.tasks.machine import JobMachine
 from atoll.tasks.nodes import NodeSource, StartedNode
+from atoll.tasks.ports import free_port
+from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
-from atoll.tasks.store import JobRow, give_reserve, take_secrets
+from atoll.tasks.store import give_reserve, take_secrets
 from atoll.tasks.transitions import (
     Action,
     CancelAsked,
     Input,
     Log,
     NodeDown,
+    NodeSilent,
     NodeUp,
     Phase,
     ProcessEnded,
@@ -50,8 +51,6 @@ T = TypeVar("T")
 Record = Callable[[int, Sequence[SetStatus | Log]], JobStatus]
 
 _ANSWER_S = 60.0  # an agent that was started says so within this time
-# Not where the kernel takes ports for outgoing connections from.
-_FIRST_PORT, _LAST_PORT = 20_000, 32_000
 _TAIL_LINES = 5  # of the culprit's last lines, which stand further up as well
 _MOST_STARTS = 64  # nodes that are started at the same time
 
@@ -144,6 +143,12 @@ class JobRunner:
         """End it before its time."""
         self.cancelled = True
         self._tell(CancelAsked(why))
+
+    def tell_fault(self, fault: str) -> None:
+        """Say in its log, once, what its nodes have lost."""
+        if fault not in self._notes and not self._machine.done:
+            self._notes.append(fault)
+            self._do([Log("note", fault)])
 
     def tick(self) -> None:
         """Time passed."""
@@ -255,7 +260,11 @@ class JobRunner:
         """A host's channel tells, in a thread of its own, when the host falls silent and when it answers again."""
         listen = getattr(started.handle, "listen", None)
         if listen is not None:
-            listen(lambda line: self._loop.post(lambda: self._note(place, line)))
+            listen(lambda silent_s, said: self._loop.post(lambda: self._silent(place, silent_s, said)))
+
+    def _silent(self, place: _Place, silent_s: float, said: str) -> None:
+        if not place.stopped:
+            self._tell(NodeSilent(place.node, place.attempt, silent_s, said))
 
     def _note(self, place: _Place, line: str) -> None:
         if not place.stopped:
@@ -422,20 +431,8 @@ class JobRunner:
     def _master_port(self, attempt: int) -> int:
         """Where rank 0 of this attempt will listen: as asked, or a port that is free on this machine at least."""
         if attempt not in self._ports:
-            self._ports[attempt] = self.job.spec.master_port or _free_port(self._task.addresses[0])
+            self._ports[attempt] = self.job.spec.master_port or free_port(self._task.addresses[0])
         return self._ports[attempt]
-
-
-def _free_port(addr: str) -> int:
-    for _ in range(100):
-        port = random.randint(_FIRST_PORT, _LAST_PORT)
-        with socket.socket() as probe:
-            try:
-                probe.bind((addr, port))
-            except OSError:  # taken, or the address is another machine's
-                continue
-            return port
-    return random.randint(_FIRST_PORT, _LAST_PORT)
 
 
 def _ignore(_result: object) -> None:

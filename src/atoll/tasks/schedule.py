@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec
-from atoll.tasks.store import JobRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,10 @@ def ship(
     if not cluster.hosts:
         _to_local_nodes(cluster, source, resolved, say, progress)
         return
-    from atoll.tasks import ssh_clusters
+    from atoll.tasks import ssh_files
 
     paths = {mount.target: None if mount.source is None else Path(mount.source) for mount in resolved}
-    ssh_clusters.ship(cluster, source, paths, say, progress)
+    ssh_files.ship(cluster, source, paths, say, progress)
 
 
 def check_sources(

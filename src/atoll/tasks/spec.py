@@ -124,6 +124,7 @@ class JobSpec:
         group: what the jobs of a sweep share, or None; ``rank_in_group``, ``num_in_group`` and ``parallel`` (how many
             at once) belong to it.
         labels: what a sweep set, for its table: ``{"lr": "0.1"}``.
+        after: the job before it in a pipeline: it starts once that has succeeded.
         timeout_s: the job may run for so long.
         owner_pid: a process of this machine; the job is cancelled when that ends (``atoll run``).
     """
@@ -153,6 +154,7 @@ class JobSpec:
     num_in_group: int = 1
     parallel: int = 1
     labels: Mapping[str, str] = field(default_factory=dict)
+    after: int | None = None
     timeout_s: float | None = None
     owner_pid: int | None = None
 
@@ -194,7 +196,7 @@ class ClusterSpec:
         hosts: for ssh, one entry a node: what ``ssh`` is given, head first.
         supervised_from: ``here``, or the head's host: where the supervisor runs.
         status: up, stopped or down.
-        created_s: when, in seconds since 1970.
+        created_s: when it was made, or started after a stop; in seconds since 1970.
         setup_done: nodes whose setup has succeeded at least once.
         autostop_minutes: idle minutes after which it is stopped, or None; ``autodown``: taken down instead.
         notes: lines said when it was made (what is simulated, what an infra can't honour).

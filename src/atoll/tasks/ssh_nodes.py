@@ -10,6 +10,7 @@ import os
 import posixpath
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def plans_of(cluster: ClusterSpec) -> list[RemotePlan]:
     wanted = None
     if cluster.accelerator is not None and cluster.num_accelerators:
         wanted = AcceleratorSpec(cluster.accelerator, cluster.num_accelerators)
-    plan = provider_of(cluster).plan(nodes=cluster.num_nodes, accelerator=wanted, workers_per_node=1)
+    folder = cluster.ssh.get("workdir")
+    plan = provider_of(cluster).plan(nodes=cluster.num_nodes, accelerator=wanted, workers_per_node=1, folder=folder)
     found = [node for node in plan.nodes if isinstance(node, RemotePlan)]
     addresses = cluster.ssh.get("addresses") or [node.addr for node in found]
     names = cluster.ssh.get("names") or [node.host for node in found]  # as the user calls them
@@ -109,15 +111,17 @@ class SSHNodes:
             ProvisionError: it could not be started.
         """
         plan, target = self._plans[node], self._targets[node]
-        try:
-            handle = start_agent(target, plan, self._owner)
-        except AtollError as error:
-            raise ProvisionError(str(error), node=node) from error
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(self._shell, node)
+            try:
+                handle = start_agent(target, plan, self._owner)
+            except AtollError as error:
+                raise ProvisionError(str(error), node=node) from error
+        shell = asked.result()
         tag = secrets.token_hex(4)
         tmp = f"{plan.tmp}/atoll-{tag}-n{node}"
         setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}
         try:
-            shell = self._shell(node)
             frames.send_all(handle.channel, frames.pack(frames.SETUP, meta={**setup, "task": True}))
         except (OSError, AtollError) as error:
             reason = handle.reason or str(error)
@@ -127,6 +131,10 @@ class SSHNodes:
         env = {**base, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
         workdir = workdir_of(self._cluster, plan)
         return StartedNode(handle, plan.addr, plan.home, workdir, tmp, env)
+
+    def fault_of(self, _job_id: int) -> str | None:
+        """A host's network is its own."""
+        return None
 
     def close(self) -> None:
         """Log out."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import atoll
 from atoll.core.errors import ProvisionError
+from atoll.core.hints import is_secret
 from atoll.core.paths import is_locked
-from atoll.tasks.environment import is_secret
 from atoll.tasks.logs import JobLog
 from atoll.tasks.spec import JobStatus
 from atoll.tasks.store import Store

@@ -36,11 +36,12 @@ class NodeDown:
 
 @dataclass(frozen=True, slots=True)
 class NodeSilent:
-    """A node has not answered for ``silent_s``; it may come back (then ``silent_s`` is 0)."""
+    """A node has not answered for ``silent_s``, or answers again (0). ``said``: how its provider puts it."""
 
     node: int
     attempt: int
     silent_s: float
+    said: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import is_secret
 from atoll.tasks.schema import Place, list_of, text
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r".*(TOKEN|KEY|SECRET|PASSWORD)", re.I)
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 _NAME_RULE = "a name of letters, digits and _ that starts with no digit"
 # A quoted value may hold line breaks; what follows one that is not quoted may be a comment.
@@ -48,11 +48,6 @@ class Given:
         return {*self.envs, *self.secrets}
 
 
-def is_secret_name(name: str) -> bool:
-    """Is a variable called so a secret wherever it was declared?"""
-    return _SECRET.fullmatch(name) is not None
-
-
 def declared(at: Place, value: Any) -> dict[str, str | None]:
     """``envs``: names with their text, as SkyPilot renders it; None where the value must come from outside."""
     found: dict[str, str | None] = {}
@@ -78,7 +73,7 @@ def changed_text(at: Place, values: Mapping[str, str | None], given: Collection[
     for name, value in values.items():
         shown = (at / name).shown
         if name not in given and value is not None and shown not in (None, value):
-            secret = is_secret_name(name) or at.path[-1] == "secrets"
+            secret = is_secret(name) or at.path[-1] == "secrets"
             changes.append(name if secret else f"{name}: {shown} is {value}")
     if not changes:
         return None
@@ -97,7 +92,7 @@ def settle(
     """
     values: dict[str, str | None] = {**envs, **{name: value for name, value in secrets.items() if value is not None}}
     values = {**dict.fromkeys(secrets), **values, **given.envs, **given.secrets}
-    hidden = {name for name in values if name in secrets or name in given.secrets or is_secret_name(name)}
+    hidden = {name for name in values if name in secrets or name in given.secrets or is_secret(name)}
     complete = {}
     for name, value in values.items():
         if value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import importlib.util
@@ -125,7 +126,8 @@ def put(connection: Connection, plan: RemotePlan, bundle: Bundle) -> None:
     Raises:
         ProvisionError: it can't be written there: the disk is full, say.
     """
-    if bundle.digest in plan.present:
+    facts = connection.facts
+    if bundle.digest in plan.present or (facts is not None and bundle.digest in facts.bundles):
         return
     path = plan.bundle_path(bundle)
     command = python_command(plan.python, _PUT, path, bundle.digest, str(_OLD_S))
@@ -134,3 +136,5 @@ def put(connection: Connection, plan: RemotePlan, bundle: Bundle) -> None:
         said = answer.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         fix = ". Free some space there" if "No space left" in said[-1] or "Disk quota" in said[-1] else ""
         raise ProvisionError(f"{connection.target}: could not write {path} there: {said[-1]}{fix}")
+    if facts is not None:
+        connection.facts = dataclasses.replace(facts, bundles=facts.bundles | {bundle.digest})

@@ -17,34 +17,42 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.providers.ssh.errors import LoginDenied, explain, silent
 from atoll.providers.ssh.hosts import HERE, Target
 
+if TYPE_CHECKING:
+    from atoll.providers.ssh.facts import Facts
+
 R = TypeVar("R")
 LOGIN_S = 15.0  # what logging in, or a short command, may take
 _PROMPT_S = 180.0  # the same where a person types
 _LOOK_S = 0.2
-_CONNECT_S = 10
+_CONNECT_S = 5  # two more tries of TCP, after 1 and 3 s
 _ALIVE_S, _ALIVE_COUNT = 2, 3  # a host that is silent for their product is given up by ssh
 _PERSIST_S = 60  # a login that nobody uses ends by itself; it lasts where somebody may have typed a code for it
 _PERSIST_ALONE_S = 5
 _LONGEST_PATH = 104 - 18 - 16  # of a Unix socket, less what ssh and we put behind the folder
 _FAILED = 255  # ssh's own exit code
+_IN_A_TERMINAL = "; or run this in a terminal, where ssh asks for the password or code"
 _prompts = threading.Lock()  # one question at a time on the terminal
 
 
 class Connection:
-    """A login to one host that commands share, also those of other processes of this user."""
+    """A login to one host that commands share, also those of other processes of this user.
+
+    ``facts`` is what the host said about itself, while ``Connections.kept`` lasts.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.facts: Facts | None = None
         self._is_here = target.host == HERE
         self._ssh = _program() if not self._is_here else ""
         key = hashlib.blake2b(repr((target.host, target.options, self._ssh)).encode(), digest_size=6).hexdigest()
@@ -63,11 +71,14 @@ class Connection:
         with self._login:  # the first makes the login, those after it share it
             try:
                 return self._run(command, data, limit_s, ask=False)
-            except LoginDenied:
+            except LoginDenied as denied:
                 if not _has_terminal():
-                    raise
+                    raise LoginDenied(f"{denied}{_IN_A_TERMINAL if denied.may_ask else ''}") from None
             with _prompts:
-                return self._run(command, data, _PROMPT_S, ask=True)
+                answer = self._run(command, data, _PROMPT_S, ask=True)
+            with contextlib.suppress(OSError):  # it did not stay
+                os.pwrite(self._lock_file, f"{self._socket.stat().st_ino:20}".encode(), 0)
+            return answer
 
     def _run(self, command: str, data: bytes, limit_s: float, *, ask: bool) -> subprocess.CompletedProcess[bytes]:
         with tempfile.TemporaryFile() as given:  # communicate() forgets what it has not written when its time is over
@@ -124,7 +135,8 @@ class Connection:
             "BatchMode": "no" if ask else "yes",
             "StrictHostKeyChecking": "yes",
             "UpdateHostKeys": "no",
-            "ConnectTimeout": _CONNECT_S,
+            # Who types a code for a jump host holds up what is behind it.
+            "ConnectTimeout": int(_PROMPT_S) if ask else _CONNECT_S,
             "ServerAliveInterval": _ALIVE_S,
             "ServerAliveCountMax": _ALIVE_COUNT,
             "ControlMaster": "auto",
@@ -156,13 +168,17 @@ class Connection:
                 self._running.pop().kill()
 
     def close(self) -> None:
-        """Log out, unless another process uses the login too. Does nothing the second time."""
+        """Log out, unless another process uses the login too. Does nothing the second time.
+
+        One that somebody typed something for ends by itself, some time after its last use: the next command, or a
+        supervisor that has just been started, can't ask for it again.
+        """
         descriptor, self._lock_file = self._lock_file, -1
         if descriptor < 0:
             return
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._socket.exists():
+            if self._socket.exists() and not self._was_typed_for(descriptor):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     subprocess.run(
                         [self._ssh, "-o", f"ControlPath={self._socket}", "-O", "exit", "--", self.target.host],
@@ -172,6 +188,12 @@ class Connection:
                     )
         os.close(descriptor)
 
+    def _was_typed_for(self, lock_file: int) -> bool:
+        """Is the login one that somebody typed something for, here or in another process?"""
+        with contextlib.suppress(OSError, ValueError):
+            return int(os.pread(lock_file, 20, 0)) == self._socket.stat().st_ino
+        return False
+
 
 class Connections:
     """Logins of this process, by target, with the number of their users: the last one logs out."""
@@ -179,7 +201,27 @@ class Connections:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[Target, tuple[Connection, int]] = {}
+        self._keepers = 0
         self._pid = os.getpid()
+
+    @property
+    def are_kept(self) -> bool:
+        """Is ``kept`` going on?"""
+        return self._keepers > 0
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """While this lasts, hosts are logged in to once and asked about themselves once, whoever wants to know."""
+        with self._lock:
+            self._keepers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._keepers -= 1
+                for connection, _ in self._open.values() if self._keepers == 0 else ():
+                    connection.facts = None
+            self.close_idle()
 
     def get(self, target: Target) -> Connection:
         """A login that stays until ``close_idle``: for questions before anything is started."""
@@ -204,7 +246,8 @@ class Connections:
 
     def close_idle(self) -> None:
         """Log out of every host that nobody uses."""
-        if os.getpid() != self._pid:  # a forked child's copy, which may run this when it ends: the logins are not its
+        # A forked child has a copy, and may run this when it ends: the logins are not its.
+        if os.getpid() != self._pid or self.are_kept:
             return
         with self._lock:
             idle = [target for target, (_, users) in self._open.items() if users <= 0]

@@ -17,6 +17,11 @@ _SCAN_S = 5.0
 class LoginDenied(ProvisionError):
     """No key was taken without asking; where there is a terminal, ssh may ask for a passphrase or a code."""
 
+    @property
+    def may_ask(self) -> bool:
+        """Would the host take something that a person types?"""
+        return re.search(r"\(\S*(password|keyboard-interactive)\S*\)", str(self)) is not None
+
 
 def explain(target: Target, said: str, ssh: str) -> ProvisionError:
     """The error for what ``ssh`` wrote before it gave up on a host."""

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.errors import ProvisionError
 from atoll.providers.gpus import QUERY, Gpu, parse_line
-from atoll.providers.ssh.connection import Connection
+from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.hosts import Target
 
 LEAST_PYTHON = (3, 11)
-_ASK_S = 30.0  # nvidia-smi of a driver without persistence mode takes seconds
+_ASK_S = 20.0  # with logging in; nvidia-smi of a driver without persistence mode takes seconds
+_QUERY = [f"{QUERY[0]},memory.used,driver_version", QUERY[1]]
 _MARK = "atoll-facts:"  # login scripts may print before and after
 
 # Understood by every Python since 3.4, so that an old one can say what it is.
 _ASK = """
-import json, os, platform, socket, subprocess, sys, tempfile
-wanted, query = json.loads(sys.argv[1])
+import json, os, re, shutil, site, socket, subprocess, sys, tempfile, time
+wanted, query, folder = json.loads(sys.argv[1])
 home = os.path.expanduser('~')
 runtime = os.environ.get('XDG_RUNTIME_DIR')
 places = [os.environ.get('ATOLL_HOME') or os.path.join(home, '.atoll')]
@@ -67,11 +69,30 @@ def gpus():
         return None
     except Exception as error:
         return 'failed: %s' % error
+def free(path):
+    while path not in ('', '/') and not os.path.exists(path):
+        path = os.path.dirname(path)
+    try:
+        return shutil.disk_usage(path or '/').free
+    except OSError:
+        return None
+def torch():
+    own = [] if sys.prefix != sys.base_prefix else [site.getusersitepackages()]
+    for place in sys.path + own + (os.environ.get('PYTHONPATH') or '').split(':'):
+        try:
+            names = os.listdir(place or '/')
+        except OSError:
+            continue
+        for name in names:
+            version = re.match(r'torch-([^-]+)(-py[0-9.]+)?[.](dist|egg)-info$', name)
+            if version:
+                return version.group(1)
 print('atoll-facts:' + json.dumps({
     'python': sys.version_info[:3], 'executable': sys.executable, 'hostname': socket.gethostname(), 'home': home,
     'place': found, 'refused': refused, 'bundles': [digest for digest, name in wanted if here(name)],
-    'cpus': len(os.sched_getaffinity(0)), 'gpus': gpus(), 'machine': platform.machine(), 'tmp': tempfile.gettempdir(),
-    'addr': (os.environ.get('SSH_CONNECTION') or '').split()[2:3], 'route': route(), 'env': dict(os.environ)}))
+    'cpus': len(os.sched_getaffinity(0)), 'gpus': gpus(), 'tmp': tempfile.gettempdir(), 'env': dict(os.environ),
+    'addr': (os.environ.get('SSH_CONNECTION') or '').split()[2:3], 'route': route(), 'torch': torch(),
+    'shm': free('/dev/shm'), 'disk': free(os.path.expanduser(folder or home)), 'time': time.time()}))
 """
 
 
@@ -89,6 +110,8 @@ class Facts:
         gpus: its GPUs; ``gpu_problem`` says why none could be listed though there is a driver.
         addr: address that it is reached at, seen from itself.
         env: environment of a command there.
+        seen: what a preflight judges: ``skew_s`` (its clock's, against ours), ``shm_bytes`` and ``disk_bytes`` (free),
+            ``torch`` (the version that its interpreter has, or None), ``gpus`` (``index``, ``driver``, ``used_mb``).
     """
 
     target: Target
@@ -104,6 +127,7 @@ class Facts:
     gpu_problem: str | None
     addr: str
     env: dict[str, str]
+    seen: Mapping[str, Any]
 
     @property
     def minor(self) -> str:
@@ -122,16 +146,29 @@ def _quoted(python: str) -> str:
     return f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)
 
 
-def ask(connection: Connection, digests: Sequence[tuple[str, str]]) -> Facts:
-    """Ask a host about itself, and which bundles (digest, file name) it has.
+def ask(connection: Connection, digests: Sequence[tuple[str, str]], folder: str | None = None) -> Facts:
+    """Ask a host about itself, once while ``connections.kept`` lasts.
+
+    Args:
+        digests: bundles (digest, file name) that it may have.
+        folder: where ranks will work there, whose disk is looked at; its user's home by default.
 
     Raises:
         ProvisionError: it can't be reached, its Python is missing or too old, or nothing there can be written to.
     """
+    if connection.facts is not None:
+        return connection.facts
+    found = _asked(connection, digests, folder)
+    if connections.are_kept:
+        connection.facts = found
+    return found
+
+
+def _asked(connection: Connection, digests: Sequence[tuple[str, str]], folder: str | None) -> Facts:
     target = connection.target
     python = target.python or "python3"
-    connection.run("true")  # logging in has its own, shorter limit
-    answer = connection.run(python_command(python, _ASK, json.dumps([list(digests), QUERY])), limit_s=_ASK_S)
+    wish = json.dumps([list(digests), _QUERY, folder])
+    answer = connection.run(python_command(python, _ASK, wish), limit_s=_ASK_S)
     line = next((line for line in answer.stdout.decode(errors="replace").splitlines() if line.startswith(_MARK)), None)
     if line is None:
         raise ProvisionError(f"{target}: {_no_python(connection, python, answer.stderr.decode(errors='replace'))}")
@@ -142,6 +179,13 @@ def ask(connection: Connection, digests: Sequence[tuple[str, str]]) -> Facts:
     if said["place"] is None:
         raise ProvisionError(f"{target}: no folder there can be written to: {'; '.join(said['refused'])}")
     gpus, problem = _gpus(said["gpus"])
+    seen = {
+        "skew_s": said["time"] - time.time(),
+        "shm_bytes": said["shm"],
+        "disk_bytes": said["disk"],
+        "torch": said["torch"],
+        "gpus": [] if problem else _used(said["gpus"] or ""),
+    }
     addr = (said["addr"] or [""])[0].removeprefix("::ffff:")
     if not addr or ":" in addr or addr.startswith("127."):  # peers need an IPv4 address that is not loopback
         addr = said["route"] or addr or "127.0.0.1"
@@ -159,6 +203,7 @@ def ask(connection: Connection, digests: Sequence[tuple[str, str]]) -> Facts:
         gpu_problem=problem,
         addr=addr,
         env={name: value for name, value in said["env"].items() if not name.startswith("SSH_")},
+        seen=seen,
     )
 
 
@@ -167,7 +212,18 @@ def _gpus(said: str | None) -> tuple[tuple[Gpu, ...], str | None]:
         return (), None
     if said.startswith("failed: "):
         return (), f"nvidia-smi {said}"
-    return tuple(gpu for gpu in map(parse_line, said.splitlines()) if gpu is not None), None
+    lines = (",".join(line.split(",")[:4]) for line in said.splitlines())
+    return tuple(gpu for gpu in map(parse_line, lines) if gpu is not None), None
+
+
+def _used(said: str) -> list[dict[str, Any]]:
+    """How much of each GPU is taken, and its driver."""
+    rows = [[field.strip() for field in line.split(",")] for line in said.splitlines()]
+    return [
+        {"index": row[0], "used_mb": float(row[4]) if row[4].isdigit() else 0.0, "driver": row[5]}
+        for row in rows
+        if len(row) == 6
+    ]
 
 
 def _no_python(connection: Connection, python: str, said: str) -> str:

@@ -7,7 +7,6 @@ import glob
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ HERE = "."  # as a host: this machine, without ssh; how a supervisor on a head c
 _WILD = re.compile(r"[*?\[]")
 _PORT = re.compile(r"(.*?):(\d{1,5})")
 _DEEPEST_INCLUDE = 16  # as ssh has it
-_KEYS = ("hosts", "key", "jump", "python", "grace_s", "workdir")
+_KEYS = ("hosts", "key", "jump", "python", "grace_s", "workdir", "max_restarts_on_lost_nodes")
+_RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,14 @@ class Group:
         targets: its hosts, head first.
         grace_s: how long a lost connection may last before its node counts as lost, in seconds.
         workdir: where a task's workdir goes on the hosts, or None for the usual place.
+        max_restarts_on_lost_nodes: how often a job is started again after a host was lost.
     """
 
     name: str
     targets: tuple[Target, ...]
     grace_s: float = GRACE_S
     workdir: str | None = None
+    max_restarts_on_lost_nodes: int = _RESTARTS
 
 
 def declared_groups() -> list[str]:
@@ -151,6 +153,8 @@ def _declared(path: Path) -> dict[str, Any]:
         text = path.read_text()
     except FileNotFoundError:
         return {}
+    import tomllib
+
     try:
         config = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -189,8 +193,11 @@ def _group(name: str, given: object, path: Path) -> Group:
         grace_s = check_seconds("grace_s", given.get("grace_s", GRACE_S))
     except ConfigError:
         raise wrong("grace_s", "seconds, more than 0") from None
+    restarts = given.get("max_restarts_on_lost_nodes", _RESTARTS)
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise wrong("max_restarts_on_lost_nodes", "a number, 0 or more")
     found = targets(hosts, key=texts["key"], jump=texts["jump"], python=texts["python"])
-    return Group(name, found, grace_s or GRACE_S, texts["workdir"])
+    return Group(name, found, grace_s or GRACE_S, texts["workdir"], restarts)
 
 
 def _line_of(path: Path, name: str, key: str) -> str:

@@ -75,8 +75,18 @@ class SSH:
         """Its hosts, with patterns filled in from the ssh config as it is now."""
         return targets(self.hosts, key=self.key, jump=self.jump, python=self.python)
 
-    def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
+    def plan(
+        self,
+        *,
+        nodes: int,
+        accelerator: AcceleratorSpec | None,
+        workers_per_node: int | str,
+        folder: str | None = None,
+    ) -> Plan:
         """Ask the hosts, all at once, and plan one node on each.
+
+        Args:
+            folder: where ranks will work there, for its disk's free space; their homes by default.
 
         Raises:
             ConfigError: more nodes than hosts, or accelerators that a host lacks.
@@ -86,7 +96,7 @@ class SSH:
         if nodes > len(found):
             raise ConfigError(f"nodes={nodes}: SSH(hosts={list(self.hosts)!r}) has {len(found)}; name more hosts")
         code = bundle.atoll_bundle()
-        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)])
+        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=folder)
         try:
             said = on_each([connections.get(target) for target in found[:nodes]], ask)
         except BaseException:
@@ -157,6 +167,7 @@ def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> Re
         bundles=(bundle.atoll_bundle(),),
         present=host.bundles,
         grace_s=grace_s,
+        seen=host.seen,
     )
 
 
@@ -194,7 +205,7 @@ class SSHNode:
     """A running agent on a host."""
 
     def __init__(self, connection: Connection, plan: RemotePlan, owner: str = "") -> None:
-        self._on_note: Callable[[str], object] = lambda line: None
+        self._on_silence: Callable[[float, str], object] = lambda silent_s, line: None
         self._connection = connection
         self._plan = plan
         name = f"{owner}.{secrets.token_hex(8)}" if owner else secrets.token_hex(8)
@@ -204,8 +215,7 @@ class SSHNode:
             self._connect,
             grace_s=plan.grace_s,
             name=plan.host,
-            on_silent=self._went_quiet,
-            on_back=lambda: self._on_note(f"{plan.host} (node {plan.node}) answers again"),
+            on_silence=self._silence,
         )
         self.channel: socket.socket = self._link.socket
 
@@ -217,9 +227,9 @@ class SSHNode:
         """
         self._link.start()
 
-    def listen(self, on_note: Callable[[str], object]) -> None:
-        """From now on, tell a line when the host is not heard for a while, and when it is again."""
-        self._on_note = on_note
+    def listen(self, on_silence: Callable[[float, str], object]) -> None:
+        """From now on, tell when the host has not been heard for so many seconds (0: it is again), and a line of it."""
+        self._on_silence = on_silence
 
     def _connect(self, first: bool) -> subprocess.Popen[bytes]:
         plan = self._plan
@@ -233,12 +243,16 @@ class SSHNode:
             arguments.append("here")
         return self._connection.open(python_command(plan.python, _BOOT.format(bundle=code, module="link"), *arguments))
 
-    def _went_quiet(self, seconds: float) -> None:
-        plan = self._plan
-        self._on_note(
-            f"{plan.host} (node {plan.node}) has not been heard for {seconds:.0f} s: frozen, cut off or switched off? "
-            f"It counts as lost after {plan.grace_s:g} s"
-        )
+    def _silence(self, seconds: float) -> None:
+        who = f"{self._plan.host} (node {self._plan.node})"
+        if seconds:
+            line = (
+                f"{who} has not been heard for {seconds:.0f} s: frozen, cut off or switched off? "
+                f"It counts as lost after {self._plan.grace_s:g} s"
+            )
+        else:
+            line = f"{who} answers again"
+        self._on_silence(seconds, line)
 
     @property
     def reason(self) -> str | None:

@@ -1,0 +1,190 @@
+"""How clusters end: stopped and started again, taken down, forgotten, by hand or by their autostop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from atoll.core.errors import AtollError, ProvisionError
+from atoll.tasks import clusters, record
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
+
+
+def stop(cluster_name: str) -> list[int]:
+    """Stop a cluster: its jobs end, its nodes' files are kept. Returns the jobs that were ended.
+
+    Raises:
+        UnknownCluster: there is none, or it is down.
+    """
+    with clusters.locked(clusters.up_or_stopped(cluster_name).name):
+        return _end(clusters.load(cluster_name), ClusterStatus.STOPPED)
+
+
+def start(cluster_name: str) -> ClusterSpec:
+    """Take up a stopped cluster again.
+
+    Raises:
+        UnknownCluster: there is none, or it is down.
+    """
+    with clusters.locked(clusters.up_or_stopped(cluster_name).name):
+        cluster = clusters.load(cluster_name)
+        # It has been idle from now on only, and an autostop after its last job has done what it was for.
+        minutes = cluster.autostop_minutes or None
+        return clusters.change(cluster, status=ClusterStatus.UP, created_s=time.time(), autostop_minutes=minutes)
+
+
+def down(cluster_name: str, *, purge: bool = False) -> list[int]:
+    """Take a cluster down: its jobs end, its nodes' files go, its jobs' logs are kept. Returns the jobs ended.
+
+    Args:
+        cluster_name: the cluster.
+        purge: remove the record and the logs of its jobs from the head that supervises it, too.
+
+    Raises:
+        UnknownCluster: there is none.
+    """
+    from atoll.providers.ssh.connection import connections
+    from atoll.tasks import ssh_clusters
+
+    with clusters.locked(clusters.load(cluster_name).name) as folder, connections.kept():
+        cluster = clusters.load(cluster_name)
+        try:
+            ended = _end(cluster, ClusterStatus.DOWN)
+            if purge and cluster.supervised_from != "here":
+                ssh_clusters.remove_record(cluster)
+            return ended
+        except ProvisionError as error:
+            if cluster.supervised_from == "here":
+                raise
+            ssh_clusters.give_up(cluster, error, for_good=purge)
+            record.change(folder, status=ClusterStatus.DOWN, autostop_minutes=None, autodown=False)
+            return []
+
+
+def forget(name: str) -> None:
+    """Remove what is left of a cluster that is down: its record and the logs of its jobs."""
+    from atoll.tasks.control import remove_tree
+
+    with clusters.locked(name) as folder:
+        remove_tree(folder)
+
+
+def purge(name: str, say: Callable[[str], None]) -> list[int]:
+    """``down``, then ``forget``, whatever of the cluster is damaged; ``say`` is told what could not be ended.
+
+    Returns:
+        the jobs that were ended.
+
+    Raises:
+        UnknownCluster: nothing is there.
+    """
+    from atoll.tasks import supervisor
+
+    folder = clusters.folder_of(name)
+    if not os.path.lexists(folder):
+        clusters.load(name)  # raises
+    record.check_owner(folder)
+    ended: list[int] = []
+    try:
+        ended = down(name, purge=True)
+    except (AtollError, OSError) as error:  # what is damaged can't be ended in order
+        say(f"cluster {name}: {error}; what was left of it is removed")
+        supervisor.kill(folder)
+    if folder.is_dir() and not folder.is_symlink():
+        forget(name)
+    else:
+        folder.unlink(missing_ok=True)
+    return ended
+
+
+def left(patterns: Sequence[str]) -> list[str]:
+    """``matching``, and also names of which nothing but a damaged rest is there: what ``purge`` takes."""
+    rests = [each for each in patterns if is_name(each) and os.path.lexists(clusters.folder_of(each))]
+    return [*rests, *clusters.matching([each for each in patterns if each not in rests])]
+
+
+def take_back(name: str, before: ClusterSpec | None) -> None:
+    """Leave nothing of a cluster that was made for a job which then could not be submitted. Its lock is held.
+
+    Args:
+        before: its record before that, of a cluster that was down; None where there was none.
+    """
+    from atoll.tasks.control import remove_tree
+
+    folder, made = clusters.folder_of(name), clusters.find(name)
+    if made is None:
+        return
+    with contextlib.suppress(AtollError, OSError):  # what stopped the launch may stop this, too
+        _end(made, ClusterStatus.DOWN)
+    if before is not None:
+        record.save(folder, before)
+        return
+    for each in folder.iterdir():
+        if each.name != clusters.LOCK:
+            remove_tree(each) if each.is_dir() else each.unlink()
+
+
+def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
+    """End its jobs, then have it stopped or down; the jobs that were ended."""
+    control = clusters.control_of(cluster)
+    try:
+        ended = control.cancel(None)
+    except AtollError:  # on a full disk it takes the room that the nodes' files have
+        if status is not ClusterStatus.DOWN or cluster.supervised_from != "here":
+            raise
+        control.remove_nodes()
+        ended = control.cancel(None)
+    if status is ClusterStatus.DOWN:
+        control.remove_nodes()
+        if cluster.hosts:
+            from atoll.tasks import ssh_files
+
+            ssh_files.remove_files(cluster)
+        clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
+    else:
+        clusters.change(cluster, status=status)
+    return ended
+
+
+def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
+    """Bring a record in line with what is: jobs whose supervisor died have failed, an autostop that is due happens.
+
+    A local cluster between jobs is a folder, so whoever looks at it next does its autostop.
+
+    Args:
+        ask: ask a head that supervises it, too.
+    """
+    if cluster.status is not ClusterStatus.UP:
+        return cluster
+    if cluster.supervised_from == "here":
+        from atoll.tasks.supervisor import reconcile
+
+        reconcile(clusters.folder_of(cluster.name))
+    elif not ask:
+        return cluster
+    if not _is_due(cluster):
+        return cluster
+    with clusters.locked(cluster.name):  # a launch may have come first
+        cluster = clusters.load(cluster.name)
+        if _is_due(cluster):
+            _end(cluster, ClusterStatus.DOWN if cluster.autodown else ClusterStatus.STOPPED)
+    return clusters.load(cluster.name)
+
+
+def _is_due(cluster: ClusterSpec) -> bool:
+    """Has it been idle for as long as its autostop says?"""
+    if cluster.status is not ClusterStatus.UP or cluster.autostop_minutes is None:
+        return False
+    jobs = clusters.control_of(cluster).queue()
+    if any(not job.status.ended for job in jobs):
+        return False
+    idle_s = time.time() - max([cluster.created_s, *(job.ended_s or 0.0 for job in jobs)])
+    return idle_s >= 60 * cluster.autostop_minutes
+
+
+def set_autostop(cluster: ClusterSpec, idle_minutes: int, *, down: bool) -> ClusterSpec:
+    """Have a cluster stopped, or taken ``down``, after so many idle minutes; a negative number: never."""
+    minutes = idle_minutes if idle_minutes >= 0 else None
+    return clusters.change(cluster, autostop_minutes=minutes, autodown=down and minutes is not None)
