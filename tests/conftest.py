@@ -91,6 +91,17 @@ def torch_in_process() -> None:
 
 
 @pytest.fixture(scope="session")
+def cuda_in_process() -> None:
+    """For tests that use GPUs in the pytest process itself: CUDA keeps descriptors and threads for good."""
+    with leaks.keep():
+        import torch
+
+        for number in range(torch.cuda.device_count()):
+            x = torch.ones(8, 8).pin_memory().to(f"cuda:{number}").requires_grad_()
+            (x @ x).sum().backward()
+
+
+@pytest.fixture(scope="session")
 def jupyter_in_process() -> None:
     """For tests that run notebooks: ZeroMQ keeps its first context for good."""
     with leaks.keep():

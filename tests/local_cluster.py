@@ -11,8 +11,8 @@ from typing import Any
 
 from atoll.tasks import record, supervisor
 from atoll.tasks.control import LocalControl
+from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
-from atoll.tasks.store import JobRow
 
 
 @dataclass

@@ -235,7 +235,14 @@ def complete_snippets() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in complete_snippets()])
+# Each is the same training run as docs/training.md-0, within ranks of a pool, or the same DDP as README.md-0.
+LONG = {"docs/examples.md-1", "docs/examples.md-2"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(text, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, text in complete_snippets()],
+)
 def test_complete_snippet_runs(text, tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(text)
@@ -256,7 +263,7 @@ from pathlib import Path
 import leaks
 import pytest
 
-leaks.GRACE_S = 0.7
+leaks.GRACE_S = 0.4
 kept = []  # holds what is leaked, so that no destructor closes it
 
 
@@ -345,7 +352,7 @@ def test_clean_all_put_away():
 
 
 def test_clean_ends_within_the_grace():
-    subprocess.run("setsid sleep 0.3 >/dev/null 2>&1 &", shell=True, check=True)
+    subprocess.run("setsid sleep 0.1 >/dev/null 2>&1 &", shell=True, check=True)
 
 
 def test_clean_fixtures_of_pytest(tmp_path, capfd, monkeypatch, recwarn):

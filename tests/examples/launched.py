@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -15,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from atoll.tasks import clusters
+from atoll.providers.network import Network, NetworkUnavailable
+from atoll.tasks import clusters, lifecycle
 
 ROOT = Path(__file__).resolve().parents[2]
 ATOLL = "from atoll.cli.main import main; main()"
@@ -40,7 +43,20 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.chdir(folder)
     yield folder
     for name in clusters.all_names():
-        clusters.down(name)
+        lifecycle.down(name)
+
+
+@pytest.fixture
+def fixed_ports() -> Iterator[None]:
+    """Ports that a task file fixes are this test's alone, where nodes have the machine's: others wait meanwhile."""
+    with contextlib.ExitStack() as ends:
+        try:
+            Network.start().close()
+        except NetworkUnavailable:
+            known_to_all = os.open("/tmp", os.O_RDONLY)  # every test run on this machine locks the same folder
+            ends.callback(os.close, known_to_all)
+            fcntl.flock(known_to_all, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

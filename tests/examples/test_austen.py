@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "examples/austen/austen.toml"
 ATOLL = "from atoll.cli.main import main; main()"
@@ -63,7 +65,7 @@ def test_the_six_novels_are_whole() -> None:
     assert "\r" not in "".join(novels.values())
 
 
-def test_two_nodes_train_it_and_the_same_command_again_has_nothing_to_do(tmp_path: Path) -> None:
+def test_two_nodes_train_it(tmp_path: Path) -> None:
     shown = train(tmp_path, "--train.steps", "3")
     assert "data: 6 text files, 4.0 MB" in shown
     assert "the last 5.0% of each is held out" in shown
@@ -93,12 +95,9 @@ def test_two_nodes_train_it_and_the_same_command_again_has_nothing_to_do(tmp_pat
     assert (summary["status"], summary["step"], summary["world_size"]) == ("finished", 3, 2)
     assert summary["sample"].startswith("Elizabeth was")
 
-    again = train(tmp_path, "--train.steps", "3")
-    assert "already finished: 3 of 3 steps" in again
-    assert steps_done(tmp_path) == lines
 
-
-def test_killed_half_way_it_goes_on_at_the_next_sample(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_killed_half_way_it_goes_on_at_the_next_sample_and_then_has_nothing_to_do(tmp_path: Path) -> None:
     length = ("--train.steps", "40", "--checkpoint.every", "5")
     process = subprocess.Popen(
         command(tmp_path, *length),
@@ -125,3 +124,7 @@ def test_killed_half_way_it_goes_on_at_the_next_sample(tmp_path: Path) -> None:
     lines = steps_done(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 41))
     assert [line["first_sample"] for line in lines] == list(range(0, 160, 4))
+
+    again = train(tmp_path, *length)
+    assert "already finished: 40 of 40 steps" in again
+    assert steps_done(tmp_path) == lines

@@ -29,11 +29,10 @@ pytestmark = pytest.mark.leaks_per_module
 EXAMPLES = Path(__file__).parents[2] / "examples" / "functions"
 HELPERS = {"where.py", "stand_ins.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in HELPERS)
-# These take a second or less; the others import torch in three processes, which `make test` does for one of them.
+# These take a second or less; the others import torch in three processes. What they do is tested on one pool below.
 IN_MAKE_TEST = {
     "environment_variables.py",
     "head_node_io.py",
-    "pytorch_basic.py",
     "set_epoch.py",
     "shard.py",
     "shard_with_shuffle.py",
@@ -243,6 +242,7 @@ def watch_trainer(fine_tune: Any) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_hugging_face_trainer_trains_one_model_over_both_ranks(
     script: Script, pool: sky.ComputePool, folder: Path
@@ -263,6 +263,7 @@ def test_hugging_face_trainer_trains_one_model_over_both_ranks(
     assert (folder / "results").is_dir()
 
 
+@pytest.mark.long
 def test_stand_in_for_imdb_is_balanced_and_its_splits_are_disjoint(script: Script) -> None:
     splits = script("hugging_face_trainer")["two_novels"]()
     assert splits["train"].column_names == splits["test"].column_names == ["text", "label"]
@@ -436,7 +437,7 @@ def wait_for_a_rank_that_does_not_come() -> str:
     dist.all_reduce(torch.ones(1))  # the ranks are connected: what is waited for below is the collective alone
     os.environ["NCCL_SOCKET_TIMEOUT"] = "1"
     if dist.get_rank() == 1:
-        time.sleep(3)
+        time.sleep(2)
         return "did not come"
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.ones(1))

@@ -77,6 +77,7 @@ def test_killed_at_any_moment_it_ends_at_the_same_weights(tmp_path: Path) -> Non
     assert other["step"] == 60
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_trains_the_same_thing(tmp_path: Path) -> None:
     assert losses(train(1, tmp_path / "one", 6)) == pytest.approx(losses(train(2, tmp_path / "two", 6)), abs=2e-3)
 

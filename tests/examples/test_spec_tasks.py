@@ -10,13 +10,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tests.examples.launched import atoll, last_job, of, program, repository, wait_for_log
+from tests.examples.launched import atoll, fixed_ports, last_job, of, program, repository, wait_for_log
 
 from atoll.providers.network import Network, NetworkUnavailable
 
-__all__ = ["repository"]
+__all__ = ["fixed_ports", "repository"]
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("repository")]
+pytestmark = pytest.mark.usefixtures("repository")
 
 LOG = 'echo "$(basename "$0") $*" >> ~/called\n'  # what a stand-in for a program does
 
@@ -102,6 +102,7 @@ def own_networks() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.long  # tests/tasks/test_cases.py has two clusters with one port, without torchrun
 @pytest.mark.usefixtures("own_networks")
 def test_three_clusters_whose_scripts_fix_the_same_ports(mingpt: Path) -> None:
     started = {"train": "train.yaml", "train-again": "train.yaml", "train-rdzv": "train-rdzv.yaml"}
@@ -162,6 +163,7 @@ TITAN = """
 """
 
 
+@pytest.mark.usefixtures("fixed_ports")
 def test_torchtitans_task(repository: Path, tmp_path: Path) -> None:
     program("pip", f"#!/bin/sh\n{LOG}")
     write(repository / "torchtitan.yaml", TITAN)
@@ -255,29 +257,26 @@ LIGHTHOUSE_PROGRAM = """
             with server.accept()[0] as replica:
                 replica.sendall(b"step 7")
 """
-# The loss of a weight that two processes pull to 1 together; the lighthouse is asked for the step.
 TRAIN = """
     import os, pathlib, sys, urllib.parse, socket
-    import torch, torch.distributed as dist
     where = urllib.parse.urlsplit(os.environ["TORCHFT_LIGHTHOUSE"])
     with socket.create_connection((where.hostname, where.port)) as lighthouse:
         print("the lighthouse says", lighthouse.recv(100).decode())
-    dist.init_process_group("gloo")
-    weight = torch.zeros(1, requires_grad=True)
-    for _ in range(20):
-        loss = (weight - 1).square().sum()
-        (gradient,) = torch.autograd.grad(loss, weight)
-        dist.all_reduce(gradient)
-        weight.data -= 0.1 * gradient
     pathlib.Path("outputs").mkdir()
-    print("rank", dist.get_rank(), "of", dist.get_world_size(), "by", os.environ["WHO"], *sys.argv[1:])
-    print(f"loss {loss.item():.3f}", flush=True)
-    dist.destroy_process_group()
+    rank, world, who = map(os.getenv, ("RANK", "WORLD_SIZE", "WHO"))
+    print("rank", rank, "of", world, "by", who, *sys.argv[1:], flush=True)
 """
 
 
 @pytest.fixture
-def symphony(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shared_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's, for two clusters that talk with each other."""
+    monkeypatch.setenv("ATOLL_NETWORK_NAMESPACE", "0")
+    request.getfixturevalue("fixed_ports")
+
+
+@pytest.fixture
+def symphony(repository: Path, shared_network: None) -> Path:
     program("apt", f"#!/bin/sh\n{LOG}")
     program("make", f"#!/bin/sh\n{LOG}")
     program("sudo", '#!/bin/sh\nexec "$@"\n')  # the machine's may ask for a password, or know another apt
@@ -287,8 +286,6 @@ def symphony(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repository / "run_train.sh").chmod(0o755)
     write(repository / "torchft_lighthouse.py", LIGHTHOUSE_PROGRAM)
     write(repository / "train.py", TRAIN)
-    # Two clusters that talk with each other: they have to share a network, the machine's.
-    monkeypatch.setenv("ATOLL_NETWORK_NAMESPACE", "0")
     return repository
 
 
@@ -314,7 +311,6 @@ def test_symphony_learns_lighthouse_and_workers(symphony: Path) -> None:
             assert lines[1] in [
                 f"rank {rank} of 2 by {by} --job.config_file ./debug_model.toml {more}" for rank in (0, 1)
             ]
-            assert float(lines[2].removeprefix("loss ")) < 0.01
     for node in (0, 1):
         called = symphony.parent / f"home/clusters/worker_cluster/nodes/{node}/home/called"
         assert called.read_text().splitlines() == ["apt install -y make", "make all"]  # and not for exec

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from atoll.train.checkpoint.checkpointer import Checkpointer
+from atoll.train.checkpoint.survey import survey
 
 
 def checkpointer(root: Any, notes: list[str] | None = None, **options: Any) -> Checkpointer:
@@ -25,6 +26,11 @@ def checkpointer(root: Any, notes: list[str] | None = None, **options: Any) -> C
     return Checkpointer(
         str(root), group=group, note=(notes if notes is not None else []).append, **{**usual, **options}
     )
+
+
+def whole_steps(saver: Checkpointer) -> list[int]:
+    """The whole ones, oldest first."""
+    return sorted(survey(saver._store).whole)
 
 
 def plain(value: float = 1.0, num: int = 1000) -> dict[str, Tensor]:

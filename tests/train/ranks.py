@@ -3,12 +3,16 @@
 ``run(4, function, *args)`` gives each rank a Gloo group and returns what ``function(*args)`` returned, by rank. A rank
 that raises makes ``run`` raise ``RankFailed`` with its traceback; the others are killed. Functions and arguments travel
 by cloudpickle. Ranks are real processes: ``start(...)`` gives the ``Gang`` itself to those who kill some.
+
+Ranks may use CUDA, which a process can't after a fork of one that has begun with it: the server never does, not even by
+asking whether there is a GPU.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import select
@@ -37,9 +41,9 @@ _IMPORTS = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "numpy",
-    "s3fs",
     "atoll.train.session",
 )
+_IMPORTS_IF_THERE = ("s3fs",)
 
 
 class RankFailed(AssertionError):
@@ -99,12 +103,12 @@ def start(
     **kwargs: Any,
 ) -> Gang:
     """Start ranks. ``patient``: a rank that fails leaves the others running, and ``outcomes`` tells of all."""
-    folder = tempfile.mkdtemp(prefix="ranks-")
-    ours, theirs = socket.socketpair()
-    request = cloudpickle.dumps((world, function, args, kwargs, patient, env or {}, group, folder, os.getcwd()))
     server = _serving()
-    socket.send_fds(server, [b"r"], [theirs.fileno()])
-    theirs.close()
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    request = cloudpickle.dumps((world, function, args, kwargs, patient, env or {}, group, folder, os.getcwd()))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        socket.send_fds(server, [b"r"], [theirs.fileno()])
     _send_bytes(ours, request)
     return Gang(ours, world, folder)
 
@@ -114,14 +118,17 @@ def _serving() -> socket.socket:
     if _server is None:
         with leaks.keep():
             ours, theirs = socket.socketpair()
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path])}
+            # A count of the GPUs by the CUDA runtime alone, as some libraries make one, would bar the ranks from them.
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )
             theirs.close()
-            ours.recv(1)  # it has imported torch
+            if not ours.recv(1):  # it has imported torch
+                ours.close()
+                raise RuntimeError(f"the server of ranks ended with {process.wait(10)}: see its error output above")
             _server = (ours, process)
             atexit.register(_end_server)
     return _server[0]
@@ -130,7 +137,7 @@ def _serving() -> socket.socket:
 def _end_server() -> None:
     if _server is not None:
         _server[0].close()
-        _server[1].wait(10)
+        _server[1].wait(60)
 
 
 # ------------------------------------------------------------------------------------------------- the server
@@ -139,6 +146,9 @@ def _serve(control: socket.socket) -> None:
 
     for name in _IMPORTS:
         importlib.import_module(name)
+    for name in _IMPORTS_IF_THERE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control.send(b"+")
     while True:
@@ -157,9 +167,8 @@ def _serve(control: socket.socket) -> None:
 
 
 def _run_gang(channel: socket.socket) -> None:
-    request = _receive_bytes(channel, 60.0)
-    world = pickle.loads(request)[0]
-    patient, folder = pickle.loads(request)[4], pickle.loads(request)[7]
+    # Loaded once, here: the ranks have it by the fork, with the test's module and all that this imports.
+    world, function, args, kwargs, patient, env, group, folder, cwd = _receive(channel)
     pipes: dict[int, int] = {}
     pids: list[int] = []
     for rank in range(world):
@@ -168,16 +177,21 @@ def _run_gang(channel: socket.socket) -> None:
         if pid == 0:
             channel.close()
             os.close(reading)
-            _rank_main(rank, request, writing)
+            os.chdir(cwd)
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            os.environ.update(env | {key: str(value) for key, value in place.items()})
+            store = Path(folder) / "store" if group else None
+            _rank_main(rank, world, store, functools.partial(function, *args, **kwargs), writing)
         os.close(writing)
         pipes[reading] = rank
         pids.append(pid)
     _send(channel, pids)
     outcomes: dict[int, tuple[str, Any]] = {}
     buffers = dict.fromkeys(pipes, b"")
+    given_up = False
     while pipes:
         ready, _, _ = select.select([*pipes, channel], [], [])
-        if channel in ready:  # the test gave up
+        if given_up := channel in ready:  # the test waits no more
             break
         for descriptor in ready:
             piece = os.read(descriptor, 1 << 20)
@@ -199,6 +213,8 @@ def _run_gang(channel: socket.socket) -> None:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     shutil.rmtree(folder, ignore_errors=True)
+    if given_up:
+        return
     if patient:
         _send(channel, [outcomes.get(rank, ("died", -9)) for rank in range(world)])
         return
@@ -209,27 +225,15 @@ def _run_gang(channel: socket.socket) -> None:
         _send(channel, ("ok", [outcomes[rank][1] for rank in range(world)]))
 
 
-def _rank_main(rank: int, request: bytes, writing: int) -> None:
+def _rank_main(rank: int, world: int, store: Path | None, function: Callable[[], Any], writing: int) -> None:
     import traceback
 
-    try:
-        import torch.distributed as dist
+    import torch.distributed as dist
 
-        world, function, args, kwargs, _, env, group, folder, cwd = pickle.loads(request)
-        os.chdir(cwd)
-        os.environ.update(
-            {
-                **env,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-            }
-        )
-        if group:
-            store = dist.FileStore(str(Path(folder) / "store"), world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        outcome = ("returned", function(*args, **kwargs))
+    try:
+        if store is not None:
+            dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+        outcome = ("returned", function())
         # Not destroyed: a rank that is done must not pull the store from under one that is not.
     except BaseException:
         outcome = ("raised", traceback.format_exc())

@@ -6,16 +6,18 @@ import copy
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import leaks
+import ranks
 from atoll.train.metrics.journal import read
 from atoll.train.runs import find_checkpoint
 
@@ -159,23 +161,51 @@ def write_toml(recipe: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
-def command(*arguments: str | os.PathLike[str]) -> list[str]:
-    """``python -m atoll.train`` with arguments."""
-    return [sys.executable, "-W", "ignore", "-m", "atoll.train", *map(os.fspath, arguments)]
-
-
 def environment(**more: str) -> dict[str, str]:
     """For processes that are started: no rank of anything yet."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PYTEST_"))}
     return {**clean, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **more}
 
 
-def spawn(*arguments: str | os.PathLike[str], **more: str) -> subprocess.Popen[str]:
-    """Start ``python -m atoll.train``; what it says is one stream."""
-    return subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(**more),
-    )
+class Forked:
+    """``python -m atoll.train`` as one process or several, forked from the server of ranks: torch is there at once.
+
+    Each has its own arguments and the variables that a launcher would give it. ``pids`` by rank.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[Sequence[str | Path]], variables: Sequence[Mapping[str, str]]):
+        self._said = [folder / f"said-{uuid.uuid4().hex}" for _ in arguments]
+        texts = [list(map(str, each)) for each in arguments]
+        self._gang = ranks.start(
+            len(arguments), _be_a_rank, texts, list(map(dict, variables)), self._said, patient=True, group=False
+        )
+        self.pids = self._gang.pids
+
+    def is_running(self) -> bool:
+        """Whether a process of it has not ended."""
+        return any(leaks.is_running(pid) for pid in self.pids)
+
+    def finish(self, timeout: float = 60.0) -> list[tuple[int, str]]:
+        """By rank, the exit code and what it said."""
+        outcomes = self._gang.outcomes(timeout)
+        codes = [value if kind == "returned" else (kind, value) for kind, value in outcomes]
+        return [(code, path.read_text()) for code, path in zip(codes, self._said, strict=True)]
+
+
+def _be_a_rank(arguments: list[list[str]], variables: list[dict[str, str]], said: list[Path]) -> int:
+    from atoll.train.__main__ import main
+
+    rank = int(os.environ["RANK"])
+    places = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name in [name for name in os.environ if name in places or name.startswith("SLURM_")]:
+        del os.environ[name]
+    os.environ.update(variables[rank])
+    sys.stdout = sys.stderr = said[rank].open("w", buffering=1)
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
+    return main(arguments[rank])
+
+
+def fork(folder: Path, *arguments: str | Path) -> Forked:
+    """``python -m atoll.train`` by itself; see ``Forked``."""
+    return Forked(folder, [arguments], [{}])

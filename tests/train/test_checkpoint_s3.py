@@ -17,7 +17,7 @@ import torch.distributed as dist
 import leaks
 import ranks
 from atoll.core.errors import CheckpointError, ConfigError
-from checkpoints import checkpointer, plain, sharded
+from checkpoints import checkpointer, plain, sharded, whole_steps
 from object_store import ObjectStore
 
 ROOT = "s3://bucket/runs/one"
@@ -52,7 +52,7 @@ def save_and_load(root: str, steps: list[int], **options: Any) -> tuple[int | No
         assert saver.load(newest, tensors) == {"step": newest}
         assert all(tensor.to_local().eq(newest + i).all() for i, tensor in enumerate(tensors.values()))
     saver.close()
-    return newest, saver.steps(), notes
+    return newest, whole_steps(saver), notes
 
 
 def test_save_load_and_retention(store):
@@ -89,24 +89,24 @@ def test_a_step_is_replaced_without_a_moment_in_which_there_is_none(store):
 
 
 def test_damage(store):
-    ranks.run(2, save_and_load, ROOT, [1, 2, 3], env=store.environment)
-    store.delete(f"{SHARED}step-00000003/__1_0.distcp")
+    ranks.run(1, save_and_load, ROOT, [1, 2, 3], env=store.environment)
+    store.delete(f"{SHARED}step-00000003/__0_0.distcp")
     data = bytearray(store.get(f"{SHARED}step-00000002/__0_0.distcp"))
     data[1000] ^= 1
     store.put(f"{SHARED}step-00000002/__0_0.distcp", bytes(data))
-    (newest, steps, notes), other = ranks.run(2, save_and_load, ROOT, [], env=store.environment)
-    assert newest == other[0] == 1
+    ((newest, steps, notes),) = ranks.run(1, save_and_load, ROOT, [], env=store.environment)
+    assert newest == 1
     assert steps == [1, 2], notes  # by their sizes
     assert "step 2: __0_0.distcp has crc32" in notes[0]
-    assert "step 3: __1_0.distcp is missing" in notes[0]
+    assert "step 3: __0_0.distcp is missing" in notes[0]
     store.delete(f"{SHARED}step-00000001/manifest.json")
     with pytest.raises(
         ranks.RankFailed, match=r"no checkpoint in s3://bucket/runs/one is whole: step 1: manifest.json is"
     ):
-        ranks.run(2, save_and_load, ROOT, [], env=store.environment)
+        ranks.run(1, save_and_load, ROOT, [], env=store.environment)
 
 
-@pytest.mark.parametrize("number", [2, 5])
+@pytest.mark.parametrize("number", [5, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_in_a_save(store, number):
     """In its request of that number to write something. What it left is no damage: it never was a checkpoint."""
     ranks.run(1, save_and_load, ROOT, [1], env=store.environment)
@@ -133,12 +133,12 @@ def test_killed_in_a_save(store, number):
     assert ".saving" in left
     assert "manifest.json" not in left
 
-    assert ranks.run(1, read_sweep_save, ROOT, env=store.environment) == [[(1, [1], []), (1, [1], []), (2, [1, 2], [])]]
+    assert ranks.run(1, sweep_save, ROOT, env=store.environment) == [[(1, [1], []), (2, [1, 2], [])]]
     assert len(store.names(f"{SHARED}step-00000002/")) == 3
 
 
-def read_sweep_save(root: str) -> list[Any]:
-    return [save_and_load(root, [], writer=False), save_and_load(root, []), save_and_load(root, [2])]
+def sweep_save(root: str) -> list[Any]:
+    return [save_and_load(root, []), save_and_load(root, [2])]
 
 
 def test_a_first_save_that_was_killed_is_a_fresh_start(store):
@@ -149,16 +149,14 @@ def test_a_first_save_that_was_killed_is_a_fresh_start(store):
 
 
 def test_a_slow_server(store):
-    store.gate = lambda method, path: 0.1
-    started = time.monotonic()
+    store.gate = lambda method, path: 0.04
     assert ranks.run(1, save_and_load, ROOT, [1], env=store.environment)[0] == (1, [1], [])
-    assert time.monotonic() - started > 1
     # Not a request for every little read: one of each kind for every file.
     gets = [path for method, path in store.requests if method == "GET" and "list-type" not in path]
     assert len(gets) < 15, gets
 
 
-@pytest.mark.parametrize("how", ["503", "drop"])
+@pytest.mark.parametrize("how", ["drop", pytest.param("503", marks=pytest.mark.long)])
 def test_a_server_that_fails_for_a_while(store, how):
     refused: dict[tuple[str, str], int] = {}
 
@@ -178,7 +176,7 @@ def test_a_server_that_fails_for_a_while(store, how):
 def fail_to_save(root: str) -> tuple[str, str, list[int]]:
     """The error of saving step 2 while writing fails; then what there is."""
     notes: list[str] = []
-    saver = checkpointer(root, notes, writer=True)
+    saver = checkpointer(root, notes)
     told = ""
     try:
         saver.save(2, sharded(2.0, 1000), {})
@@ -186,11 +184,15 @@ def fail_to_save(root: str) -> tuple[str, str, list[int]]:
     except CheckpointError as error:
         told = str(error)
     dist.barrier()
-    return told, "".join(notes), saver.steps()
+    return told, "".join(notes), whole_steps(saver)
 
 
 @pytest.mark.parametrize(
-    ("how", "cause"), [("503", "busy"), ("drop", "Connection was closed before we received a valid response")]
+    ("how", "cause"),
+    [
+        ("503", "busy"),
+        pytest.param("drop", "Connection was closed before we received a valid response", marks=pytest.mark.long),
+    ],
 )
 def test_a_server_that_fails_for_good(store, how, cause):
     ranks.run(1, save_and_load, ROOT, [1], env=store.environment)
@@ -246,4 +248,4 @@ def test_any_other_file_system_of_fsspec(tmp_path):
     assert saver.latest() == 3
     assert saver.load(3, into) == {"step": 3}
     assert torch.equal(into["weight"], plain(3.0)["weight"])
-    assert saver.steps() == [2, 3]
+    assert whole_steps(saver) == [2, 3]

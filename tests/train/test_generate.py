@@ -123,7 +123,7 @@ def test_weights_that_are_not_finite(number: float, temperature: float) -> None:
     model = model_of(SECTIONS["llama"])
     with torch.no_grad():
         next(model.parameters()).fill_(number)
-    with pytest.raises(ConfigError, match="logits that are not finite: its weights hold NaN"):
+    with pytest.raises(ConfigError, match="logits that are not finite"):
         list(generate(model, PROMPT, num_tokens=1, temperature=temperature))
 
 

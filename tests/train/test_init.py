@@ -151,63 +151,67 @@ def _parallel(section: ModelSection, sizes: dict[str, int]) -> nn.Module:
     return model
 
 
-def _initialized(section: ModelSection, sizes: dict[str, int], expected: dict[str, Tensor]) -> int:
-    model = _parallel(section, sizes)
-    materialize(model, torch.device("cpu"))
-    initialize(model, 1)
-    return _compare(model, expected)
+TINY = ModelSection(vocab_size=3, dim=2, layers=1, heads=1, hidden_dim=2)  # fewer rows than ranks
+
+
+def _initialized(cases: list[tuple[ModelSection, dict[str, int]]], expected: list[dict[str, Tensor]]) -> list[int]:
+    found = []
+    for (section, sizes), values in zip(cases, expected, strict=True):
+        model = _parallel(section, sizes)
+        materialize(model, torch.device("cpu"))
+        initialize(model, 1)
+        found.append(_compare(model, values))
+    return found
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("world", "cases"),
     [
-        {"shard": 2},
-        {"shard": 3},
-        {"tensor": 2},
-        {"replicate": 2, "shard": 2},
-        {"shard": 2, "tensor": 2},
-        {"replicate": 1, "shard": 2, "tensor": 2},
+        pytest.param(2, [(UNEVEN, {"shard": 2}), (UNEVEN, {"tensor": 2})], marks=pytest.mark.long),
+        (3, [(UNEVEN, {"shard": 3})]),
+        (
+            4,
+            [
+                (UNEVEN, {"replicate": 2, "shard": 2}),
+                (UNEVEN, {"shard": 2, "tensor": 2}),
+                (UNEVEN, {"replicate": 1, "shard": 2, "tensor": 2}),
+                (TINY, {"shard": 4}),
+            ],
+        ),
     ],
-    ids=lambda sizes: "x".join(f"{axis}{size}" for axis, size in sizes.items()),
+    ids=["2 ranks", "3 ranks", "4 ranks"],
 )
-def test_layouts_agree_bit_for_bit(sizes: dict[str, int]) -> None:
-    expected = _whole(UNEVEN)
-    world = 1
-    for size in sizes.values():
-        world *= size
-    assert ranks.run(world, _initialized, UNEVEN, sizes, expected) == [len(expected)] * world
+def test_layouts_agree_bit_for_bit(world: int, cases: list[tuple[ModelSection, dict[str, int]]]) -> None:
+    expected = [_whole(section) for section, _ in cases]
+    counts = [len(values) for values in expected]
+    assert ranks.run(world, _initialized, cases, expected) == [counts] * world
 
 
-def test_more_ranks_than_rows() -> None:
-    section = ModelSection(vocab_size=3, dim=2, layers=1, heads=1, hidden_dim=2)
-    expected = _whole(section)
-    assert ranks.run(4, _initialized, section, {"shard": 4}, expected) == [len(expected)] * 4
+PLACEMENTS: list[tuple[tuple[int, ...], list[Any]]] = [
+    ((4,), [Shard(1)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Shard(1), Shard(1)]),
+    ((2, 2), [Replicate(), Shard(1)]),
+    ((4,), [Replicate()]),
+]
 
 
-def _placed(expected: Tensor, shape: tuple[int, ...], placements: list[Any]) -> bool:
-    mesh = init_device_mesh("cpu", shape)
-    model = build(UNEVEN)
-    empty = distribute_tensor(torch.empty_like(expected), mesh, placements)
-    model.embed.weight = nn.Parameter(empty)
-    model.norm = model.head = None
-    model.blocks.clear()
-    initialize(model, 1)
-    return torch.equal(model.embed.weight.full_tensor(), expected)
+def _placed(expected: Tensor) -> list[bool]:
+    found = []
+    for shape, placements in PLACEMENTS:
+        mesh = init_device_mesh("cpu", shape)
+        model = build(UNEVEN)
+        empty = distribute_tensor(torch.empty_like(expected), mesh, placements)
+        model.embed.weight = nn.Parameter(empty)
+        model.norm = model.head = None
+        model.blocks.clear()
+        initialize(model, 1)
+        found.append(torch.equal(model.embed.weight.full_tensor(), expected))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("shape", "placements"),
-    [
-        ((4,), [Shard(1)]),
-        ((2, 2), [Shard(0), Shard(1)]),
-        ((2, 2), [Shard(1), Shard(1)]),
-        ((2, 2), [Replicate(), Shard(1)]),
-        ((4,), [Replicate()]),
-    ],
-)
-def test_any_placement(shape: tuple[int, ...], placements: list[Any]) -> None:
-    expected = _whole(UNEVEN)["embed.weight"]
-    assert ranks.run(4, _placed, expected, shape, placements) == [True] * 4
+def test_any_placement() -> None:
+    assert ranks.run(4, _placed, _whole(UNEVEN)["embed.weight"]) == [[True] * len(PLACEMENTS)] * 4
 
 
 def _float8(expected: dict[str, Tensor]) -> int:

@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 import leaks
 import small
@@ -65,11 +67,13 @@ def test_atoll_train(reference: Path, tmp_path: Path) -> None:
     assert "next:" in said
 
 
+@pytest.mark.long
 def test_atoll_train_with_one_node_of_two_ranks(reference: Path, tmp_path: Path) -> None:
     _finish([str(BIN / "atoll"), "train", str(reference / "tree.toml"), "--nproc", "2", *_to(tmp_path)])
     small.assert_same_run(reference / "run", tmp_path / "run")
 
 
+@pytest.mark.long
 def test_accelerate(reference: Path, tmp_path: Path) -> None:
     """``--multi_gpu`` is its way to say several processes; with ``--cpu`` it starts one, or MPI's."""
     launch = [
@@ -81,27 +85,55 @@ def test_accelerate(reference: Path, tmp_path: Path) -> None:
     small.assert_same_run(reference / "run", tmp_path / "run")
 
 
-def _srun(*arguments: list[str]) -> list[subprocess.Popen[str]]:
+def _srun(folder: Path, *arguments: list[str]) -> small.Forked:
     """Ranks, each with its arguments, in the environment that srun gives its tasks on one node."""
     host = socket.gethostname()
     job = str(next(_JOBS))
-    num_ranks = len(arguments)
-    return [
-        small.spawn(
-            *own,
-            SLURM_JOB_ID=job,
-            SLURM_STEP_ID="0",
-            SLURM_PROCID=str(rank),
-            SLURM_LOCALID=str(rank),
-            SLURM_NODEID="0",
-            SLURM_NTASKS=str(num_ranks),
-            SLURM_NNODES="1",
-            SLURM_STEP_NODELIST=host,
-            SLURM_STEP_TASKS_PER_NODE=str(num_ranks),
-            SLURM_TASKS_PER_NODE=str(num_ranks),
-        )
-        for rank, own in enumerate(arguments)
+    num_ranks = str(len(arguments))
+    return small.Forked(
+        folder,
+        arguments,
+        [
+            {
+                "SLURM_JOB_ID": job,
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_NODEID": "0",
+                "SLURM_NTASKS": num_ranks,
+                "SLURM_NNODES": "1",
+                "SLURM_STEP_NODELIST": host,
+                "SLURM_STEP_TASKS_PER_NODE": num_ranks,
+                "SLURM_TASKS_PER_NODE": num_ranks,
+            }
+            for rank in range(len(arguments))
+        ],
+    )
+
+
+@contextlib.contextmanager
+def _as_under_torchrun(folder: Path, *arguments: str) -> Iterator[small.Forked]:
+    """Two ranks with the same arguments, in the environment that torchrun gives its workers, beside its store."""
+    # libuv would keep a pipe for the life of this process.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    variables = [
+        {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        for rank in ("0", "1")
     ]
+    yield small.Forked(folder, [arguments] * 2, variables)
+
+
+def _endless(reference: Path, folder: Path) -> list[str]:
+    return [str(reference / "tree.toml"), *_to(folder), "--train.steps", "100000", "--schedule.kind", "constant"]
 
 
 def _wait_for_steps(folder: Path) -> None:
@@ -113,29 +145,36 @@ def _wait_for_steps(folder: Path) -> None:
 
 
 def test_srun(reference: Path, tmp_path: Path) -> None:
-    for process in _srun(*[[str(reference / "tree.toml"), *_to(tmp_path)]] * 2):
-        said, _ = process.communicate(timeout=100)
-        assert process.returncode == 0, said
+    for code, said in _srun(tmp_path, *[[str(reference / "tree.toml"), *_to(tmp_path)]] * 2).finish():
+        assert code == 0, said
     small.assert_same_run(reference / "run", tmp_path / "run")
 
 
 def test_slurms_notice_to_all_tasks_saves(reference: Path, tmp_path: Path) -> None:
-    endless = [str(reference / "tree.toml"), *_to(tmp_path), "--train.steps", "100000", "--schedule.kind", "constant"]
-    processes = _srun(endless, endless)
+    run = _srun(tmp_path, *[_endless(reference, tmp_path)] * 2)
     _wait_for_steps(tmp_path)
-    for process in processes:
-        process.send_signal(signal.SIGUSR1)
-    for process in processes:
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == 101, said
+    for pid in run.pids:
+        os.kill(pid, signal.SIGUSR1)
+    for code, said in run.finish():
+        assert code == 101, said
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 
-def test_ctrl_c_under_torchrun_saves(reference: Path, tmp_path: Path) -> None:
+def test_ctrl_c_that_comes_twice_saves(reference: Path, tmp_path: Path) -> None:
     """The terminal sends it to the whole process group, and torchrun sends it to its ranks once more."""
-    endless = [str(reference / "tree.toml"), *_to(tmp_path), "--train.steps", "100000", "--schedule.kind", "constant"]
+    with _as_under_torchrun(tmp_path, *_endless(reference, tmp_path)) as run:
+        _wait_for_steps(tmp_path)
+        for pid in run.pids * 2:
+            os.kill(pid, signal.SIGINT)
+        for code, said in run.finish():
+            assert code == 101, said
+    assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
+
+
+@pytest.mark.long
+def test_ctrl_c_under_torchrun_saves(reference: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*_torchrun(2, tmp_path), *endless],
+        [*_torchrun(2, tmp_path), *_endless(reference, tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -170,39 +209,39 @@ def test_a_run_goes_on_under_another_launcher(reference: Path, tmp_path: Path) -
 
 
 # ------------------------------------------------------------------------------------------------- what goes wrong
-def test_a_mistake_is_told_once_under_torchrun(reference: Path, tmp_path: Path) -> None:
-    said = _finish(
-        [*_torchrun(2, tmp_path), str(reference / "tree.toml"), *_to(tmp_path), "--data.path", "/nowhere.txt"], code=1
-    )
-    assert said.count("atoll: ") == 1, said
-    assert "/nowhere.txt" in said
-    assert "atoll/train" not in said, "no traceback of ours"
+def test_a_mistake_is_told_once(reference: Path, tmp_path: Path) -> None:
+    tree = str(reference / "tree.toml")
+    with _as_under_torchrun(tmp_path, tree, *_to(tmp_path), "--data.path", "/nowhere.txt") as run:
+        first, second = run.finish()
+    assert (first[0], second) == (100, (100, ""))
+    assert first[1].startswith("atoll: ")
+    assert first[1].count("\n") == 1, "no traceback of ours"
+    assert "/nowhere.txt" in first[1]
 
 
 def test_what_one_rank_alone_finds_wrong_is_told_once(reference: Path, tmp_path: Path) -> None:
     good = [str(reference / "tree.toml"), *_to(tmp_path)]
-    processes = _srun(good, [*good, "--model.python", "nowhere_at_all:build"])
-    said = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [100, 100]
-    assert "atoll: found on rank 1: [model] python = 'nowhere_at_all:build'" in said[0]
-    assert said[1] == ""
+    first, second = _srun(tmp_path, good, [*good, "--model.python", "nowhere_at_all:build"]).finish()
+    assert (first[0], second[0]) == (100, 100)
+    assert "atoll: found on rank 1: [model] python = 'nowhere_at_all:build'" in first[1]
+    assert "atoll: " not in second[1], "torch may say that the store went with rank 0"
 
 
 def test_a_broken_environment_of_one_rank_is_told_by_it(reference: Path, tmp_path: Path) -> None:
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "one", "MASTER_ADDR": "127.0.0.1"}
-    process = small.spawn(str(reference / "tree.toml"), *_to(tmp_path), **environment)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 100
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "one", "MASTER_ADDR": "127.0.0.1"}
+    run = small.Forked(tmp_path, [[str(reference / "tree.toml"), *_to(tmp_path)]], [variables])
+    ((code, said),) = run.finish()
+    assert code == 100
     assert said == "atoll: on rank 1: LOCAL_RANK='one' in the environment: expected a whole number\n"
 
 
 def test_ranks_that_cannot_meet_say_where(reference: Path, tmp_path: Path) -> None:
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port())}
+    port = str(_port())
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     arguments = [str(reference / "tree.toml"), *_to(tmp_path), "--train.hang_timeout_s", "1"]
-    process = small.spawn(*arguments, **environment)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 100, said
-    assert f"the 2 ranks could not meet at 127.0.0.1:{environment['MASTER_PORT']} within 1 s" in said
+    ((code, said),) = small.Forked(tmp_path, [arguments], [variables]).finish()
+    assert code == 100, said
+    assert f"the 2 ranks could not meet at 127.0.0.1:{port} within 1 s" in said
     assert "Traceback" not in said
 
 
@@ -219,7 +258,7 @@ class Model(nn.Module):
 
     def forward(self, tokens, documents):
         self.calls += 1
-        if os.environ["RANK"] == "1" and self.calls > 2:
+        if os.environ["RANK"] == "{rank}" and self.calls > 2:
             {what}
         return self.head(self.embed(tokens))
 
@@ -230,16 +269,17 @@ def build(config):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "num_ranks", "said"),
     [
-        ("time.sleep(1000)", "rank 1"),
-        ("raise RuntimeError('out of ideas')", "RuntimeError: out of ideas"),
+        ("time.sleep(1000)", 2, "rank 1"),
+        ("raise RuntimeError('out of ideas')", 1, "RuntimeError: out of ideas"),
     ],
 )
-def test_a_rank_that_hangs_or_raises_ends_atoll_train(tmp_path: Path, what: str, said: str) -> None:
-    (tmp_path / "a_bad_model.py").write_text(HANGS.format(what=what))
+def test_a_rank_that_hangs_or_raises_ends_atoll_train(tmp_path: Path, what: str, num_ranks: int, said: str) -> None:
+    (tmp_path / "a_bad_model.py").write_text(HANGS.format(what=what, rank=num_ranks - 1))
     tree = small.tree(tmp_path, model__python="a_bad_model:build", train__hang_timeout_s=4.0)
     path = small.write_toml(tree, tmp_path / "tree.toml")
-    shown = _finish([str(BIN / "atoll"), "train", str(path), "--nodes", "2"], code=100, PYTHONPATH=str(tmp_path))
+    command = [str(BIN / "atoll"), "train", str(path), "--nodes", str(num_ranks)]
+    shown = _finish(command, code=100, PYTHONPATH=str(tmp_path))
     assert said in shown
     assert "typer" not in shown, "no frames of the command"

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import ranks
 from atoll.core.errors import ConfigError
 from atoll.train.corpus import with_vocabulary
-from atoll.train.data.prepare import Prepared
 from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.dryrun import dryrun
 from atoll.train.parallel.layout import Layout, resolve
@@ -108,4 +107,4 @@ def test_a_tokenizer_that_is_larger_than_the_model_says_how_to_take_its_size():
     with pytest.raises(
         ConfigError, match=r"has 260 tokens, but \[model\] vocab_size = 256: add --model.vocab_size none"
     ):
-        with_vocabulary(recipe_of(), Prepared([], None, load_tokenizer("bytes")))
+        with_vocabulary(recipe_of(), load_tokenizer("bytes").vocab_size)

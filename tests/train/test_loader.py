@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import leaks
 from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
 from atoll.train.data.loader import Loader, Step, validation_batches
@@ -271,28 +270,21 @@ def test_validation_reads_each_sequence_once(length: int, size: int, micro: int,
     assert all(batch.tokens.shape == (micro, 1) for batches in ranks for batch in batches)
 
 
-@pytest.fixture(scope="session")
-def card() -> torch.device:
-    """The last card, current in this process; what CUDA opens for the life of the process is no leak."""
-    with leaks.keep():
-        device = torch.device("cuda", torch.cuda.device_count() - 1)
-        torch.cuda.set_device(device)
-        torch.ones(1).pin_memory().to(device)
-    return device
-
-
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_in_process")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_batches_go_to_the_card_without_a_wait(dataset: PackedDataset, card: torch.device) -> None:
+def test_batches_go_to_the_card_without_a_wait(dataset: PackedDataset) -> None:
+    card = torch.device("cuda", torch.cuda.device_count() - 1)
     expected = steps_of(dataset, 4, batch=8, micro=2)
     options = {"data_rank": 0, "data_size": 1, "global_batch": 8, "micro_batch": 2}
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        with Loader(dataset, Counter(), device=card, **options) as steps:  # type: ignore[arg-type]  # as above
-            found = [next(steps) for _ in range(4)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
+    with torch.cuda.device(card):
+        try:
+            with Loader(dataset, Counter(), device=card, **options) as steps:  # type: ignore[arg-type]  # as above
+                found = [next(steps) for _ in range(4)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
     for step, other in zip(found, expected, strict=True):
         for batch, plain in zip(step.micro_batches, other.micro_batches, strict=True):
             assert batch.tokens.device == card

@@ -17,7 +17,7 @@ import torch
 
 from atoll.train.events import Event, Note, RunEnded, RunStarted, StepDone
 from atoll.train.metrics.flops import formula_line, mfu, peak_flops
-from atoll.train.metrics.memory import peak_memory_bytes, peak_memory_name
+from atoll.train.metrics.memory import peak_memory_bytes
 from atoll.train.metrics.plot import save_curve, smooth
 from atoll.train.metrics.profile import StepProfiler
 from atoll.train.metrics.reporter import ReporterFailed, Reporters
@@ -29,52 +29,47 @@ from atoll.train.recipe.schema import ProfileSection
 
 # -------------------------------------------------------------------------------------------------------- FLOPs
 @pytest.mark.parametrize(
-    ("name", "dtype", "tera"),
+    ("name", "tera"),
     [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
-        ("NVIDIA H100 80GB HBM3", "fp8", 1978.9),
-        ("NVIDIA H100 PCIe", "bf16", 756.5),
-        ("NVIDIA H100 NVL", "bf16", 835.5),
-        ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA GH200 480GB", "bf16", 989.4),
-        ("NVIDIA H20", "bf16", 148.0),
-        ("NVIDIA B200", "bf16", 2250.0),
-        ("NVIDIA GB200", "fp8", 5000.0),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
-        ("NVIDIA A100 80GB PCIe", "bf16", 312.0),
-        ("NVIDIA A10", "bf16", 125.0),
-        ("NVIDIA A10G", "bf16", 70.0),
-        ("NVIDIA L4", "bf16", 121.0),
-        ("NVIDIA L40", "bf16", 181.0),
-        ("NVIDIA L40S", "bf16", 362.0),
-        ("Tesla V100-SXM2-16GB", torch.float16, 125.0),
-        ("Tesla T4", "fp16", 65.0),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
-        ("AMD Instinct MI300X", "bf16", 1307.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40", 181.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("AMD Instinct MI300X", 1307.4),
     ],
 )
-def test_peaks_of_known_cards(name: str, dtype: Any, tera: float) -> None:
-    assert peak_flops(name, dtype) == pytest.approx(tera * 1e12)
+def test_peaks_of_known_cards(name: str, tera: float) -> None:
+    assert peak_flops(name, torch.bfloat16) == pytest.approx(tera * 1e12)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("Tesla V100-SXM2-16GB", "bf16"),
-        ("NVIDIA A100-SXM4-80GB", "fp8"),
-        ("NVIDIA H100 80GB HBM3", "fp32"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
-        ("NVIDIA GeForce RTX 4090 D", "bf16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
-        ("NVIDIA A1000", "bf16"),
-        ("NVIDIA T400", "fp16"),
-        ("NVIDIA Z900", "bf16"),
-        ("CPU", "bf16"),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16),
+        ("NVIDIA H100 80GB HBM3", torch.float32),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
+        ("NVIDIA A1000", torch.bfloat16),
+        ("NVIDIA T400", torch.bfloat16),
+        ("NVIDIA Z900", torch.bfloat16),
+        ("CPU", torch.bfloat16),
     ],
 )
-def test_unknown_peaks_give_no_mfu(name: str, dtype: str) -> None:
+def test_unknown_peaks_give_no_mfu(name: str, dtype: torch.dtype) -> None:
     peak = peak_flops(name, dtype)
     assert peak is None
     assert mfu(1000.0, 1e9, peak) is None
@@ -107,21 +102,20 @@ def test_peak_memory_on_cpu_is_of_this_process_and_stays_after_a_free() -> None:
     assert held.numel() * 4 < peak_memory_bytes(torch.device("cpu"))
     assert 50 << 20 < before < 500 << 20
     assert 150 << 20 < after - before < 300 << 20
-    assert peak_memory_name(torch.device("cpu")) == "peak resident memory of the process"
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_in_process")
 def test_peak_memory_on_a_gpu_is_of_its_tensors() -> None:
     device = torch.device("cuda")
     torch.cuda.reset_peak_memory_stats()
     held = torch.empty(1 << 20, device=device)
-    assert peak_memory_bytes(device) >= 4 << 20
-    assert held.device.type in peak_memory_name(device).replace("GPU", "cuda")
+    assert peak_memory_bytes(device) >= held.nbytes
 
 
 # ------------------------------------------------------------------------------------------------------- traces
 def traced(folder: Path, section: ProfileSection | None, steps: int) -> Path:
-    profiler = StepProfiler(section, folder, rank=3)
+    profiler = StepProfiler(section, folder, rank=3, say=lambda line: None)
     with profiler:
         for step in range(1, steps + 1):
             with torch.profiler.record_function(f"step {step}"):

@@ -25,8 +25,7 @@ from atoll.train.events import (
 )
 from atoll.train.metrics.console import Console
 from atoll.train.metrics.figures import count, size, span, sparkline
-from atoll.train.metrics.session import Session
-from atoll.train.metrics.trend import Trend
+from atoll.train.metrics.session import Session, Trend
 
 STEPS = 60
 

@@ -70,13 +70,13 @@ def test_sequences_equal_those_made_token_by_token(documents: Documents, seq_len
         expected = list(plain(documents, seq_len, isolate))
         assert len(dataset) == len(expected)
         for number, rows in enumerate(expected):
-            sample = dataset.sample(number)
+            sample = dataset.samples([number])[0]
             assert sample.tokens.tolist() == rows[0]
             assert sample.labels.tolist() == rows[1]
             assert sample.positions.tolist() == rows[2]
             assert (sample.documents is None) is (not isolate)
             assert sample.documents is None or sample.documents.tolist() == rows[3]
-            assert dataset.num_trained(number) == sample.num_trained == sum(label != UNTRAINED for label in rows[1])
+            assert sample.num_trained == sum(label != UNTRAINED for label in rows[1])
 
 
 @given(documents=documents_of, seq_len=st.integers(1, 40), isolate=st.booleans(), epoch=st.integers(0, 5))
@@ -117,7 +117,7 @@ def test_empty_documents_change_nothing() -> None:
         for left, right in zip(one.samples([0]), other.samples([0]), strict=True):
             assert left.labels.tolist() == right.labels.tolist()
             assert left.positions.tolist() == right.positions.tolist()
-        assert one.num_trained(0) == 3
+        assert one.samples([0])[0].num_trained == 3
 
 
 def test_epochs_differ_and_depend_on_the_seed_alone() -> None:
@@ -183,4 +183,4 @@ def test_a_sequence_longer_than_all_documents_is_filled_up() -> None:
     with shards_of([[1, 2], [3, 4]]) as (shards,):
         dataset = PackedDataset([(shards, 1.0)], 100)
         assert len(dataset) == 1
-        assert dataset.num_trained(0) == 2
+        assert dataset.samples([0])[0].num_trained == 2

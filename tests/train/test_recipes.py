@@ -370,7 +370,7 @@ LLAMA3 = {**YARN, "kind": "llama3"}
         ({"name": ""}, "recipe: name: '' can't be the name of a folder"),
         ({"name": 3}, "name = 3: expected text"),
         ({"train": {"output_dir": ""}}, "[train] output_dir: '' is empty"),
-        ({"train": {"output_dir": "s3://bucket/run"}}, "put checkpoints at the URL with [checkpoint] path"),
+        ({"train": {"output_dir": "s3://bucket/run"}}, "put checkpoints there with [checkpoint] path"),
         ({"data": {"path": " "}}, "[data] path: ' ' is empty"),
         ({"data": {"path": ["a", ""]}}, "[data] path: ['a', ''] is empty"),
         ({"data": {"validation": ""}}, "[data] validation: '' is empty"),
@@ -521,8 +521,8 @@ def test_recipes_cp(workdir):
 
 def tables(model: type[BaseModel], name: str) -> list[tuple[str, type[BaseModel]]]:
     """A section and the tables in it, but not those in lists."""
-    inner = [(f"{name}.{key}", keys.inner_table(field.annotation)) for key, field in model.model_fields.items()]
-    return [(name, model), *((key, table) for key, table in inner if table is not None)]
+    kinds = [(f"{name}.{key}", kind) for key, f in model.model_fields.items() for kind in keys._kinds(f.annotation)]
+    return [(name, model), *(each for each in kinds if isinstance(each[1], type) and issubclass(each[1], BaseModel))]
 
 
 def test_the_reference_has_every_key_and_its_default():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -177,6 +178,10 @@ def test_a_compiled_block_is_one_graph_that_recomputes(mode):
     torch._dynamo.reset()
 
 
+def spread_each(cases):
+    return [spread(mode, tensor) for mode, tensor in cases]
+
+
 def spread(mode, tensor):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -197,10 +202,12 @@ def spread(mode, tensor):
     return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g) for name, g in found.items()}
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["fsdp", "tensor"])
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_with_sharded_and_tensor_parallel_blocks(mode, tensor):
+def test_with_sharded_and_tensor_parallel_blocks():
     expected = gradients(model("none", torch.float64), batch())
-    for found in ranks.run(2, spread, mode, tensor):
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+    cases = list(itertools.product(["selective", "full"], [False, True]))
+    for rank in ranks.run(2, spread_each, cases):
+        for case, found in zip(cases, rank, strict=True):
+            for name, gradient in expected.items():
+                torch.testing.assert_close(
+                    found[name], gradient, rtol=1e-10, atol=1e-12, msg=lambda m, n=(case, name): f"{n}: {m}"
+                )

@@ -18,40 +18,49 @@ from atoll.train.runs import find_checkpoint
 # Torch keeps the first Gloo device of a process for good.
 pytestmark = pytest.mark.usefixtures("torch_in_process")
 
+NUM_DOCUMENTS = 20
 LAYOUTS = {"one": (1, {}), "fsdp": (2, {"parallel__shard": 2}), "ddp": (2, {"parallel__replicate": 2})}
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> dict[str, Any]:
     """A recipe of two epochs and a bit, to be run without interruption into ``whole``."""
-    return small.tree(tmp_path, train__output_dir=str(tmp_path / "whole"), train__steps=26)
+    (tmp_path / "text.txt").write_text(small.text(NUM_DOCUMENTS))
+    return small.tree(tmp_path, train__output_dir=str(tmp_path / "whole"), train__steps=14)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.long), "fsdp", "ddp"])
 def test_a_run_stopped_twice_is_the_uninterrupted_one(tmp_path: Path, whole: dict[str, Any], layout: str) -> None:
     world, changes = LAYOUTS[layout]
     whole = small.changed(whole, **changes)
     parts = small.changed(whole, train__output_dir=str(tmp_path / "parts"))
-    ranks.run(world, small.train, whole)
     stops = [("SIGTERM", world - 1), ("SIGUSR1", 0)] if layout != "ddp" else [("file", 0), ("SIGINT", 1)]
-    for after, (how, rank) in zip((5, 18), stops, strict=True):
-        results = ranks.run(world, small.train_and_stop, parts, after, how, rank)
+    for after, (how, rank) in zip((2, 9), stops, strict=True):
+        results = ranks.run(world, _train_and_stop, whole if after == 2 else None, parts, after, how, rank)
         assert [(result.status, result.step) for result in results] == [("stopped", after + 1)] * world
         assert results[0].checkpoint is not None
         assert small.saved_step(tmp_path / "parts") == after + 1
     result = ranks.run(world, small.train, parts)[0]
-    assert (result.status, result.step) == ("finished", 26)
+    assert (result.status, result.step) == ("finished", 14)
     small.assert_same_run(tmp_path / "whole", tmp_path / "parts")
     rows = small.steps(tmp_path / "parts")
-    assert [(row["first_sample"], row["num_samples"]) for row in rows] == [(4 * step, 4) for step in range(26)]
-    assert 6 * 4 < len(small.text()) / small.SEQ_LEN < 19 * 4, "one stop before the end of the epoch, one after"
+    assert [(row["first_sample"], row["num_samples"]) for row in rows] == [(4 * step, 4) for step in range(14)]
+    assert 3 * 4 < len(small.text(NUM_DOCUMENTS)) / small.SEQ_LEN < 10 * 4, (
+        "one stop before the end of the epoch, one after"
+    )
+
+
+def _train_and_stop(whole: dict[str, Any] | None, parts: dict[str, Any], after: int, how: str, rank: int) -> Any:
+    """The uninterrupted run, where it is asked for, then a part of the other: what one gang can do, one does."""
+    if whole is not None:
+        small.train(whole)
+    return small.train_and_stop(parts, after, how, rank)
 
 
 def test_a_run_whose_rank_was_killed_goes_on_from_the_last_checkpoint(tmp_path: Path, whole: dict[str, Any]) -> None:
     whole = small.changed(whole, parallel__shard=2)
     killed = small.changed(whole, train__output_dir=str(tmp_path / "killed"), checkpoint__every=4)
-    ranks.run(2, small.train, whole)
-    outcomes = ranks.start(2, small.train_and_stop, killed, 10, "SIGKILL", 1, patient=True).outcomes()
+    outcomes = ranks.start(2, _train_and_stop, whole, killed, 10, "SIGKILL", 1, patient=True).outcomes()
     assert outcomes[1] == ("died", -signal.SIGKILL)
     done = small.saved_step(tmp_path / "killed")
     assert done in (4, 8), "that of step 8 may have been in flight"
@@ -82,8 +91,8 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(tmp_path: Path, whole: dict[str, Any]) -> None:
-    whole = small.changed(whole, precision__compute="fp64", train__steps=20)
-    ranks.run(1, small.train, whole)
+    whole = small.changed(whole, precision__compute="fp64", train__steps=10)
+    small.train(whole)
     moving = small.changed(whole, train__output_dir=str(tmp_path / "moving"))
     for number, (_, world, changes) in enumerate(MESHES):
         last = number == len(MESHES) - 1
@@ -91,9 +100,9 @@ def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(tmp_path: Pat
         result = (
             ranks.run(world, small.train, here)
             if last
-            else ranks.run(world, small.train_and_stop, here, 4 * number + 3, "SIGUSR1")
+            else ranks.run(world, small.train_and_stop, here, 2 * number + 1, "SIGUSR1")
         )[0]
-        assert result.step == (20 if last else 4 * (number + 1))
+        assert result.step == (10 if last else 2 * (number + 1))
     expected, found = small.losses(tmp_path / "whole"), small.losses(tmp_path / "moving")
     assert found == pytest.approx(expected, rel=1e-11)
     assert small.steps(tmp_path / "whole")[-1]["tokens"] == small.steps(tmp_path / "moving")[-1]["tokens"]
@@ -103,24 +112,28 @@ def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(tmp_path: Pat
     "optimizer",
     [
         {"optimizer__kind": "muon"},
-        {"optimizer__kind": "sgd", "optimizer__lr": 1e-2},
+        pytest.param({"optimizer__kind": "sgd", "optimizer__lr": 1e-2}, marks=pytest.mark.long),
         {"optimizer__moments": "bf16"},
     ],
     ids=["muon", "sgd", "bf16 moments"],
 )
 def test_other_optimizers_go_on_too(tmp_path: Path, whole: dict[str, Any], optimizer: dict[str, Any]) -> None:
-    whole = small.changed(whole, train__steps=8, **optimizer)
+    whole = small.changed(whole, train__steps=6, **optimizer)
     two = small.changed(whole, parallel__shard=2, train__output_dir=str(tmp_path / "two"))
     parts = small.changed(two, train__output_dir=str(tmp_path / "parts"))
-    ranks.run(2, small.train, two)
-    ranks.run(2, small.train_and_stop, parts, 3, "SIGTERM")
-    ranks.run(2, small.train, parts)
-    small.assert_same_run(tmp_path / "two", tmp_path / "parts")
-
     moved = small.changed(whole, train__output_dir=str(tmp_path / "moved"))
-    ranks.run(2, small.train_and_stop, small.changed(moved, parallel__shard=2), 3, "SIGTERM")
-    ranks.run(1, small.train, moved)
+    ranks.run(2, _train_in_parts, two, parts, small.changed(moved, parallel__shard=2))
+    small.assert_same_run(tmp_path / "two", tmp_path / "parts")
+    small.train(moved)
     assert small.losses(tmp_path / "moved") == pytest.approx(small.losses(tmp_path / "two"), rel=1e-5)
+
+
+def _train_in_parts(whole: dict[str, Any], parts: dict[str, Any], *stopped: dict[str, Any]) -> None:
+    """On the same ranks: the first one at once, the second one in two parts; of the others only the first part."""
+    small.train(whole)
+    for each in (parts, *stopped):
+        small.train_and_stop(each, 2, "SIGTERM")
+    small.train(parts)
 
 
 def test_a_finished_run_says_so_and_still_knows_its_checkpoint(tmp_path: Path) -> None:
@@ -193,9 +206,7 @@ def test_only_torn_checkpoints_are_never_a_fresh_start(tmp_path: Path) -> None:
 def test_tied_embeddings_survive_everything(tmp_path: Path, whole: dict[str, Any]) -> None:
     tied = small.changed(whole, model__tied=True, parallel__shard=2, train__steps=6)
     parts = small.changed(tied, train__output_dir=str(tmp_path / "parts"))
-    ranks.run(2, small.train, tied)
-    ranks.run(2, small.train_and_stop, parts, 2, "SIGTERM")
-    ranks.run(2, small.train, parts)
+    ranks.run(2, _train_in_parts, tied, parts)
     small.assert_same_run(tmp_path / "whole", tmp_path / "parts")
     _exported_equals(tmp_path, tmp_path / "parts")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.train.optim.schedule import factor, resolve
+from atoll.train.optim.schedule import Schedule, resolve
 from atoll.train.recipe.schema import ScheduleSection
 
 
@@ -52,8 +52,8 @@ def test_a_run_of_one_step_has_the_full_rate():
 
 def test_steps_after_the_last_are_as_the_last():
     section = ScheduleSection(kind="linear", floor=0.2)
-    assert factor(section, 99, 10, warmup_steps=0, decay_steps=0) == pytest.approx(0.2)
-    assert factor(section, 99, 1, warmup_steps=0, decay_steps=0) == 1.0
+    assert Schedule(section, 10, warmup_steps=0, decay_steps=0).factor(99) == pytest.approx(0.2)
+    assert Schedule(section, 1, warmup_steps=0, decay_steps=0).factor(99) == 1.0
 
 
 def test_a_warmup_longer_than_the_run_is_refused():

@@ -23,7 +23,7 @@ import zstandard
 
 import leaks
 from atoll.core.errors import ConfigError
-from atoll.train.data.sources import documents, open_source
+from atoll.train.data.sources import open_source
 from atoll.train.recipe.schema import DataSection
 
 AUSTEN = Path(__file__).parents[2] / "examples/austen/data"
@@ -31,7 +31,7 @@ TEXTS = ["Emma Woodhouse,\nhandsome, clever,", "and rich — with a comfortable 
 
 
 def read(path: Any, **keys: Any) -> list[Any]:
-    found = documents(DataSection(**keys), path if isinstance(path, list) else str(path))
+    found = open_source(DataSection(**keys), path if isinstance(path, list) else str(path)).documents()
     return [each if isinstance(each, str) else each.tolist() for each in found]
 
 

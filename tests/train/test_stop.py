@@ -19,7 +19,7 @@ import pytest
 import leaks
 import ranks
 import small
-from atoll.core.errors import NonFiniteError
+from atoll.core.errors import ConfigError, NonFiniteError
 from atoll.train.events import Note, Progress, StepDone
 from atoll.train.metrics.journal import VALIDATIONS, read
 
@@ -148,30 +148,24 @@ def test_the_stop_file_is_taken_away_and_an_old_one_does_not_count(tmp_path: Pat
 
 def test_the_exit_code_says_that_it_is_not_finished(tmp_path: Path) -> None:
     path = small.write_toml(small.tree(tmp_path, train__steps=100_000), tmp_path / "tree.toml")
-    process = small.spawn(path)
-    journal = tmp_path / "run" / "metrics.jsonl"
-    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
-    process.terminate()
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 101, said
+    run = small.fork(tmp_path, path)
+    _until(lambda: _lines(tmp_path / "run") > 3, run.is_running)
+    os.kill(run.pids[0], signal.SIGTERM)
+    ((code, said),) = run.finish()
+    assert code == 101, said
     assert "SIGTERM" in said
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 
 def test_the_second_of_two_runs_in_one_folder_is_refused(tmp_path: Path) -> None:
-    path = small.write_toml(small.tree(tmp_path, train__steps=100_000), tmp_path / "tree.toml")
-    first = small.spawn(path)
-    journal = tmp_path / "run" / "metrics.jsonl"
-    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1, first)
-    second = small.spawn(path)
-    said, _ = second.communicate(timeout=60)
-    assert second.returncode == 100
-    assert f"in use by pid {first.pid} " in said
-    assert "Traceback" not in said
-    assert first.poll() is None
-    first.send_signal(signal.SIGUSR1)
-    first.communicate(timeout=60)
-    assert first.returncode == 101
+    tree = small.tree(tmp_path, train__steps=100_000)
+    first = small.fork(tmp_path, small.write_toml(tree, tmp_path / "tree.toml"))
+    _until(lambda: _lines(tmp_path / "run") > 1, first.is_running)
+    with pytest.raises(ConfigError, match=f"in use by pid {first.pids[0]} "):
+        small.train(tree)
+    assert first.is_running()
+    os.kill(first.pids[0], signal.SIGUSR1)
+    assert first.finish()[0][0] == 101
     done = small.saved_step(tmp_path / "run")
     result = small.train(small.changed(small.tree(tmp_path), train__steps=done + 2), allow_changes=True)
     assert (result.status, result.step) == ("finished", done + 2)
@@ -180,20 +174,25 @@ def test_the_second_of_two_runs_in_one_folder_is_refused(tmp_path: Path) -> None
 def test_two_runs_side_by_side_share_the_data(tmp_path: Path) -> None:
     trees = [small.tree(tmp_path, train__output_dir=str(tmp_path / name)) for name in ("a", "b")]
     paths = [small.write_toml(tree, tmp_path / f"{number}.toml") for number, tree in enumerate(trees)]
-    processes = [small.spawn(path) for path in paths]
-    for process in processes:
-        said, _ = process.communicate(timeout=90)
-        assert process.returncode == 0, said
+    for run in [small.fork(tmp_path, path) for path in paths]:
+        ((code, said),) = run.finish()
+        assert code == 0, said
     small.assert_same_run(tmp_path / "a", tmp_path / "b")
     shards = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
     assert len(shards) == 1
 
 
-def _until(holds: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 60.0) -> None:
+def _lines(run: Path) -> int:
+    """How many there are in the journal of a run."""
+    journal = run / "metrics.jsonl"
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def _until(holds: Callable[[], bool], is_running: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it did not begin"
-        assert process.poll() is None, process.communicate()[0]
+        assert is_running()
         time.sleep(0.02)
 
 
@@ -237,8 +236,15 @@ def build(section):
 '''
 
 
-@pytest.mark.parametrize("what", ["loss", "gradients"])
-@pytest.mark.parametrize("layout", [{"parallel__replicate": 2}, {"parallel__shard": 2}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        pytest.param({"parallel__replicate": 2}, "loss", id="ddp-loss"),
+        pytest.param({"parallel__replicate": 2}, "gradients", id="ddp-gradients", marks=pytest.mark.long),
+        pytest.param({"parallel__shard": 2}, "loss", id="fsdp-loss", marks=pytest.mark.long),
+        pytest.param({"parallel__shard": 2}, "gradients", id="fsdp-gradients"),
+    ],
+)
 def test_what_is_not_finite_stops_every_rank_before_the_weights_change(
     tmp_path: Path, what: str, layout: dict[str, Any]
 ) -> None:
@@ -313,34 +319,38 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ atoll train itself
-def _driver(*arguments: str | Path, **more: str) -> subprocess.Popen[str]:
-    """``atoll train`` on two nodes, in a process group of its own."""
+def _driver(*arguments: str | Path) -> subprocess.Popen[str]:
+    """``atoll train`` in a process group of its own."""
     return subprocess.Popen(
-        [str(Path(sys.executable).with_name("atoll")), "train", *map(str, arguments), "--nodes", "2"],
+        [str(Path(sys.executable).with_name("atoll")), "train", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=small.environment(**more),
+        env=small.environment(),
         start_new_session=True,
     )
 
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    tree = small.tree(tmp_path, train__steps=100_000, checkpoint__every=100)
+    tree = small.tree(tmp_path, train__steps=100_000, checkpoint__every=20)
     return small.write_toml(tree, tmp_path / "tree.toml")
 
 
-def _running(tmp_path: Path, path: Path) -> subprocess.Popen[str]:
-    process = _driver(path)
-    journal = tmp_path / "run" / "metrics.jsonl"
-    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
+def _running(run: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+    """``atoll train`` once the run in that folder has done some steps."""
+    process = _driver(*arguments)
+    _until(lambda: _lines(run) > 3, lambda: process.poll() is None)
     return process
 
 
-@pytest.mark.parametrize("whom", ["group", "driver"])
-def test_ctrl_c_saves_and_says_so(tmp_path: Path, endless: Path, whom: str) -> None:
-    process = _running(tmp_path, endless)
+@pytest.mark.parametrize(("whom", "name"), [("group", "run-2"), pytest.param("driver", "run", marks=pytest.mark.long)])
+def test_ctrl_c_saves_and_says_so(tmp_path: Path, endless: Path, whom: str, name: str) -> None:
+    """In the folder that the run has, which is a new one where it started over."""
+    run = tmp_path / name
+    if name == "run-2":
+        small.train(small.tree(tmp_path, train__steps=2))
+    process = _running(run, endless, *(["--no-resume"] if name == "run-2" else []))
     if whom == "group":
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -348,19 +358,17 @@ def test_ctrl_c_saves_and_says_so(tmp_path: Path, endless: Path, whom: str) -> N
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 101, said
     assert "Ctrl-C: saving a checkpoint, then stopping" in said
-    assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
-    assert not (tmp_path / "run" / "stop").exists()
+    assert small.saved_step(run) == len(small.steps(run))
+    assert not (run / "stop").exists()
 
 
-def test_ctrl_c_finds_the_new_folder_of_a_run_that_started_over(tmp_path: Path, endless: Path) -> None:
-    small.train(small.tree(tmp_path, train__steps=2))
-    process = _driver(endless, "--no-resume")
-    journal = tmp_path / "run-2" / "metrics.jsonl"
-    _until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3, process)
+@pytest.mark.long
+def test_a_notice_to_the_driver_alone_saves(tmp_path: Path, endless: Path) -> None:
+    process = _running(tmp_path / "run", endless, "--nodes", "2")
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 101, said
-    assert small.saved_step(tmp_path / "run-2") == len(small.steps(tmp_path / "run-2"))
+    assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 
 def test_ctrl_c_before_anything_began_ends_at_once(tmp_path: Path, endless: Path) -> None:
@@ -375,7 +383,7 @@ def test_ctrl_c_before_anything_began_ends_at_once(tmp_path: Path, endless: Path
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, endless: Path) -> None:
-    process = _running(tmp_path, endless)
+    process = _running(tmp_path / "run", endless)
     for rank in leaks.descendants(process.pid):
         command = Path(f"/proc/{rank}/cmdline").read_bytes()
         if b"worker" in command:
@@ -388,9 +396,10 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, endless: Path) -> None:
     assert "once more stops at once" in said
 
 
+@pytest.mark.long
 def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path, endless: Path) -> None:
-    process = _running(tmp_path, endless)
-    _until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), process)
+    process = _running(tmp_path / "run", endless)
+    _until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), lambda: process.poll() is None)
     family = leaks.descendants(process.pid)
     process.kill()
     process.communicate(timeout=30)
@@ -399,7 +408,7 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path, endl
         assert time.monotonic() < deadline
         time.sleep(0.05)
     done = small.saved_step(tmp_path / "run")
-    tree = small.changed(small.tree(tmp_path, checkpoint__every=100), train__steps=done + 2)
+    tree = small.changed(small.tree(tmp_path, checkpoint__every=20), train__steps=done + 2)
     result = small.train(tree, allow_changes=True)
     assert (result.status, result.step) == ("finished", done + 2)
     assert [row["step"] for row in small.steps(tmp_path / "run")] == list(range(1, done + 3))

@@ -171,7 +171,6 @@ def test_long_texts_are_cut_without_changing_a_token(
     assert len(list(module._pieces(texts[0]))) > 50
     arrays = tokenizer.encode_arrays(texts, workers=workers)
     assert [each.tolist() for each in arrays] == [tokenizer.encode(text) for text in texts]
-    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
 @settings(max_examples=200, deadline=None)
@@ -238,7 +237,6 @@ def test_one_that_cannot_encode_is_told(tmp_path: Path) -> None:
     assert loaded.encode("known") == [0]
     calls = [
         lambda: loaded.encode("new"),
-        lambda: loaded.encode_batch(["new"]),
         lambda: loaded.encode_arrays(["new"]),
         lambda: loaded.encode_arrays(["new"], workers=1),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +27,11 @@ class Batch:
     positions: Tensor
     documents: Tensor | None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with each of its tensors changed."""
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.tokens), change(self.labels), change(self.positions), documents)
+
     def to(self, device: torch.device) -> Batch:
         """The batch on ``device``; from pinned memory the copy is asynchronous."""
-        parts = (self.tokens, self.labels, self.positions, self.documents)
-        return Batch(*(None if part is None else part.to(device, non_blocking=True) for part in parts))  # type: ignore[arg-type]  # only documents can be None
-
-    def pinned(self) -> Batch:
-        """The batch in page-locked memory."""
-        parts = (self.tokens, self.labels, self.positions, self.documents)
-        return Batch(*(None if part is None else part.pin_memory() for part in parts))  # type: ignore[arg-type]  # only documents can be None
+        return self.map(lambda part: part.to(device, non_blocking=True))

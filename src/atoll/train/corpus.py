@@ -47,17 +47,16 @@ def described(identity: dict[str, Any] | None) -> str:
     return f"{identity['tokens']:,} tokens in {identity['documents']:,} documents"
 
 
-def with_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
-    """The recipe with the tokenizer's vocabulary where it left the size open.
+def with_vocabulary(recipe: Recipe, known: int | None) -> Recipe:
+    """The recipe with the ``known`` size of the tokenizer's vocabulary where it left the size open.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the model, or nobody says how many there are.
     """
     wanted = recipe.model.vocab_size
-    known = None if prepared.tokenizer is None else prepared.tokenizer.vocab_size
     if wanted is None and known is None:
         raise ConfigError(
-            "[model] vocab_size is not set, and there is no tokenizer to take it from: add --model.vocab_size N, or "
+            "[model] vocab_size is not set, and there is no tokenizer to take it from: add --model.vocab_size N or "
             "--data.tokenizer NAME"
         )
     if wanted is None:
@@ -66,7 +65,7 @@ def with_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
     if known is not None and known > wanted:
         raise ConfigError(
             f"the tokenizer {recipe.data.tokenizer!r} has {known} tokens, but [model] vocab_size = {wanted}: add "
-            "--model.vocab_size none to take the tokenizer's, or leave it out of the recipe (its base may have set it)"
+            "--model.vocab_size none to take the tokenizer's (a base of the recipe may have set it)"
         )
     return recipe
 
@@ -77,7 +76,6 @@ class Length:
     Attributes:
         steps: optimizer steps, the last of which may be smaller.
         samples: sequences over the whole run.
-        steps_per_epoch: with a fraction.
         tokens_per_step: places that a full step trains on, on average.
     """
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
 from atoll.core.errors import ConfigError
+from atoll.train.corpus import with_vocabulary
 from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.metrics.figures import size
 from atoll.train.models.registry import flops_per_token, parameter_count
@@ -21,7 +23,6 @@ def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: st
 
     Args:
         recipe: without data where it has the vocabulary's size, else that is its tokenizer's, which is read.
-        nodes: how many.
         nproc: ranks on each; by default one for each of its GPUs.
         gpus: of each node, ``"H100:8"``; by default what this machine has, else its memory.
 
@@ -40,9 +41,7 @@ def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: st
     else:
         device, nproc = "cpu", nproc or 1
         name, memory = "a share of this machine", device_bytes(torch.device("cpu"), nproc)
-    return requirements(
-        _with_vocabulary(recipe), nodes * nproc, nproc, memory, name, tokens_in_data=None, device=device
-    )
+    return requirements(_with_vocabulary(recipe), nodes * nproc, nproc, memory, name, device=device)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:
@@ -51,15 +50,11 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
         return recipe
     spec = recipe.data.tokenizer
     if spec is None:
-        raise ConfigError(
-            "[model] vocab_size is not set, and there is no tokenizer to take it from: add --model.vocab_size N, or "
-            "--data.tokenizer NAME"
-        )
+        return with_vocabulary(recipe, None)  # which says what is missing
     kind, _, wanted = spec.partition(":")
     # A tokenizer that would be learnt from the data has the size that was asked for, or a little less.
     learnt = kind == "bpe" and wanted.isascii() and wanted.isdecimal() and len(wanted) <= 8 and int(wanted) > 0
-    vocabulary = int(wanted) if learnt else load_tokenizer(spec).vocab_size
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocabulary})})
+    return with_vocabulary(recipe, int(wanted) if learnt else load_tokenizer(spec).vocab_size)
 
 
 def requirements(
@@ -69,19 +64,12 @@ def requirements(
     memory_bytes: int,
     device_name: str,
     *,
-    tokens_in_data: int | None,
     device: Device = "cuda",
 ) -> list[str]:
     """Lines that tell what a recipe would do on ``world_size`` ranks.
 
     Args:
-        recipe: its vocabulary known.
-        world_size: ranks in all.
-        local_world_size: ranks on a node.
         memory_bytes: of a rank's device, or its share of the machine's.
-        device_name: of the device.
-        tokens_in_data: trained tokens of an epoch; None where the data has not been read.
-        device: kind of device.
 
     Raises:
         ConfigError: the recipe does not go with that many ranks.
@@ -110,7 +98,7 @@ def requirements(
             f"does not fit: {size(needed.total - memory_bytes)} too much a rank",
             f"first change that would make it fit: {fix}" if fix else "no change that is known would make it fit",
         ]
-    return [*lines, *_length(recipe, tokens_in_data), *_checkpoint(recipe, device)]
+    return [*lines, *_length(recipe), *_checkpoint(recipe, device)]
 
 
 def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
@@ -120,7 +108,7 @@ def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
     return f"{fix} (--nodes {needed})" if needed > nodes else fix
 
 
-def _length(recipe: Recipe, tokens_in_data: int | None) -> list[str]:
+def _length(recipe: Recipe) -> list[str]:
     """Steps, tokens and arithmetic of the run."""
     train = recipe.train
     tokens_per_step = train.global_batch * train.seq_len
@@ -128,18 +116,14 @@ def _length(recipe: Recipe, tokens_in_data: int | None) -> list[str]:
     length = train.length
     if length is None:
         return [f"steps: not given, set --train.steps; {batch}"]
-    if length.unit == "ep" and tokens_in_data is None:
+    if length.unit == "ep":
         return [f"steps: {length}, known when the data has been read; {batch}"]
-    steps = length.in_steps(
-        steps_per_epoch=(tokens_in_data or 0) / tokens_per_step,
-        tokens_per_step=tokens_per_step,
-    )
+    steps = length.in_steps(steps_per_epoch=0.0, tokens_per_step=tokens_per_step)
     tokens = steps * tokens_per_step
     flops = flops_per_token(recipe.model, train.seq_len)
-    epochs = f", {tokens / tokens_in_data:.2f} epochs" if tokens_in_data else ""
     return [
         f"steps: {steps:,}; {batch}",
-        f"tokens: {_count(tokens)}{epochs}",
+        f"tokens: {_count(tokens)}",
         f"arithmetic: {_flop(tokens * flops)} = tokens × {_flop(flops)} (6 × the parameters that multiply, and causal "
         "attention)",
     ]
@@ -153,22 +137,15 @@ def _checkpoint(recipe: Recipe, device: Device) -> list[str]:
     ]
 
 
-def _count(number: float) -> str:
+def _count(number: float, units: Sequence[str] = ("", "M", "B", "T")) -> str:
     """1234567 as ``1.23 M``."""
-    return _scaled(number, ((1e12, "T"), (1e9, "B"), (1e6, "M")))
+    power = min(len(units) - 1, (len(str(int(number))) - 1) // 3 - 1)
+    return f"{number / 1000 ** (power + 1):.2f} {units[power]}" if power > 0 else f"{number:,.0f}"
 
 
 def _flop(number: float) -> str:
     """1.2e12 as ``1.20 TFLOP``."""
-    units = ((1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
-    return _scaled(number, units)
-
-
-def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
-    for one, unit in units:
-        if number >= one:
-            return f"{number / one:.2f} {unit}"
-    return f"{number:,.0f}"
+    return _count(number, ("", *(f"{prefix}FLOP" for prefix in "MGTPEZ")))
 
 
 def _plural(count: int, what: str) -> str:

@@ -43,8 +43,6 @@ class Engine:
         """Build the model on the meta device, parallelize it, allocate this rank's part and set its weights.
 
         Args:
-            recipe: resolved, with a known vocabulary.
-            mesh: where this rank is.
             set_weights: fills the parameters of a stage, in place.
             objective: puts its loss into the model.
             after_step: called with each stage when its weights have moved.
@@ -60,7 +58,7 @@ class Engine:
             if objective is not None:
                 objective(model)
             if _piped(mesh):
-                model = cut(model, number, num_stages)  # type: ignore[arg-type]  # it refuses others
+                model = cut(model, number, num_stages)  # type: ignore[arg-type]  # ``layout.check`` refuses others
             parallelize(model, recipe, mesh, prepare_blocks=prepare_blocks)
             materialize(model, mesh.device)
             set_weights(model)

@@ -25,7 +25,6 @@ class RunFolder:
     """``output_dir``, held by one run at a time.
 
     Attributes:
-        path: the folder.
         notes: lines for the reader: what changed in the recipe.
         identity: of the run that began here, which its checkpoints carry; None where none did.
     """

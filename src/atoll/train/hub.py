@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from atoll.core.errors import ConfigError
 
@@ -23,7 +20,6 @@ WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "config.json", "generati
 TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja"]
 METADATA = ["config.json", "generation_config.json"]
 
-_POLL_S = 0.1
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 
 
@@ -58,35 +54,60 @@ def token() -> str | None:
     return stored.read_text().strip() or None if stored.is_file() else None
 
 
-def fetch(name: str, *, patterns: list[str], revision: str | None = None, progress: Progress | None = None) -> Path:
+def fetch(name: str, *, patterns: list[str], progress: Progress | None = None) -> Path:
     """The files of a repository, in a local folder.
 
     What is already here is not transferred again, and files that are complete outlive an interrupted transfer. Where
-    several processes of a node ask at once one of them transfers; the others wait for its result, success or failure.
+    several processes of a node ask at once the library's locks let one of them transfer a file, and the others wait.
 
     Args:
-        name: ``owner/name``, or ``owner/name@revision``.
+        name: ``owner/name``, or ``owner/name@revision``: a branch, tag or commit, the main branch by default.
         patterns: globs of the files that are wanted.
-        revision: branch, tag or commit; the main branch by default.
         progress: called with bytes done and bytes in all.
 
     Raises:
         ConfigError: there is no such repository or revision, it asks for a licence or a token, none of its files
             matches, the hub cannot be reached, or this machine is offline and has no copy; says what to do.
     """
-    name, _, at = name.partition("@")
-    revision = revision or at or None
-    asked = json.dumps([name, patterns, revision, endpoint()])
-    with _only_one(name) as (file, waited):
-        if waited and (found := _outcome_of_other(file, asked)) is not None:
-            return found
-        try:
-            folder = _download(name, patterns, revision, progress)
-        except ConfigError as error:
-            _record(file, {"asked": asked, "error": str(error)})
-            raise
-        _record(file, {"asked": asked, "folder": str(folder)})
-    return folder
+    name, _, revision = name.partition("@")
+    huggingface_hub = _library(name)
+    from huggingface_hub import errors
+
+    where = f"{name} at {endpoint()}"
+    at = f"revision {revision!r} of " if revision else ""
+    if is_offline():
+        missing = f"HF_HUB_OFFLINE is set, and {at}{name} is not complete in {_cache()}: unset it once to fetch it, or "
+        missing += "give a local folder instead"
+    else:
+        missing = f"could not reach {endpoint()} for {name}, and there is no complete copy in {_cache()}: "
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision or None,
+            cache_dir=_cache(),
+            allow_patterns=patterns,
+            endpoint=endpoint(),
+            token=token() or False,
+            local_files_only=is_offline(),
+            tqdm_class=_bar(progress),
+        )
+    except errors.GatedRepoError:
+        raise ConfigError(_gated(name)) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"{name} has no revision {revision!r} at {endpoint()}: see {endpoint()}/{name}") from None
+    except errors.RepositoryNotFoundError:
+        hint = "HF_TOKEN is not allowed to see it" if token() else "it is private: set HF_TOKEN"
+        raise ConfigError(f"there is no model {where}: check the spelling, or {hint}") from None
+    except errors.LocalEntryNotFoundError as error:
+        raise ConfigError(missing if is_offline() else missing + _advice(error)) from None
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{name!r} is no name of a model: {error}") from None
+    except _failures(errors.HfHubHTTPError) as error:
+        raise ConfigError(_broken(name, error)) from None
+    found = Path(folder)
+    if not any(any(found.glob(pattern)) for pattern in patterns):
+        raise ConfigError(f"{at}{where} has no file like {', '.join(patterns)}: is it a model of another format?")
+    return found
 
 
 def push(folder: Path, name: str, *, private: bool = False) -> str:
@@ -118,106 +139,7 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
     return f"{endpoint()}/{name}"
 
 
-# ------------------------------------------------------------------------------------------------- one a node
-@contextmanager
-def _only_one(name: str) -> Iterator[tuple[IO[str], bool]]:
-    """Hold the lock on ``name``; gives its file and whether another process had to be waited for.
-
-    The kernel drops the lock with its holder, and the holder's transfer has timeouts of its own: nobody waits for ever.
-    """
-    folder = _cache() / ".locks"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / f"atoll--{name.replace('/', '--')}.lock", "a+", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder}, where files of the hub are kept: {error.strerror}; set HF_HOME to a folder "
-            "with space that you may write to"
-        ) from None
-    with file:
-        yield file, _lock(file)
-
-
-def _lock(file: IO[str]) -> bool:
-    waited = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-            time.sleep(_POLL_S)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise
-            return False  # a file system without locks: each process asks for itself, which is slower, not wrong
-        else:
-            return waited
-
-
-def _record(file: IO[str], outcome: dict[str, str]) -> None:
-    file.seek(0)
-    file.truncate()
-    json.dump(outcome, file)
-    file.flush()
-
-
-def _outcome_of_other(file: IO[str], asked: str) -> Path | None:
-    """What the process found that held the lock before, where it asked for the same."""
-    file.seek(0)
-    try:
-        outcome = json.load(file)
-    except ValueError:  # it was killed, or wrote nothing
-        return None
-    if outcome.get("asked") != asked:
-        return None
-    if "error" in outcome:
-        raise ConfigError(outcome["error"])
-    folder = Path(outcome["folder"])
-    return folder if folder.is_dir() else None
-
-
 # --------------------------------------------------------------------------------------------------- transfer
-def _download(name: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
-    huggingface_hub = _library(name)
-    from huggingface_hub import errors
-
-    where = f"{name} at {endpoint()}"
-    at = f"revision {revision!r} of " if revision else ""
-    if is_offline():
-        missing = f"HF_HUB_OFFLINE is set, and {at}{name} is not complete in {_cache()}: unset it once to fetch it, or "
-        missing += "give a local folder instead"
-    else:
-        missing = f"could not reach {endpoint()} for {name}, and there is no complete copy in {_cache()}: "
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=_cache(),
-            allow_patterns=patterns,
-            endpoint=endpoint(),
-            token=token() or False,
-            local_files_only=is_offline(),
-            tqdm_class=_bar(progress),
-        )
-    except errors.GatedRepoError:
-        raise ConfigError(_gated(name)) from None
-    except errors.RevisionNotFoundError:
-        raise ConfigError(f"{name} has no revision {revision!r} at {endpoint()}: see {endpoint()}/{name}") from None
-    except errors.RepositoryNotFoundError:
-        hint = "HF_TOKEN is not allowed to see it" if token() else "it is private: set HF_TOKEN"
-        raise ConfigError(f"there is no model {where}: check the spelling, or {hint}") from None
-    except errors.LocalEntryNotFoundError as error:
-        raise ConfigError(missing if is_offline() else missing + _advice(error)) from None
-    except errors.HFValidationError as error:
-        raise ConfigError(f"{name!r} is no name of a model: {error}") from None
-    except _failures(errors.HfHubHTTPError) as error:
-        raise ConfigError(_broken(name, error)) from None
-    found = Path(folder)
-    if not any(any(found.glob(pattern)) for pattern in patterns):
-        raise ConfigError(f"{at}{where} has no file like {', '.join(patterns)}: is it a model of another format?")
-    return found
-
-
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """No bars of the library's own: who calls shows what there is to show."""
@@ -262,6 +184,8 @@ def _gated(name: str) -> str:
 def _broken(name: str, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"no space left in {_cache()} for {name}: free some, or set HF_HOME to a folder on a larger disk"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"cannot write to {_cache()}, where files of the hub are kept: set HF_HOME to another folder"
     response = getattr(error, "response", None)
     if getattr(response, "status_code", None) in (401, 403):
         hint = "HF_TOKEN is not valid there, or has no access" if token() else "set HF_TOKEN"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.core.errors import CheckpointError, NonFiniteError
 from atoll.core.paths import shown_path
 from atoll.train.batch import Batch
-from atoll.train.checkpoint.checkpointer import Checkpointer, Saved
+from atoll.train.checkpoint.checkpointer import Checkpointer, Saved, SavedTensor
 from atoll.train.checkpoint.state import optimizer_tensors
 from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset
@@ -334,16 +334,18 @@ def save(run: Run) -> None:
         "source": run.source.state(),
     }
     metric = cursor.validation_loss if run.validated_step == cursor.step else None  # an older one is of other weights
-    run.checkpointer.save(cursor.step, state_tensors(run), meta, metric=metric)
+    run.checkpointer.save(cursor.step, state_tensors(run.engine, run.optimizer), meta, metric=metric)
     run.saved_step = cursor.step
 
 
-def state_tensors(run: Run) -> dict[str, Tensor]:
-    """Weights and optimizer state by name."""
-    masters = run.engine.weights.masters
+def state_tensors(
+    engine: Engine, optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor] | None = None
+) -> dict[str, Tensor]:
+    """Weights and optimizer state by name, to save or, as a checkpoint has ``saved`` them, to load into."""
+    masters = engine.weights.masters
     tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
-    tensors |= {f"model.{name}": buffer for name, buffer in run.engine.buffers.items()}
-    return tensors | optimizer_tensors(run.optimizer, {parameter: name for name, parameter in masters.items()})
+    tensors |= {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
+    return tensors | optimizer_tensors(optimizer, {parameter: name for name, parameter in masters.items()}, saved)
 
 
 def tell_saved(run: Run, saved: Saved | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from atoll.train.events import Event, RunEnded, StepDone
+from atoll.train.events import Event, RunEnded
 from atoll.train.metrics.console import Console
 from atoll.train.metrics.journal import STEPS, VALIDATIONS, Journal, read
 from atoll.train.metrics.notify import Notifier
@@ -16,7 +16,7 @@ from atoll.train.metrics.trackers import open_trackers
 from atoll.train.recipe.schema import Recipe
 
 
-class _Forward:
+class _Forward(Reporter):
     """Hands events to a function."""
 
     def __init__(self, report: Callable[[Event], None]) -> None:
@@ -25,26 +25,18 @@ class _Forward:
     def __call__(self, event: Event) -> None:
         self._report(event)
 
-    def close(self) -> None:
-        """The function is not ours to close."""
 
-
-class _Picture:
+class _Picture(Reporter):
     """Draws the loss curve from the journal when the run ends."""
 
     def __init__(self, folder: Path, title: str) -> None:
         self._folder, self._title = folder, title
-        self._any = False
 
     def __call__(self, event: Event) -> None:
-        self._any = self._any or isinstance(event, StepDone)
         if isinstance(event, RunEnded) and event.step > 0:
             rows = read(self._folder / STEPS) + read(self._folder / VALIDATIONS)
             if rows:
                 save_curve(self._folder / "loss.png", rows, self._title)
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 class Telling(Reporters):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +15,13 @@ from torch.distributed.checkpoint import load  # type: ignore[attr-defined]  # i
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from atoll.core.errors import ConfigError
-from atoll.train.checkpoint import manifest as manifests
 from atoll.train.checkpoint.files import Files, Reader
 from atoll.train.checkpoint.manifest import Manifest, step_name, step_of
 from atoll.train.checkpoint.store import Store, open_store
+from atoll.train.checkpoint.survey import INDEX, examine, read_index, rot
 
 _WEIGHTS = "model."  # what a checkpoint puts in front of the names of a model's tensors
 _CHECKPOINTS = "checkpoints"
-_INDEX = ".metadata"
 
 
 class _UnreadableError(ConfigError):
@@ -74,7 +73,7 @@ class SavedStep:
         """Files that hold tensors of the model, relative to the step's folder."""
         places = (self._metadata.storage_data or {}).items()
         found = {str(place.relative_path) for index, place in places if index.fqn.startswith(_WEIGHTS)}
-        return sorted(f"{self.manifest.folder}/{name}".lstrip("/") for name in found)
+        return sorted(map(self.manifest.inside, found))
 
     def read(self, name: str) -> Tensor:
         """One tensor of the model, on CPU, in the type it was saved in."""
@@ -83,7 +82,7 @@ class SavedStep:
         with warnings.catch_warnings():
             # It says that one process is enough, which is what was asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load({_WEIGHTS + name: tensor}, storage_reader=self._reader(), no_dist=True)
+            load({_WEIGHTS + name: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor
 
     @cached_property
@@ -97,14 +96,12 @@ class SavedStep:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        return self._plain_reader().read_metadata()
+        return read_index(self.store, self.step, self.manifest)
 
-    def _plain_reader(self) -> Reader:
-        return Reader(self.store.files(), f"{self.label}/{self.manifest.folder}".rstrip("/"))
-
+    @property
     def _reader(self) -> Reader:
-        plain = self._plain_reader()
-        return _KnownReader(plain.fs, str(plain.path), self._metadata)  # type: ignore[arg-type]  # Reader's are Files
+        folder = f"{self.label}/{self.manifest.folder}".rstrip("/")
+        return _KnownReader(self.store.files(), folder, self._metadata)
 
 
 class _KnownReader(Reader):
@@ -169,32 +166,16 @@ def _listing(store: Store) -> dict[int, dict[str, int]]:
 
 def _whole(store: Store, step: int, sizes: Mapping[str, int], verify: bool) -> SavedStep:
     where = store.path(step)
-    if manifests.NAME not in sizes:
-        raise ConfigError(f"{where} is not whole: it has no {manifests.NAME}, which is written last")
     try:
-        manifest = Manifest.decode(store.read(step, manifests.NAME))
+        saved = SavedStep(store, step, examine(store, step, sizes))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{where} is damaged: {error}") from None
-    if (wrong := manifests.problem(sizes, manifest)) is not None:
+    try:
+        wrong = rot(store, step, saved.manifest, [saved.manifest.inside(INDEX)])
+        if wrong is None and verify:
+            wrong = rot(store, step, saved.manifest, saved.weight_files)
+    except OSError as error:
+        raise _UnreadableError(f"{where} cannot be read: {error}") from None
+    if wrong is not None:
         raise ConfigError(f"{where} is damaged: {wrong}")
-    saved = SavedStep(store, step, manifest)
-    _refuse_rot(saved, [f"{manifest.folder}/{_INDEX}".lstrip("/")])  # a pickle: compared before it is opened
-    if verify:
-        _refuse_rot(saved, saved.weight_files)
     return saved
-
-
-def _refuse_rot(saved: SavedStep, names: Iterable[str]) -> None:
-    files = saved.store.files()
-    for name in names:
-        entry = saved.manifest.files.get(name)
-        if entry is None:
-            raise ConfigError(f"{saved.label} is damaged: its {manifests.NAME} does not list {name}")
-        try:
-            now = files.entry_of(f"{saved.label}/{name}")
-        except OSError as error:
-            raise _UnreadableError(f"{saved.label}/{name} cannot be read: {error}") from None
-        if now != entry:
-            raise ConfigError(
-                f"{saved.label} is damaged: {name} has {manifests.ALGORITHM} {now.checksum} instead of {entry.checksum}"
-            )

@@ -18,7 +18,6 @@ def continue_prompt(recipe: Recipe, checkpoint: str, note: Callable[[str], None]
     Args:
         recipe: of the run, its vocabulary known.
         checkpoint: a step's folder or URL.
-        note: takes the reason where there is no sample.
     """
     prompt = recipe.metrics.sample_prompt
     if prompt is None:

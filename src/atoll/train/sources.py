@@ -31,6 +31,7 @@ Progress = Callable[[float, float | None], None]
 # Buffers that older checkpoints hold beside the weights.
 _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|attn_rot_embd|^rope_freqs\.weight$")
 _HEADS = ("lm_head.weight", "output.weight")
+_EXPECTED = "expected a run's folder, a Hugging Face folder, a .safetensors or .gguf file, or owner/name on a hub"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
@@ -213,18 +214,12 @@ def _open(spec: str, section: ModelSection | None, progress: Progress | None, st
     first = spec.partition("/")[0]
     if hub.reads_as_name(spec) and Path(first).is_dir():
         raise ConfigError(f"{spec}: no such folder; {first} is a folder here, so that this is no name on a hub")
-    raise ConfigError(
-        f"{spec}: no such file or folder, and no owner/name on a hub; expected a run's folder, a Hugging Face folder, "
-        "a .safetensors or .gguf file, or a name such as HuggingFaceTB/SmolLM2-135M"
-    )
+    raise ConfigError(f"{spec}: no such file or folder, and no owner/name on a hub; {_EXPECTED}")
 
 
 def _path_of(spec: str) -> Path:
     if not spec.strip():
-        raise ConfigError(
-            f"{spec!r} names no weights: expected a run's folder, a Hugging Face folder, a .safetensors or .gguf "
-            "file, or a name such as HuggingFaceTB/SmolLM2-135M"
-        )
+        raise ConfigError(f"{spec!r} names no weights: {_EXPECTED}")
     return Path(spec).expanduser()
 
 
@@ -396,7 +391,7 @@ def _float_type(dtype: str, name: str, label: str) -> str:
     if dtype not in _FLOATS and not _NO_WEIGHTS.search(name):
         raise ConfigError(
             f"{label}: tensor {name} is of type {dtype}, expected one of {', '.join(_FLOATS)}: quantised weights are "
-            "read from GGUF files only; take the model's plain weights"
+            "read from GGUF files only"
         )
     return dtype
 

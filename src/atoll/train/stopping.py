@@ -25,10 +25,10 @@ class StopRequest:
     The first SIGTERM, SIGUSR1 (Slurm's notice) or Ctrl-C asks the run to save and end; a second Ctrl-C ends it at once.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self) -> None:
         self.reason: str | None = None
         self.at: float | None = None
-        self._file = None if folder is None else folder / STOP_FILE
+        self._file: Path | None = None
         self._looked = 0.0
 
     def ask(self, reason: str) -> None:

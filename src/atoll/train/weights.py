@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from atoll.train.models import hf
 from atoll.train.models.hf import Stored
 from atoll.train.models.init import piece_of, plain_name, splits_of
 from atoll.train.recipe.schema import ModelSection
-from atoll.train.sources import Progress, Source, open_source, section_of
-
-__all__ = ["export", "import_weights", "load_weights", "section_of", "set_weights"]
+from atoll.train.sources import Progress, Source, open_source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000
@@ -68,8 +66,9 @@ def set_weights(model: nn.Module, section: ModelSection, opened: Source, progres
     if "head.weight" in theirs and "head.weight" not in opened.tensors:
         theirs["head.weight"] = "embed.weight"
         notes.append(f"{opened.label} has a tied head: here the head starts as a copy of the embedding")
-    _check(section, parameters, opened, theirs)
-    opened.check_tied()
+    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    places = parameters if section.python is not None else hf.shapes(section)
+    _compare(opened, wanted, theirs, places, "the model", ": are family, layers and tied of [model] those of it?")
     # In the file's order, so that tensors which the file holds as one are read once.
     order = {name: number for number, name in enumerate(opened.tensors)}
     for number, name in enumerate(sorted(parameters, key=lambda name: order[theirs[name]])):
@@ -107,31 +106,38 @@ def _described(section: ModelSection) -> str:
     )
 
 
-def _check(section: ModelSection, parameters: Mapping[str, Tensor], opened: Source, theirs: Mapping[str, str]) -> None:
-    """Compare names and shapes before anything is changed; ``theirs`` has the source's name for each of ours."""
+def _compare(
+    opened: Source,
+    wanted: Mapping[str, tuple[int, ...]],
+    theirs: Mapping[str, str],
+    places: Collection[str],
+    what: str,
+    hint: str = "",
+) -> None:
+    """Compare names and shapes before anything is changed.
+
+    Args:
+        wanted: shapes by our names.
+        theirs: the source's name for each of ours.
+        places: all names that the network has, on this rank or another.
+        what: whose they are, for messages.
+    """
     have = set(opened.tensors)
-    hint = "are family, layers and tied of [model] those of the source?"
-    missing = [name for name in parameters if theirs[name] not in have]
-    if missing:
+    if missing := [name for name in wanted if theirs[name] not in have]:
+        example = f"{missing[0]} {list(wanted[missing[0]])}"
+        raise ConfigError(f"{opened.label} lacks {_counted(missing)} that {what} needs, such as {example}{hint}")
+    if surplus := sorted(have - set(places)) or opened.unknown:
+        example = f"{surplus[0]} {list(opened.shape(surplus[0]) if surplus[0] in have else opened.names[surplus[0]])}"
         raise ConfigError(
-            f"{opened.label} lacks {_counted(missing)} that the model needs, such as {missing[0]} "
-            f"{list(parameters[missing[0]].shape)}: {hint}"
+            f"{opened.label} has {_counted(surplus)} that {what} has no place for, such as {example}{hint}"
         )
-    wanted = set(parameters) if section.python is not None else set(hf.shapes(section))
-    surplus = sorted(have - wanted) or opened.unknown
-    if surplus:
-        first = surplus[0]
-        shape = list(opened.shape(first) if first in have else opened.names[first])
-        raise ConfigError(
-            f"{opened.label} has {_counted(surplus)} that the model has no place for, such as {first} {shape}: {hint}"
-        )
-    for name, parameter in parameters.items():
-        shape = list(opened.shape(theirs[name]))
-        if shape != list(parameter.shape):
+    for name, shape in wanted.items():
+        if (found := opened.shape(theirs[name])) != shape:
             raise ConfigError(
-                f"{opened.label}: tensor {opened.file_name(theirs[name])} ({name}) is {shape}, the recipe's model has "
-                f"{list(parameter.shape)} there: use the source's numbers in [model]"
+                f"{opened.label}: tensor {opened.file_name(theirs[name])} ({name}) is {list(found)}, {what} has "
+                f"{list(shape)} there" + (hint and ": use the source's numbers in [model]")
             )
+    opened.check_tied()
 
 
 def _counted(names: list[str]) -> str:
@@ -182,7 +188,9 @@ def import_weights(
     with open_source(source, None, progress) as opened:
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
-        _refuse_mismatch(opened, opened.section)
+        if opened.section.python is None:
+            wanted = hf.shapes(opened.section)
+            _compare(opened, wanted, {name: name for name in wanted}, wanted, "its network")
         return opened.notes + export(
             opened.readers(),
             opened.section,
@@ -194,23 +202,6 @@ def import_weights(
             force=force,
             progress=progress,
         )
-
-
-def _refuse_mismatch(opened: Source, section: ModelSection) -> None:
-    if section.python is not None:
-        return
-    wanted, have = hf.shapes(section), set(opened.tensors)
-    if surplus := sorted(have - set(wanted)) or opened.unknown:
-        raise ConfigError(f"{opened.label} has {_counted(surplus)} with no place in its network, such as {surplus[0]}")
-    if missing := [name for name in wanted if name not in have]:
-        raise ConfigError(f"{opened.label} lacks {_counted(missing)} of its network, such as {missing[0]}")
-    for name, shape in wanted.items():
-        if (found := opened.shape(name)) != shape:
-            theirs = opened.file_name(name)
-            raise ConfigError(
-                f"{opened.label}: tensor {theirs} ({name}) is {list(found)}, its network has {list(shape)}"
-            )
-    opened.check_tied()
 
 
 def export(
@@ -231,9 +222,6 @@ def export(
 
     Args:
         tensors: by Atoll's name, a function that reads it.
-        section: their network.
-        folder: to be made; parents too.
-        dtype: "fp32", "bf16" or "fp16".
         max_shard_bytes: of one file; a single larger tensor has a file to itself.
         special_ids: ``bos_token_id`` and its like.
         write_tokenizer: writes the tokenizer's files into the folder it is given; returns a line where it can't.
@@ -362,10 +350,8 @@ def _joined(
     for part in stored.parts:
         tensor = tensors[part.name]().detach().to("cpu", dtype)
         if tuple(tensor.shape) != shapes[part.name]:
-            raise ConfigError(
-                f"cannot write tensor {part.name}: it is {list(tensor.shape)}, its network has "
-                f"{list(shapes[part.name])}"
-            )
+            shape = list(shapes[part.name])
+            raise ConfigError(f"cannot write tensor {part.name}: it is {list(tensor.shape)}, its network has {shape}")
         parts.append(tensor)
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
     return whole.t().contiguous() if stored.transposed else whole.contiguous()

@@ -50,12 +50,6 @@ class World:
         """Rank 0 decides and writes."""
         return self.rank == 0
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; made of plain Python values."""
-        holder = [value]
-        dist.broadcast_object_list(holder, src=0, group=self.control)
-        return holder[0]
-
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
         values: list[Any] = [None] * self.size
@@ -64,13 +58,14 @@ class World:
 
     def decide(self, action: Callable[[], Any]) -> Any:
         """Do something on rank 0; its outcome, an error of Atoll included, is everyone's."""
-        outcome: Any = None
+        outcome: list[Any] = [None]
         if self.is_head:
             try:
-                outcome = (True, action())
+                outcome = [(True, action())]
             except AtollError as error:
-                outcome = (False, error)
-        done, value = self.share(outcome)
+                outcome = [(False, error)]
+        dist.broadcast_object_list(outcome, src=0, group=self.control)
+        done, value = outcome[0]
         if not done:
             raise value
         return value
@@ -145,22 +140,17 @@ class World:
             dist.destroy_process_group()
 
 
-def rank_of(environ: Mapping[str, str] = os.environ) -> int:
-    """The rank that the environment says this process is, before it joins; 0 where it says nothing."""
-    return _number(environ, "RANK" if "RANK" in environ else "SLURM_PROCID", 0)
-
-
-def join(*, timeout_s: float, environ: Mapping[str, str] = os.environ) -> World:
+def join(*, timeout_s: float) -> World:
     """Join the process group that the environment describes; one rank alone where it describes none.
 
     Args:
-        timeout_s: how long a collective may take.
-        environ: torchrun's variables, or Slurm's.
+        timeout_s: of a collective.
 
     Raises:
         ConfigError: the environment is incomplete, or there are fewer GPUs than ranks.
     """
-    rank = rank_of(environ)
+    environ = os.environ
+    rank = _number(environ, "RANK" if "RANK" in environ else "SLURM_PROCID", 0)
     try:
         return _join(timeout_s, environ)
     except ConfigError as error:
@@ -173,9 +163,8 @@ def _join(timeout_s: float, environ: Mapping[str, str]) -> World:
     facts = _from_slurm(environ) if "RANK" not in environ and "SLURM_PROCID" in environ else environ
     rank, size = _number(facts, "RANK", 0), _number(facts, "WORLD_SIZE", 1)
     local_rank = _number(facts, "LOCAL_RANK", 0)
-    local_size = _number(facts, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" not in facts else 0) or _local_size(
-        facts, size
-    )
+    local_size = _number(facts, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" not in facts else 0)
+    local_size = local_size or _number(facts, "SLURM_NTASKS_PER_NODE", 0) or size
     device = _device(local_rank)
     owned = not dist.is_initialized()
     timeout = timedelta(seconds=timeout_s)
@@ -201,8 +190,7 @@ def _make_group(
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not facts.get(name):
             raise ConfigError(
-                f"WORLD_SIZE={size} but {name} is not set: start the ranks with torchrun, srun, or "
-                f"atoll train --nodes N"
+                f"WORLD_SIZE={size} but {name} is not set: start the ranks with torchrun, srun or atoll train"
             )
     place = f"{facts['MASTER_ADDR']}:{facts['MASTER_PORT']}"
     # torchrun's agent may serve the store, which torch's own "env://" knows about.
@@ -223,18 +211,13 @@ def _device(local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"rank with LOCAL_RANK={local_rank}, but this machine has {count} GPUs: start at most {count} ranks here "
-            f"(--nproc-per-node {count})"
+            f"rank with LOCAL_RANK={local_rank}, but this machine has {count} GPUs: start at most {count} ranks here"
         )
     # Without it, memory that the allocator holds in pieces is lost to long runs; read when the first tensor is made.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _local_size(facts: Mapping[str, str], size: int) -> int:
-    return _number(facts, "SLURM_NTASKS_PER_NODE", 0) or size
 
 
 def _number(facts: Mapping[str, str], name: str, default: int) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +20,13 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from atoll.core.errors import CheckpointError
 from atoll.train.checkpoint import manifest as manifests
-from atoll.train.checkpoint.files import Files, Reader, Writer
+from atoll.train.checkpoint.files import Reader, Writer
 from atoll.train.checkpoint.manifest import FileEntry, Manifest
 from atoll.train.checkpoint.retention import doomed
 from atoll.train.checkpoint.staging import HostCopy, Planner
 from atoll.train.checkpoint.store import open_store
+from atoll.train.checkpoint.survey import Survey, read_index, rot, survey
 from atoll.train.checkpoint.team import Attempt, Team, first_line
-
-_INDEX = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +50,6 @@ class SavedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class _Survey:
-    """The steps there are: whole ones by number, and what is wrong with the others."""
-
-    whole: dict[int, Manifest] = field(default_factory=dict)
-    torn: dict[int, str] = field(default_factory=dict)
 
 
 class SaveHandle:
@@ -103,8 +93,7 @@ class SaveHandle:
         """
         if not self._over.wait(max(0.0, self.started + self._timeout_s - time.monotonic())):
             raise CheckpointError(
-                f"saving step {self.step} to {self._path} is not done after {self._timeout_s:g} s: the storage, or a "
-                "rank, hangs"
+                f"saving step {self.step} to {self._path} is not done after {self._timeout_s:g} s: something hangs"
             )
 
     def run(self, work: Callable[[], None]) -> None:
@@ -132,7 +121,6 @@ class Checkpointer:
         asynchronous: ``save`` returns once the tensors are copied to host memory.
         note: takes lines for the reader, on rank 0, in the thread of the caller.
         timeout_s: after so long a save counts as failed.
-        writer: False for those who only read, perhaps while a run writes there: nothing is swept.
 
     Raises:
         ConfigError: ``root`` is no place that can be used.
@@ -150,7 +138,6 @@ class Checkpointer:
         asynchronous: bool,
         note: Callable[[str], None],
         timeout_s: float = 1800,
-        writer: bool = True,
     ) -> None:
         self._store = open_store(root)
         self._team = Team(group)
@@ -158,19 +145,13 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._note = note
         self._timeout_s = timeout_s
-        self._writer = writer
         self._copy = HostCopy()
         self._saves: deque[SaveHandle] = deque()
         self._remarks: deque[str] = deque()  # from the writing thread
         self._verified: set[int] = set()
-        if writer:
-            self._team.lead(f"cleaning up {root}", self._store.sweep)
+        self._team.lead(f"cleaning up {root}", self._store.sweep)
 
     # ------------------------------------------------------------------------------------------------- what is there
-    def steps(self) -> list[int]:
-        """The whole ones, oldest first, by their manifests and the sizes of their files."""
-        return sorted(self._survey().whole)
-
     def latest(self) -> int | None:
         """The newest whole one, its checksums compared, or None where nothing was ever saved.
 
@@ -178,17 +159,17 @@ class Checkpointer:
             CheckpointError: there are some and none is whole, or the storage fails.
         """
         self._settle()
-        survey: _Survey = self._team.lead(f"looking for checkpoints in {self._store.root}", self._survey)
-        for step in sorted(survey.whole, reverse=True):
-            wrong = self._verify(step, survey.whole[step])
+        found = self._team.lead(f"looking for checkpoints in {self._store.root}", self._survey)
+        for step in sorted(found.whole, reverse=True):
+            wrong = self._verify(step, found.whole[step])
             if wrong is None:
-                self._tell_torn(survey.torn)
+                if found.torn and self._team.rank == 0:
+                    self._note(f"damaged checkpoints in {self._store.root} are passed over: {_listed(found.torn)}")
                 return step
-            survey.torn[step] = wrong
-        if survey.torn:
+            found.torn[step] = wrong
+        if found.torn:
             raise CheckpointError(
-                f"no checkpoint in {self._store.root} is whole: {_listed(survey.torn)}; repair one, or start over in a "
-                "new folder"
+                f"no checkpoint in {self._store.root} is whole: {_listed(found.torn)}; repair one, or use a new folder"
             )
         return None
 
@@ -206,7 +187,7 @@ class Checkpointer:
         Raises:
             CheckpointError: that step is not there, or not whole.
         """
-        index = self._index(step, self._manifest(step, self._survey())).state_dict_metadata
+        index = read_index(self._store, step, self._manifest(step, self._survey())).state_dict_metadata
         return {
             name: SavedTensor(tuple(entry.size), entry.properties.dtype)
             for name, entry in index.items()
@@ -230,8 +211,6 @@ class Checkpointer:
         Raises:
             CheckpointError: ``meta`` is no JSON, or the save before this one hangs.
         """
-        if not self._writer:
-            raise CheckpointError(f"{self._store.root} was opened to read only; make a Checkpointer with writer=True")
         handle = SaveHandle(step, self._store.path(step), self._timeout_s)
         self._settle()
         try:
@@ -287,11 +266,8 @@ class Checkpointer:
         self._copy.close()
 
     # ------------------------------------------------------------------------------------------------------ loading
-    def load(self, step: int, tensors: Mapping[str, Tensor], *, partial: bool = False) -> dict[str, Any]:
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Read a checkpoint into ``tensors``, in place, whatever ranks and mesh saved it; returns its meta.
-
-        Args:
-            partial: what the checkpoint has beyond ``tensors`` is left alone instead of being an error.
 
         Raises:
             CheckpointError: the step is not there or not whole (the message names the file, and the steps that are),
@@ -299,22 +275,21 @@ class Checkpointer:
         """
         self._settle()
         what = f"loading step {step} from {self._store.path(step)}"
-        survey: _Survey = self._team.lead(what, self._survey)
-        found = self._manifest(step, survey)
+        known = self._team.lead(what, self._survey)
+        found = self._manifest(step, known)
         wrong = None if step in self._verified else self._verify(step, found)
         if wrong is not None:
-            others = [other for other in sorted(survey.whole) if other != step]
+            others = [other for other in sorted(known.whole) if other != step]
             raise CheckpointError(f"step {step} in {self._store.root} is damaged: {wrong}; {_whole(others)}")
-        index = self._index(step, found)
+        index = read_index(self._store, step, found)
         wanted: dict[str, tuple[int, ...]] = {}
         for part in self._team.agree(what, lambda: {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
             wanted |= part
-        _compare(what, wanted, index, partial=partial)
-        folder = "/".join(filter(None, (self._place(step), found.folder)))
-        reader = Reader(self._store.files(), folder)
-        alone = self._team.group is None
+        _compare(what, wanted, index)
+        reader = Reader(self._store.files(), f"{self._store.path(step)}/{found.folder}".rstrip("/"))
+        group = self._team.group
         self._team.agree(
-            what, lambda: _load_state_dict(dict(tensors), reader, process_group=self._team.group, no_dist=alone)
+            what, lambda: _load_state_dict(dict(tensors), reader, process_group=group, no_dist=group is None)
         )
         return found.meta
 
@@ -363,14 +338,12 @@ class Checkpointer:
     ) -> None:
         """On rank 0: make what all ranks have written a checkpoint."""
         assert place is not None
-        folder = self._store.folder_of(place)
         written = {path.removeprefix(f"{place}/"): entry for part in entries for path, entry in part.items()}
-        found = Manifest(step, meta, written, self._team.size, time.time(), metric)
+        found = Manifest(step, meta, written, self._team.size, time.time(), metric, self._store.folder_of(place))
         wrong = manifests.problem(self._store.sizes(place), found)
         if wrong is not None:
             raise CheckpointError(f"{wrong}: do all hosts see the same {self._store.root}?")
-        names = {f"{folder}/{name}" if folder else name: entry for name, entry in written.items()}
-        final = Manifest(step, meta, names, self._team.size, found.created, metric, folder)
+        final = replace(found, files={found.inside(name): entry for name, entry in written.items()})
         self._store.commit(place, step, final.encode())
 
     def _retire(self, step: int) -> None:
@@ -383,71 +356,32 @@ class Checkpointer:
             self._remarks.append(f"old checkpoints in {self._store.root} can't be removed: {first_line(attempt.error)}")
 
     # --------------------------------------------------------------------------------------------------------- parts
-    def _survey(self) -> _Survey:
-        survey = _Survey()
-        for step, sizes in self._store.listing().items():
-            if manifests.NAME not in sizes:
-                survey.torn[step] = f"{manifests.NAME} is missing"
-                continue
-            try:
-                found = Manifest.decode(self._store.read(step, manifests.NAME))
-                wrong = manifests.problem(sizes, found)
-            except ValueError as error:
-                wrong = str(error)
-            if wrong is not None:
-                survey.torn[step] = wrong
-            else:
-                survey.whole[step] = found
-        return survey
+    def _survey(self) -> Survey:
+        return survey(self._store)
 
-    def _manifest(self, step: int, survey: _Survey) -> Manifest:
-        if step in survey.whole:
-            return survey.whole[step]
-        wrong = f"is damaged: {survey.torn[step]}" if step in survey.torn else "is not there"
-        raise CheckpointError(f"step {step} in {self._store.root} {wrong}; {_whole(sorted(survey.whole))}")
+    def _manifest(self, step: int, known: Survey) -> Manifest:
+        if step in known.whole:
+            return known.whole[step]
+        wrong = f"is damaged: {known.torn[step]}" if step in known.torn else "is not there"
+        raise CheckpointError(f"step {step} in {self._store.root} {wrong}; {_whole(sorted(known.whole))}")
 
     def _verify(self, step: int, found: Manifest) -> str | None:
         """Compare the checksums, each rank those of its share of the files; what is wrong, the same on every rank."""
         # Every size-th of the files in order of size: about the same for all.
         by_size = sorted(found.files, key=lambda name: (found.files[name].num_bytes, name))
         share = by_size[self._team.rank :: self._team.size]
-
-        def check() -> str | None:
-            files = self._store.files()
-            return next((wrong for name in share if (wrong := self._rot(files, step, name, found.files[name]))), None)
-
-        results = self._team.agree(f"reading step {step} in {self._store.root}", check)
+        what = f"reading step {step} in {self._store.root}"
+        results = self._team.agree(what, lambda: rot(self._store, step, found, share))
         wrong = next((each for each in results if each is not None), None)
         if wrong is None:
             self._verified.add(step)
         return wrong
-
-    def _rot(self, files: Files, step: int, name: str, entry: FileEntry) -> str | None:
-        now = files.entry_of(f"{self._place(step)}/{name}")
-        if now == entry:
-            return None
-        return f"{name} has {manifests.ALGORITHM} {now.checksum} instead of {entry.checksum}"
-
-    def _index(self, step: int, found: Manifest) -> Metadata:
-        """DCP's index of tensors: a pickle, so it is compared with the manifest before it is opened."""
-        name = f"{found.folder}/{_INDEX}" if found.folder else _INDEX
-        wrong = self._rot(self._store.files(), step, name, found.files[name])
-        if wrong is not None:
-            raise CheckpointError(f"step {step} in {self._store.root} is damaged: {wrong}")
-        return cast(Metadata, pickle.loads(self._store.read(step, name)))
-
-    def _place(self, step: int) -> str:
-        return self._store.path(step)
 
     def _settle(self) -> None:
         """Until the group is free: the writing thread uses it too."""
         for handle in self._saves:
             handle.settle()
         self._tell_remarks()
-
-    def _tell_torn(self, torn: Mapping[int, str]) -> None:
-        if torn and self._team.rank == 0:
-            self._note(f"damaged checkpoints in {self._store.root} are passed over: {_listed(torn)}")
 
     def _tell_remarks(self) -> None:
         while self._remarks:
@@ -459,7 +393,7 @@ def _reraise(error: BaseException | None) -> None:
         raise error
 
 
-def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata, *, partial: bool) -> None:
+def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata) -> None:
     saved = {
         name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else ()
         for name, entry in index.state_dict_metadata.items()
@@ -467,7 +401,7 @@ def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata, 
     problems = []
     if missing := sorted(wanted.keys() - saved.keys()):
         problems.append(f"it lacks {_some(missing)}")
-    if not partial and (surplus := sorted(saved.keys() - wanted.keys())):
+    if surplus := sorted(saved.keys() - wanted.keys()):
         problems.append(f"it has {_some(surplus)}, which this run has not")
     if other := sorted(name for name in wanted.keys() & saved.keys() if wanted[name] != saved[name]):
         told = [f"{name} of shape {list(saved[name])} instead of {list(wanted[name])}" for name in other]
@@ -476,9 +410,8 @@ def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata, 
         raise CheckpointError(f"{what}: the checkpoint is of another model or optimizer: {'; '.join(problems)}")
 
 
-def _some(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _listed(torn: Mapping[int, str]) -> str:

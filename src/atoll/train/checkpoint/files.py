@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
@@ -28,12 +27,9 @@ class Relay:
     not tell the others, which would wait for it.
     """
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if isinstance(error, Exception) and type(error).__module__ != "builtins":
             raise OSError(f"{type(error).__name__}: {error}") from error
 

@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 NAME = "manifest.json"
@@ -34,11 +34,8 @@ class Manifest:
     """What a checkpoint consists of.
 
     Attributes:
-        step: optimizer steps done.
         meta: whatever the trainer needs besides tensors, as JSON: recipe, cursor, tokens, …
         files: entries by name, relative to the step's folder.
-        world_size: ranks that wrote it.
-        created: seconds since the epoch.
         metric: validation loss at that step, where there was one.
         folder: where DCP's files lie, relative to the step's folder ("" is the folder itself).
     """
@@ -49,7 +46,11 @@ class Manifest:
     world_size: int
     created: float
     metric: float | None = None
-    folder: str = field(default="")
+    folder: str = ""
+
+    def inside(self, name: str) -> str:
+        """The name of one of DCP's files, relative to the step's folder."""
+        return f"{self.folder}/{name}".lstrip("/")
 
     def encode(self) -> bytes:
         """JSON with a checksum of itself.

@@ -14,9 +14,6 @@ def doomed(
     Args:
         metrics: every whole checkpoint, with its validation loss where it has one.
         saved: the step just completed: it stays, also where a run that went back to an older step saved it.
-        keep: so many of the newest stay.
-        keep_every: multiples of it stay for good.
-        keep_best: the lowest metric stays; of equal ones the newest.
     """
     stay = {saved, *sorted(metrics)[-keep:]}
     if keep_every is not None:

@@ -21,7 +21,6 @@ def check_shared(root: str, group: dist.ProcessGroup | None) -> None:
 
     Args:
         root: where checkpoints will lie; it is made if need be.
-        group: a Gloo group of all ranks.
 
     Raises:
         ConfigError: the folder is not shared, or not writable; the message names rank, host and path.

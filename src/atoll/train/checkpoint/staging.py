@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
+
+from atoll.train.spread import local
 
 _ALIGN_BYTES = 64
 
@@ -33,7 +34,7 @@ class HostCopy:
 
         Valid until the next call.
         """
-        parts = {name: _local(tensor) for name, tensor in tensors.items()}
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
         layout = [(name, part.shape, part.dtype) for name, part in parts.items()]
         on_gpu = any(part.is_cuda for part in parts.values())
         if layout != self._layout or on_gpu != self._registered:
@@ -69,10 +70,6 @@ class HostCopy:
             else:
                 self._copies[name] = torch.empty(part.shape, dtype=part.dtype)
         self._block, self._registered = block, page_locked
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _cuda_runtime() -> Any:

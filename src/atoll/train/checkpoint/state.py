@@ -16,9 +16,7 @@ _PREFIX = "optim."
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[Parameter, str],
-    saved: Mapping[str, SavedTensor] | None = None,
+    optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], saved: Mapping[str, SavedTensor] | None = None
 ) -> dict[str, Tensor]:
     """The optimizer's state by name, ``optim.<parameter>.<key>``: the tensors themselves, to save or to load into.
 
@@ -31,7 +29,6 @@ def optimizer_tensors(
 
     Args:
         optimizer: any whose state values are tensors or None.
-        names: of every parameter of this rank that the optimizer has.
         saved: the tensors of the checkpoint that is about to be loaded.
 
     Raises:
@@ -51,8 +48,7 @@ def optimizer_tensors(
                     continue
                 if not isinstance(value, Tensor):
                     raise CheckpointError(
-                        f"{type(optimizer).__name__} keeps {key} = {value!r} of {name} as {type(value).__name__}; only "
-                        "tensors can be saved: make it a tensor"
+                        f"{type(optimizer).__name__} keeps {key} = {value!r} of {name}: only tensors can be saved"
                     )
                 found[f"{_PREFIX}{name}.{key}"] = value
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.core.errors import ConfigError
+from atoll.core.paths import fsync_folder, write_atomic
 from atoll.train.checkpoint import manifest as manifests
 from atoll.train.checkpoint.files import Files, Relay
 from atoll.train.checkpoint.manifest import step_name, step_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MARKER = ".saving"  # an object store's step that is being written, or was when its writer died
 
 
-class Store(ABC):
+class Store(Protocol):
     """Steps by number. Only one process changes it at a time: rank 0 of the run that holds the folder's lock.
 
     Every method raises ``OSError`` where the storage fails.
@@ -29,46 +29,36 @@ class Store(ABC):
 
     root: str
 
-    @abstractmethod
     def listing(self) -> dict[int, dict[str, int]]:
         """For every step that is there, whole or not: bytes by file name, relative to the step's folder.
 
         One that is still being written is not there yet.
         """
 
-    @abstractmethod
     def read(self, step: int, name: str) -> bytes:
         """A file of a step."""
 
-    @abstractmethod
     def files(self) -> Files:
         """For DCP."""
 
-    @abstractmethod
     def begin(self, step: int) -> str:
         """Make an empty place to write a step's files into."""
 
-    @abstractmethod
     def sizes(self, place: str) -> dict[str, int]:
         """Bytes by file name of a place that ``begin`` made."""
 
-    @abstractmethod
     def folder_of(self, place: str) -> str:
         """Where the files of a place will lie, relative to the step's folder."""
 
-    @abstractmethod
     def commit(self, place: str, step: int, manifest: bytes) -> None:
         """Make the files at ``place`` the step: all of it, or nothing of it. An earlier one of that step goes."""
 
-    @abstractmethod
     def discard(self, place: str, step: int) -> None:
         """Remove what a failed save has written."""
 
-    @abstractmethod
     def remove(self, step: int) -> None:
         """Delete a step; a kill in the middle leaves none that looks whole."""
 
-    @abstractmethod
     def sweep(self) -> None:
         """Remove what saves and removals of dead runs left."""
 
@@ -137,16 +127,12 @@ class FolderStore(Store):
         return ""
 
     def commit(self, place: str, step: int, manifest: bytes) -> None:
-        with open(Path(place) / manifests.NAME, "wb") as file:
-            file.write(manifest)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(Path(place))
+        write_atomic(Path(place) / manifests.NAME, manifest, mode=0o644)
         final, old = self._root / step_name(step), self._hidden(step, "old")
         if final.exists():
             final.rename(old)  # killed between the two renames: ``sweep`` puts it back
         Path(place).rename(final)
-        _sync_folder(self._root)
+        fsync_folder(self._root)
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self, place: str, step: int) -> None:
@@ -282,11 +268,3 @@ class ObjectStore(Store):
 def _sizes(folder: Path) -> dict[str, int]:
     found = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -25,9 +24,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> bool:
         self.error = error
         return isinstance(error, (Exception, CheckpointException))  # DCP's is no Exception
 
@@ -36,7 +33,6 @@ class Failures(CheckpointError):
     """Some ranks failed; ``causes`` says at what, by rank."""
 
     def __init__(self, what: str, causes: Mapping[int, str]) -> None:
-        self.what = what
         self.causes = dict(causes)
         several: dict[str, list[int]] = {}
         for rank, cause in sorted(self.causes.items()):

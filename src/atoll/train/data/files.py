@@ -42,10 +42,8 @@ class SourceFile:
     """One file.
 
     Attributes:
-        path: a local path, or a URL.
         num_bytes: its size as it lies there; None where the server does not tell.
         stamp: changes when the content does: the time of the last change, an ETag, or a digest of the content.
-        asked: the user's spelling it was found by.
     """
 
     path: str
@@ -89,10 +87,15 @@ class SourceFile:
         """Its content, decompressed, and the raw file below, whose position tells the progress."""
         with self.open_raw() as raw:
             kind = self._compression(raw)
-            with contextlib.ExitStack() as stack:
-                content = stack.enter_context(_decompressed(raw, kind)) if kind else raw
-                with _unpacking(self.name, kind):
+            if kind is None:
+                yield raw, raw
+                return
+            content, broken = _decompressed(raw, kind)
+            try:
+                with content:
                     yield content, raw
+            except broken as error:  # torn
+                raise ConfigError(f"{self.name} is a broken {kind} file ({error}): get it again") from None
 
     def is_compressed(self) -> bool:
         """Whether what lies there has to be decompressed."""
@@ -305,17 +308,16 @@ def _remote(file_system: Any, path: str, facts: dict[str, Any], asked: str) -> S
     return SourceFile(url, facts.get("size"), stamp, asked)
 
 
-@contextlib.contextmanager
-def _decompressed(raw: IO[bytes], kind: str) -> Iterator[IO[bytes]]:
+def _decompressed(raw: IO[bytes], kind: str) -> tuple[IO[bytes], tuple[type[BaseException], ...]]:
+    """The content, and what reading it raises where the file is torn."""
     if kind == ".gz":
-        with gzip.GzipFile(fileobj=raw, mode="rb") as file:
-            yield cast(IO[bytes], file)
-        return
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw, mode="rb")), (EOFError, gzip.BadGzipFile, zlib.error)
     try:
         import zstandard
     except ImportError:
         raise ConfigError(".zst files need zstandard: pip install zstandard") from None
-    yield cast(IO[bytes], io.BufferedReader(_Blocks(_zstd_blocks(raw, zstandard.ZstdDecompressor())), _BLOCK))
+    blocks = _Blocks(_zstd_blocks(raw, zstandard.ZstdDecompressor()))
+    return cast(IO[bytes], io.BufferedReader(blocks, _BLOCK)), (EOFError, zstandard.ZstdError)
 
 
 def _zstd_blocks(raw: IO[bytes], engine: Any) -> Iterator[bytes]:
@@ -355,17 +357,3 @@ class _Blocks(io.RawIOBase):
         buffer[:size] = self._rest[:size]
         self._rest = self._rest[size:]
         return size
-
-
-@contextlib.contextmanager
-def _unpacking(name: str, kind: str | None) -> Iterator[None]:
-    """A torn or broken compressed file, told as ``ConfigError``."""
-    broken: tuple[type[BaseException], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
-    if kind == ".zst":
-        import zstandard
-
-        broken = (EOFError, zstandard.ZstdError)
-    try:
-        yield
-    except broken as error:
-        raise ConfigError(f"{name} is a broken {kind} file ({error}): get it again") from None

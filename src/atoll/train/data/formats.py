@@ -252,8 +252,7 @@ def _bin_tokens(file: SourceFile, dtype: str) -> Tokens:
     kind = np.dtype(dtype).newbyteorder("<")
     if len(data) % kind.itemsize:
         raise ConfigError(
-            f"{file.name} has {len(data):,} bytes, no whole number of {dtype} tokens: "
-            "it is cut, or [data] bin_dtype is wrong"
+            f"{file.name} has {len(data):,} bytes, no whole number of {dtype} tokens: cut, or of another bin_dtype"
         )
     return data.view(kind)
 

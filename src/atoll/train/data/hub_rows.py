@@ -26,12 +26,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 class HubRows:
-    """One split of a Hugging Face data set; each row's ``text_key`` is a document.
-
-    Attributes:
-        total: rows, where that is known before reading.
-        done: rows read so far.
-    """
+    """One split of a Hugging Face data set; each row's ``text_key`` is a document."""
 
     unit: str = "rows"
     is_tokens: bool = False

@@ -6,9 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -25,19 +24,15 @@ class Sequences(Protocol):
 
     def __len__(self) -> int:
         """Sequences of an epoch."""
-        ...
 
     def samples(self, numbers: Sequence[int] | Integers) -> list[Sample]:
         """The sequences of sample numbers, which count over epochs."""
-        ...
 
     def window(self, index: int) -> Sample:
         """One of the ``len(self)`` sequences, unshuffled."""
-        ...
 
     def filler(self) -> Sample:
         """A sequence that trains nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,7 @@ class Step:
         return range(self.first, self.first + self.count)
 
 
+@dataclass(eq=False)
 class Loader:
     """An iterator over the steps of a run, on one rank.
 
@@ -74,12 +70,8 @@ class Loader:
     thread. An error on the thread is raised by ``__next__``, which closes the loader first.
 
     Args:
-        dataset: gives the sequences of sample numbers.
         source: says which numbers come next; asked on the thread.
         data_rank, data_size: which share of each step is this rank's.
-        global_batch: sequences of a step, over all ranks.
-        micro_batch: B.
-        device: where batches go.
         prefetch: steps read ahead, 1 or more.
         fixed_micro_batches: every step has as many micro-batches as a full one, as pipeline schedules need.
 
@@ -87,32 +79,22 @@ class Loader:
         wait_s: how long the last ``__next__`` waited for the thread, in seconds.
     """
 
-    def __init__(
-        self,
-        dataset: Sequences,
-        source: SampleSource,
-        *,
-        data_rank: int,
-        data_size: int,
-        global_batch: int,
-        micro_batch: int,
-        device: torch.device,
-        prefetch: int = 2,
-        fixed_micro_batches: bool = False,
-    ) -> None:
+    dataset: Sequences
+    source: SampleSource
+    _: KW_ONLY
+    data_rank: int
+    data_size: int
+    global_batch: int
+    micro_batch: int
+    device: torch.device
+    prefetch: int = 2
+    fixed_micro_batches: bool = False
+
+    def __post_init__(self) -> None:
         self.wait_s = 0.0
-        self._dataset = dataset
-        self._source = source
-        self._data_rank = data_rank
-        self._data_size = data_size
-        self._global_batch = global_batch
-        self._micro_batch = micro_batch
-        self._fixed = fixed_micro_batches
-        self._device = device
-        self._prefetch = prefetch
         self._ahead: deque[Future[Step | None]] = deque()
         self._closed = False
-        self._thread = ThreadPoolExecutor(1, "atoll-data", _current_device_setter(device))
+        self._thread = ThreadPoolExecutor(1, "atoll-data", _current_device_setter(self.device))
 
     def __iter__(self) -> Iterator[Step]:
         return self
@@ -123,7 +105,7 @@ class Loader:
             raise StopIteration
         started = time.perf_counter()
         try:
-            while len(self._ahead) < self._prefetch:
+            while len(self._ahead) < self.prefetch:
                 self._ahead.append(self._thread.submit(self._read))
             step = self._ahead.popleft().result()
         except BaseException:
@@ -134,7 +116,7 @@ class Loader:
             self.close()
             raise StopIteration
         self._ahead.append(self._thread.submit(self._read))
-        return replace(step, micro_batches=[batch.to(self._device) for batch in step.micro_batches])
+        return replace(step, micro_batches=[batch.to(self.device) for batch in step.micro_batches])
 
     def close(self) -> None:
         """End the thread, after the step that it is reading. Samples that were read ahead are not consumed."""
@@ -145,23 +127,21 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self) -> Step | None:
         """The next step in host memory, None after the last; runs on the thread."""
-        numbers = self._source.next_range(self._global_batch)
+        numbers = self.source.next_range(self.global_batch)
         if not numbers:
             return None
-        dealt = self._global_batch if self._fixed else len(numbers)
-        num_micro_batches = _num_batches(dealt, self._data_size, self._micro_batch)
-        mine = self._dataset.samples(_share(numbers, self._data_rank, self._data_size))
-        mine += [self._dataset.filler()] * (num_micro_batches * self._micro_batch - len(mine))
-        batches = [batched(mine[at : at + self._micro_batch]) for at in range(0, len(mine), self._micro_batch)]
-        if self._device.type == "cuda":
-            batches = [batch.pinned() for batch in batches]
+        dealt = self.global_batch if self.fixed_micro_batches else len(numbers)
+        num_micro_batches = _num_batches(dealt, self.data_size, self.micro_batch)
+        mine = self.dataset.samples(_share(numbers, self.data_rank, self.data_size))
+        mine += [self.dataset.filler()] * (num_micro_batches * self.micro_batch - len(mine))
+        batches = [batched(mine[at : at + self.micro_batch]) for at in range(0, len(mine), self.micro_batch)]
+        if self.device.type == "cuda":
+            batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
         return Step(numbers.start, len(numbers), batches, sum(sample.num_trained for sample in mine))
 
 
@@ -175,8 +155,6 @@ def validation_batches(
 
     Args:
         dataset: read unshuffled, epoch after epoch the same.
-        data_rank, data_size: which share is this rank's.
-        micro_batch: B of every batch.
         max_sequences: at most so many over all ranks, spread evenly over the whole; None reads all.
     """
     size = len(dataset)

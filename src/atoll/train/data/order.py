@@ -14,7 +14,7 @@ Integers = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _NUM_ROUNDS = 8
 # Below 16 values a Feistel network reaches few of the permutations there are; walking makes up for the larger domain.
 _MIN_BITS = 4
@@ -31,7 +31,6 @@ class Permutation:
     splitmix64 (Steele, Lea and Flood, 2014).
 
     Args:
-        size: how many values, 1 to 2**62.
         key: whole numbers, as seed and epoch; another key is another permutation.
     """
 
@@ -44,8 +43,8 @@ class Permutation:
         self._high_bits = bits - self._low_bits
         state = 0
         for number in key:
-            state = _mixed(state ^ _mixed(number & _MASK) ^ _mixed(number >> 64 & _MASK))
-        self._round_keys = [_mixed(state + index) for index in range(_NUM_ROUNDS)]
+            state = mixed(state ^ mixed(number & _MASK) ^ mixed(number >> 64 & _MASK))
+        self._round_keys = [mixed(state + index) for index in range(_NUM_ROUNDS)]
 
     def __len__(self) -> int:
         return self.size
@@ -92,10 +91,7 @@ class Mixture:
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
         if not lengths or len(lengths) != len(weights) or min(lengths) < 1 or min(weights) <= 0:
-            raise ValueError(
-                f"a mixture of lengths {list(lengths)} and weights {list(weights)}: expected one of each a part, "
-                "lengths of 1 or more and weights above 0"
-            )
+            raise ValueError(f"a mixture of lengths {list(lengths)} and weights {list(weights)}: expected all above 0")
         self.lengths = tuple(lengths)
         self.shares = _whole_shares(weights)
         self._tree = _joined(self.shares)
@@ -106,9 +102,6 @@ class Mixture:
 
     def __call__(self, numbers: Integers) -> tuple[Integers, Integers]:
         """Where samples come from.
-
-        Args:
-            numbers: [N] sample numbers from 0, over all epochs.
 
         Returns:
             For each its part [N], and its index in the part's own stream [N], which counts over the part's epochs.
@@ -165,17 +158,17 @@ def _whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, share) for share in shares)  # a part that was named is read, however small its weight
 
 
-def _mixed(word: int) -> int:
-    """One output of splitmix64."""
-    word = (word + _GOLDEN) & _MASK
+def mixed(word: int) -> int:
+    """One output of splitmix64, whose state is ``word``."""
+    word = (word + GOLDEN) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
     return word ^ (word >> 31)
 
 
 def _mixed_words(words: _Words, key: int) -> _Words:
-    """``_mixed(word ^ key)`` of each; arrays of unsigned words wrap around without a warning."""
-    words = (words ^ np.uint64(key)) + np.uint64(_GOLDEN)
+    """``mixed(word ^ key)`` of each; arrays of unsigned words wrap around without a warning."""
+    words = (words ^ np.uint64(key)) + np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

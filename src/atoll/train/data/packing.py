@@ -54,10 +54,7 @@ class PackedDataset:
 
     Args:
         parts: shards, each with its share of the samples.
-        seq_len: S.
-        isolate: tell documents apart.
         shuffle: permute; else sequences come as they lie in the shards, every epoch.
-        seed: of the permutations.
 
     Raises:
         ConfigError: a part has no token to train on.
@@ -79,8 +76,8 @@ class PackedDataset:
             if not self._num_trainable[number]:
                 which = f"part {number + 1} of the data" if len(parts) > 1 else "the data"
                 raise ConfigError(
-                    f"{which} has no token to learn: {shards.num_tokens} tokens in {shards.num_documents} documents, "
-                    "expected a document of 2 or more; look at [data] path and text_key"
+                    f"{which} has no token to learn: {shards.num_tokens} tokens in {shards.num_documents} documents; "
+                    "look at [data] path and text_key"
                 )
         self.parts = [shards for shards, _ in parts]
         self.seq_len = seq_len
@@ -121,16 +118,6 @@ class PackedDataset:
     def samples(self, numbers: Sequence[int] | Integers) -> list[Sample]:
         """The sequences of sample numbers."""
         return [self.window(int(window)) for window in self.order(numbers)]
-
-    def sample(self, number: int) -> Sample:
-        """The sequence of one sample number."""
-        return self.samples([number])[0]
-
-    def num_trained(self, number: int) -> int:
-        """Trained places of one sample, without reading its tokens."""
-        shards, start = self._place(int(self.order([number])[0]))
-        stop: int = min(start + self.seq_len, shards.num_tokens - 1)
-        return stop - start - (len(_starts(shards, start, stop)) if self.isolate else 0)
 
     def window(self, index: int) -> Sample:
         """One of the ``len(self)`` sequences, in the order in which they lie in the parts, one part after the other."""

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home
 from atoll.train.data.once import build_once
+from atoll.train.data.order import GOLDEN, mixed
 from atoll.train.data.shards import FORMAT_VERSION, ShardWriter, TokenShards, damage
 from atoll.train.data.sources import Document, Files, Source, open_source
 from atoll.train.data.tokenizer import Tokenizer, load_tokenizer
@@ -44,15 +45,12 @@ class Prepared:
 
     Attributes:
         train: shards of each part of the mixture, with its weight; one part where the recipe has no mixture.
-        validation: held-out shards, or None.
         tokenizer: None where the files hold tokens and the recipe names no tokenizer.
-        notes: what was said on the way: formats found, what was left out, sizes.
     """
 
     train: list[tuple[TokenShards, float]]
     validation: TokenShards | None
     tokenizer: Tokenizer | None
-    notes: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         """Unmap everything."""
@@ -73,10 +71,8 @@ def prepare(
     """Find, tokenise and open the data. Every rank may call it at once: one process works, the others wait.
 
     Args:
-        seq_len: S; the data must fill one sequence.
         tokenizer: instead of the section's own.
         progress: told a few times a second.
-        note: told what was found, a line at a time.
 
     Raises:
         ConfigError: data or tokenizer are missing or broken; the message says which, where and what to do.
@@ -96,7 +92,7 @@ def prepare(
     except BaseException:
         Prepared(train, validation, None).close()
         raise
-    return Prepared(train, validation, preparation.tokenizer, preparation.notes)
+    return Prepared(train, validation, preparation.tokenizer)
 
 
 class _Preparation:
@@ -211,10 +207,7 @@ class _Preparation:
 def _parts(section: DataSection) -> list[tuple[str | list[str], float]]:
     path = section.path
     if path is None or path in ("", []):
-        raise ConfigError(
-            "[data] path is missing: set it to a file, folder, glob, URL or 'hf://owner/name', for instance with "
-            "--data.path my.txt"
-        )
+        raise ConfigError("[data] path is missing: set it to a file, folder, glob, URL or 'hf://owner/name'")
     if isinstance(path, str):
         return [(path, 1.0)]
     mixture = [(part.path, part.weight) for part in path if not isinstance(part, str)]
@@ -274,58 +267,48 @@ def is_held_out(index: int, fraction: float) -> bool:
 
 
 def _share(index: int) -> float:
-    """The index as an even-looking number in [0, 1): the finaliser of SplitMix64 (Steele et al. 2014)."""
-    mask = (1 << 64) - 1
-    z = (index + 1) * 0x9E3779B97F4A7C15 & mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    return (z ^ (z >> 31)) / 2**64
+    """The index as an even-looking number in [0, 1)."""
+    return mixed(index * GOLDEN) / 2**64
 
 
 _FIRST_HELD_OUT = min(range(FEW_DOCUMENTS), key=_share)
 
 
+@dataclass
 class _Build:
     """Tokenises one source into a folder."""
 
-    def __init__(
-        self, section: DataSection, source: Source, tokenizer: Tokenizer | None, fraction: float, progress: Report
-    ) -> None:
-        self._section = section
-        self._source = source
-        self._tokenizer = tokenizer
-        self._fraction = fraction
-        self._progress = progress
-        self._vocab_size = tokenizer.vocab_size if tokenizer else 1 << 8 * source.token_bytes()
-        self._empty = 0
-        self._num_texts = 0
+    _section: DataSection
+    _source: Source
+    _tokenizer: Tokenizer | None
+    _fraction: float
+    _progress: Report
+    _empty: int = 0
+    _num_texts: int = 0
 
     def into(self, folder: Path) -> None:
         """Write ``folder/train`` and, where a fraction is held out, ``folder/validation``."""
+        by = self._tokenizer
+        vocab_size = by.vocab_size if by else 1 << 8 * self._source.token_bytes()
         with contextlib.ExitStack() as stack:
-            train = stack.enter_context(ShardWriter(folder / "train", vocab_size=self._vocab_size))
-            held = (
-                stack.enter_context(ShardWriter(folder / "validation", vocab_size=self._vocab_size))
-                if self._fraction
-                else None
-            )
+            train = stack.enter_context(ShardWriter(folder / "train", vocab_size=vocab_size))
+            writers, held_out = [train], None
             documents = stack.enter_context(contextlib.closing(self._tokenised()))
-            held_out = None
-            if held is not None:
+            if self._fraction:
+                held = stack.enter_context(ShardWriter(folder / "validation", vocab_size=vocab_size))
+                writers.append(held)
                 held_out = self._divide(documents, train, held)
             for document in documents:
                 train.add(document)
             if train.num_tokens == 0:
-                raise ConfigError(self._why_nothing(0 if held is None else held.num_tokens))
+                raise ConfigError(self._why_nothing(sum(writer.num_tokens for writer in writers)))
             about = {
-                "tokenizer": None
-                if self._tokenizer is None
-                else {"name": self._tokenizer.name, "fingerprint": self._tokenizer.fingerprint},
+                "tokenizer": None if by is None else {"name": by.name, "fingerprint": by.fingerprint},
                 "source": self._source.name,
                 "held_out": held_out,
                 "empty_documents": self._empty,
             }
-            for writer in [train] if held is None else [train, held]:
+            for writer in writers:
                 writer.finish(**about)
 
     def _why_nothing(self, num_held: int) -> str:
@@ -366,14 +349,11 @@ class _Build:
             running: Future[list[Tokens]] | None = None
             with contextlib.closing(self._batches()) as batches:
                 for batch in batches:
-                    if not isinstance(batch, list):
-                        yield from running.result() if running else ()
-                        running = None
-                        yield batch
-                        continue
-                    following = thread.submit(self._encode, batch)
+                    following = thread.submit(self._encode, batch) if isinstance(batch, list) else None
                     yield from running.result() if running else ()
                     running = following
+                    if not isinstance(batch, list):
+                        yield batch
             yield from running.result() if running else ()
 
     def _batches(self) -> Generator[list[str] | Tokens, None, None]:
@@ -385,10 +365,11 @@ class _Build:
         texts: list[str] = []
         characters = 0
         for document in _watched(self._source, documents, "tokenising", self._progress):
+            is_text = isinstance(document, str)
+            if texts and (not is_text or characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS):
+                yield texts
+                texts, characters = [], 0
             if not isinstance(document, str):
-                if texts:
-                    yield texts
-                    texts, characters = [], 0
                 yield document
             elif document:
                 texts.append(document)
@@ -396,9 +377,6 @@ class _Build:
                 characters += len(document)
             else:
                 self._empty += 1
-            if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS:
-                yield texts
-                texts, characters = [], 0
         if texts:
             yield texts
 

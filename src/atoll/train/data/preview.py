@@ -30,14 +30,12 @@ class Decoder(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """Text of tokens; an incomplete character is U+FFFD, never an error."""
-        ...
 
 
 def render(sample: Sample, tokenizer: Decoder | None, *, colour: bool, ids: bool = False) -> Text:
     """One sequence as text.
 
     Args:
-        sample: of S places.
         tokenizer: decodes; without one ids stand for text.
         colour: tell tokens apart by background, and places that are not trained by a pale one; else by ``|``, and by
             ``∅`` behind the token.

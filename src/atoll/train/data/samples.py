@@ -15,31 +15,25 @@ class SampleSource(Protocol):
 
     def next_range(self, count: int) -> range:
         """The next ``count`` sample numbers; fewer before the end of a limited run, none when it is over."""
-        ...
 
     def commit(self, numbers: range) -> None:
         """These were trained. Ranges are committed in the order in which they were handed out."""
-        ...
 
     @property
     def consumed(self) -> int:
         """Samples trained since the beginning of the run."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """What ``load`` needs to go on at the next sample."""
-        ...
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; nothing may have been handed out by this source since it was made."""
-        ...
 
 
 class Counter:
     """The default source: one integer.
 
     Args:
-        start: the first sample number.
         limit: samples of the whole run, counted from 0; None never ends.
     """
 

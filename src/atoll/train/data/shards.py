@@ -17,7 +17,6 @@ import mmap
 import os
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -37,8 +36,6 @@ class TokenShards:
 
     Attributes:
         offsets: int64 [num_documents + 1], where each document starts; the last is ``num_tokens``.
-        num_tokens: all tokens.
-        num_documents: all documents.
         meta: the folders' ``meta.json``, in order.
     """
 
@@ -114,9 +111,7 @@ class TokenShards:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _map(self, path: Path, dtype: np.dtype[Any], skip_bytes: int) -> NDArray[Any]:
@@ -164,12 +159,7 @@ def damage(folder: Path) -> str | None:
 
 
 class ShardWriter:
-    """Writes a data set into a folder, document by document.
-
-    >>> with ShardWriter(folder, vocab_size=260) as writer:
-    ...     writer.add(np.array([72, 105, 257]))
-    ...     writer.finish(source="greeting.txt")
-    """
+    """Writes a data set into a folder, document by document; without ``finish`` it is none."""
 
     def __init__(self, folder: str | os.PathLike[str], *, vocab_size: int, file_tokens: int = FILE_TOKENS) -> None:
         self.folder = Path(folder)
@@ -228,9 +218,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _append(self, tokens: NDArray[Any]) -> None:

@@ -39,9 +39,6 @@ class Source(Protocol):
     """Documents to read.
 
     Attributes:
-        name: for messages.
-        unit: what ``done`` and ``total`` count.
-        done: how far the reading is.
         total: how far it goes; None where that is not known.
         is_tokens: whether the documents are tokens already.
     """
@@ -86,15 +83,6 @@ def open_source(section: DataSection, paths: str | Sequence[str]) -> Source:
                 "make it a part of a mixture: path = [{path = …, weight = 1}, …]"
             )
     return Files(section, asked)
-
-
-def documents(section: DataSection, paths: str | Sequence[str]) -> Iterator[Document]:
-    """Every document behind ``paths``: text, or tokens where the files hold tokens.
-
-    Raises:
-        ConfigError: something is missing or unreadable; the message has the file and the place in it.
-    """
-    return open_source(section, paths).documents()
 
 
 def _check_text(key: str, value: str | None) -> None:
@@ -198,8 +186,7 @@ class Files:
         kinds = sorted({str(_by_extension(file)) for file in strong})
         if len(kinds) > 1:
             raise ConfigError(
-                f"[data] path = {redact(path)!r} holds files of several formats, {' and '.join(kinds)}: "
-                f"set [data] format to one of them, or list the files"
+                f"[data] path = {redact(path)!r} has several formats, {' and '.join(kinds)}: set [data] format"
             )
         known = [(file, _by_extension(file) or _looks_like(file)) for file in strong or files]
         data = [(file, kind) for file, kind in known if kind != "unknown"]
@@ -228,7 +215,6 @@ def _sniff(file: SourceFile) -> str:
     kind = _by_extension(file) or _looks_like(file)
     if kind == "unknown":
         raise ConfigError(
-            f"{file.name} is no text and no format known here (text, JSONL, Parquet, tokens as .bin, each also .gz or "
-            ".zst): convert it, or set [data] format"
+            f"{file.name} is no text and no format known here (text, JSONL, Parquet, .bin): set [data] format"
         )
     return kind

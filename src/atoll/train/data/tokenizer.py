@@ -40,7 +40,6 @@ class Tokenizer(Protocol):
     """Text to numbers and back.
 
     Attributes:
-        name: what it was asked for by.
         vocab_size: the largest token id + 1, added tokens included.
         bos_id, eos_id: the tokens that begin and end a text, where it has them.
         adds_bos: whether a text begins with ``bos_id`` for this tokenizer; it is for the caller to add.
@@ -57,11 +56,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of ``text``; none are added at its ends."""
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Tokens of each text, on all cores."""
-
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
-        """The same as unsigned arrays, which is what large data wants, on ``workers`` cores (0: on all)."""
+        """Tokens of each text as unsigned integers, on ``workers`` cores (0: on all)."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; special ones are left out, and broken UTF-8 is replaced."""
@@ -81,23 +77,15 @@ class ByteTokenizer:
     fingerprint = "bytes-260"
 
     def encode(self, text: str) -> list[int]:
-        """The bytes."""
         return list(text.encode())
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The bytes of each."""
-        return [self.encode(text) for text in texts]
-
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
-        """The bytes of each, as uint8; there is nothing to divide among workers."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text."""
         return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
 
     def save(self, folder: str | Path) -> None:
-        """Write a mark that ``load_tokenizer`` knows."""
         _write_json(Path(folder) / "tokenizer_config.json", {"tokenizer_class": _BYTES_CLASS})
 
 
@@ -105,8 +93,6 @@ class FastTokenizer:
     """A tokenizer of the ``tokenizers`` library.
 
     Args:
-        engine: the tokenizer; its truncation and padding are switched off.
-        name: for messages.
         companions: files that lay beside it, by name: they tell its special tokens and are saved with it.
     """
 
@@ -129,21 +115,12 @@ class FastTokenizer:
         self._cuts = _is_cuttable(json.loads(engine.to_str()))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of ``text``; none are added at its ends."""
         with self._encoding():
             return list(self._engine.encode(text, add_special_tokens=False).ids)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Tokens of each text, on all cores."""
-        with self._encoding():
-            return [list(each.ids) for each in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
-
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
-        """Tokens of each text, as uint32, on ``workers`` cores (0: on all).
-
-        Where that cannot change a token, a long text is cut into pieces first: all cores work on it, and the
-        library's objects, some hundred bytes a token, exist for a few pieces at a time.
-        """
+        # Where that cannot change a token, a long text is cut into pieces first: all cores work on it, and the
+        # library's objects, some hundred bytes a token, exist for a few pieces at a time.
         pieces = [list(_pieces(text)) if self._cuts else [text] for text in texts]
         encoded = self._encode_flat([piece for each in pieces for piece in each], workers)
         out = []
@@ -168,11 +145,9 @@ class FastTokenizer:
                 yield from one
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; special ones are left out."""
         return str(self._engine.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.json`` and what names its special tokens."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         for name, content in self._companions.items():
@@ -200,8 +175,7 @@ class FastTokenizer:
             yield
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(
-                f"[data] tokenizer = {self.name!r} cannot encode the text: {error}. Give it a token for what is "
-                "unknown (unk_token), or name another one"
+                f"[data] tokenizer = {self.name!r} cannot encode the text: {error}. Give it an unk_token"
             ) from error
 
 
@@ -236,8 +210,7 @@ def load_tokenizer(
             f"[data] tokenizer = {spec!r} does not exist (looked for in {Path.cwd()}){hint}; expected 'bytes', "
             "'bpe:4096', a tokenizer.json, a folder that holds one, or a hub name like 'owner/name'"
         )
-    name, _, revision = spec.partition("@")
-    return _from_folder(fetch(name, patterns=_PATTERNS, revision=revision or None), spec)
+    return _from_folder(fetch(spec, patterns=_PATTERNS), spec)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:

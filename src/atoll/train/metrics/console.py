@@ -11,19 +11,17 @@ from rich.text import Text
 from atoll.train.events import CheckpointSaved, Event, Note, Progress, RunEnded, RunStarted, StepDone, Validated
 from atoll.train.metrics.figures import span
 from atoll.train.metrics.panel import Phase, RunPanel, about, end_page, end_rows, phase_line, plain_step, visible
+from atoll.train.metrics.reporter import Reporter
 from atoll.train.metrics.session import Session
 
 _PLAIN_EVERY_S = 30.0
 _SHOW_PHASE_AFTER_S = 1.0
 
 
-class Console:
+class Console(Reporter):
     """Shows a run as it goes, from its events: those of this process, or decoded ones of another.
 
     ``close`` in a ``finally``: it gives the terminal its cursor back.
-
-    Args:
-        console: where to; standard output by default.
     """
 
     def __init__(self, console: rich.console.Console | None = None) -> None:

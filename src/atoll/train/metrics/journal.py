@@ -16,15 +16,15 @@ from typing import Any
 
 from atoll.core.paths import write_atomic
 from atoll.train.events import CheckpointSaved, Event, RunEnded, StepDone, Validated
+from atoll.train.metrics.reporter import Reporter
 
 STEPS, VALIDATIONS = "metrics.jsonl", "validation.jsonl"
 
 
-class Journal:
+class Journal(Reporter):
     """Appends to the two files; each line is with the kernel before the next step, so a kill loses none.
 
     Args:
-        folder: of the run.
         first_step: steps done before, 0 for a fresh start. What an earlier run wrote about later ones is removed,
             because they are trained again; so is a last line that a crash left torn.
     """
@@ -45,7 +45,6 @@ class Journal:
             self._validations.sync()
 
     def close(self) -> None:
-        """Close the files."""
         self._steps.file.close()
         self._validations.file.close()
 

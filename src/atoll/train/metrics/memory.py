@@ -28,10 +28,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def peak_memory_name(device: torch.device) -> str:
-    """What ``peak_memory_bytes`` counts there."""
-    if device.type == "cuda":
-        return "peak GPU memory of tensors"
-    return "peak resident memory of the process"

@@ -6,13 +6,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import redact
 from atoll.train.events import Event, RunEnded, RunStarted
-from atoll.train.metrics.reporter import ReporterFailed
-from atoll.train.metrics.trackers import Identities, figures
+from atoll.train.metrics.reporter import Reporter, ReporterFailed
+from atoll.train.metrics.trackers import TrackedRun, figures
+from atoll.train.recipe.keys import flat
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,17 +26,17 @@ _HELD_BACK = 500_000  # figures, then the server counts as gone
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 
 
-class MLflow:
+class MLflow(Reporter):
     """A run of MLflow's experiment ``project``. After a stop it goes on; steps that it has already are not sent again.
 
     The training never waits for the server. One that stays away, or refuses, is told of at the next event.
     """
 
-    def __init__(self, name: str, project: str, recipe: Mapping[str, Any], identities: Identities) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        self._name, self._project, self._recipe, self._identities = name, project, recipe, identities
+        self._about = run
         self._waiting: deque[tuple[str, float, int, int]] = deque()  # name, value, time in ms, step
         self._ended = threading.Event()
         self._failure: str | None = None
@@ -44,7 +45,7 @@ class MLflow:
         try:
             self._client: MlflowClient = MlflowClient()
             if not self._client.tracking_uri.startswith(("http", "databricks")):
-                self._client.get_experiment_by_name(project)  # a folder or database: known at once whether it opens
+                self._client.get_experiment_by_name(run.project)  # a folder or database: known at once whether it opens
         except MlflowException as error:
             raise ConfigError(
                 f'[metrics] trackers = ["mlflow"]: {redact(str(error))} (MLFLOW_TRACKING_URI says where it writes)'
@@ -96,23 +97,24 @@ class MLflow:
 
     def _open(self, started: RunStarted) -> tuple[str, dict[str, int]]:
         """The run's id, and the last step that it has of each figure."""
-        run_id = self._identities.get("mlflow")
+        run_id = self._about.identity("mlflow")
         if run_id is not None:
             run = self._client.get_run(run_id)
             self._client.update_run(run_id, status="RUNNING")
             histories = {name: self._client.get_metric_history(run_id, name) for name in run.data.metrics}
             return run_id, {name: max(each.step for each in found) for name, found in histories.items() if found}
-        experiment = self._client.get_experiment_by_name(self._project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._project)
-        run_id = self._client.create_run(experiment_id, run_name=self._name).info.run_id
-        self._identities.put("mlflow", run_id)
+        project = self._about.project
+        experiment = self._client.get_experiment_by_name(project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        run_id = self._client.create_run(experiment_id, run_name=self._about.name).info.run_id
+        self._about.keep_identity("mlflow", run_id)
         self._log_parameters(run_id, started)
         return run_id, {}
 
     def _log_parameters(self, run_id: str, started: RunStarted) -> None:
         from mlflow.entities import Param
 
-        values = dict(_flat(self._recipe))
+        values = {".".join(path): value for path, value in flat(self._about.recipe) if value is not None}
         values |= {"parameters": started.parameters, "layout": started.layout, "device": started.device}
         values["world_size"] = started.world_size
         params = [Param(key, str(value)[:500]) for key, value in values.items()]
@@ -132,11 +134,3 @@ class MLflow:
                 if step > known.get(name, -1):
                     batch.append(Metric(name, value, at_ms, step))
             yield from (batch[i : i + _BATCH] for i in range(0, len(batch), _BATCH))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value

@@ -18,13 +18,13 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.train.events import Event, RunEnded, RunStarted
-from atoll.train.metrics.reporter import ReporterFailed
+from atoll.train.metrics.reporter import Reporter, ReporterFailed
 from atoll.train.metrics.summary import summarise
 
 TIMEOUT_S = 10.0
 
 
-class Notifier:
+class Notifier(Reporter):
     """Sends the summary of ``[metrics] notify`` when the run ends.
 
     Args:
@@ -49,9 +49,6 @@ class Notifier:
             self._started = event
         elif isinstance(event, RunEnded):
             send(self._target, summarise(event, self._started))
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def send(target: str, summary: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:

@@ -26,10 +26,8 @@ def save_curve(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], 
     """Draw training and validation loss over steps and tokens into a PNG, with the learning rate below.
 
     Args:
-        path: the picture, replaced as a whole.
         rows: objects of ``metrics.jsonl``, as ``journal.read`` gives them: of the whole run, resumed or not. Losses
             that are None or not finite leave a gap and a mark.
-        title: above the picture.
 
     Raises:
         ImportError: matplotlib is not there.

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from atoll.train.recipe.schema import ProfileSection
@@ -22,19 +21,11 @@ class StepProfiler:
     session, so a resumed run is traced as well. Outside the traced steps, and without a section, nothing happens.
 
     Args:
-        section: which steps; None for none.
-        folder: ``output_dir`` of the run.
-        rank: goes into the file's name.
         say: gets a line when the trace is there, or when it could not be written, which does not end the training.
     """
 
     def __init__(
-        self,
-        section: ProfileSection | None,
-        folder: str | os.PathLike[str],
-        rank: int,
-        *,
-        say: Callable[[str], None] | None = None,
+        self, section: ProfileSection | None, folder: str | os.PathLike[str], rank: int, *, say: Callable[[str], None]
     ) -> None:
         self._section = section
         self.path = Path(folder) / "profile" / f"rank{rank}.pt.trace.json.gz"
@@ -46,9 +37,7 @@ class StepProfiler:
         self._start_if_next()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         # A run that ends inside the window leaves what was traced until then.
         if error is None:
             self._stop()
@@ -96,5 +85,4 @@ class StepProfiler:
         finally:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-        if self._say is not None:
-            self._say(line)
+        self._say(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Protocol
 
 from atoll.train.events import Event, Note
 
@@ -12,7 +11,7 @@ from atoll.train.events import Event, Note
 _FAILURES = (OSError, RuntimeError, ValueError, TypeError)
 
 
-class Reporter(Protocol):
+class Reporter:
     """Takes the events of a run, in the order they happen, from one thread."""
 
     def __call__(self, event: Event) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from atoll.core.paths import write_atomic
 from atoll.train.events import Event, RunEnded, RunStarted, StepDone
+from atoll.train.metrics.reporter import Reporter
 
 
 def summarise(ended: RunEnded, started: RunStarted | None = None, first_loss: float | None = None) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def summarise(ended: RunEnded, started: RunStarted | None = None, first_loss: fl
     return {key: _finite(value) for key, value in values.items()}
 
 
-class SummaryFile:
+class SummaryFile(Reporter):
     """Writes ``summary.json`` into the folder of a run when it ends."""
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
@@ -46,9 +47,6 @@ class SummaryFile:
         elif isinstance(event, RunEnded):
             text = json.dumps(summarise(event, self._started, self._first_loss), indent=2, ensure_ascii=False)
             write_atomic(self.path, text.encode(errors="replace") + b"\n", mode=0o644)
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def next_steps(
@@ -67,11 +65,8 @@ def next_steps(
 
     Args:
         recipe: as the user gave it, a name or a file.
-        output_dir: the folder of the run.
         options: what the user gave beside the nodes, to be repeated.
-        status: as in ``RunEnded``.
         has_checkpoint: whether there is one to go on from.
-        nodes: how many the run had.
         steps: a longer run's; N where none is given.
         to_scale: what twice as many nodes need beside that.
         exports: whether the model is one that Hugging Face knows.

@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,9 +34,6 @@ def open_trackers(
     """The trackers of ``[metrics] trackers``. Each opens its run when the training starts.
 
     Args:
-        names: of ``tensorboard``, ``wandb`` and ``mlflow``.
-        output_dir: the folder of the run, which exists.
-        name: of the run.
         project: W&B's project, MLflow's experiment.
         recipe: as plain values; ``public`` takes its secrets out.
 
@@ -44,16 +42,14 @@ def open_trackers(
     """
     if "mlflow" in names:
         from atoll.train.metrics.mlflow import MLflow
+    run = TrackedRun(output_dir, name, project, public(recipe))
     opened: list[Reporter] = []
     for each in dict.fromkeys(names):
         library = _load(each)
-        identities = Identities(output_dir)
-        if each == "tensorboard":
-            opened.append(TensorBoard(library, output_dir, public(recipe)))
-        elif each == "wandb":
-            opened.append(WeightsAndBiases(library, output_dir, name, project, public(recipe), identities))
+        if each == "mlflow":
+            opened.append(MLflow(run))
         else:
-            opened.append(MLflow(name, project, public(recipe), identities))
+            opened.append((TensorBoard if each == "tensorboard" else WeightsAndBiases)(library, run))
     return opened
 
 
@@ -103,18 +99,25 @@ def figures(event: Event) -> dict[str, float]:
     return values if event.mfu is None else {**values, "speed/mfu": event.mfu}
 
 
-class Identities:
-    """What each tracker calls this run, in ``trackers.json``."""
+@dataclass(frozen=True)
+class TrackedRun:
+    """What trackers are told of a run, and what each of them calls it, which ``trackers.json`` keeps."""
 
-    def __init__(self, output_dir: str) -> None:
-        self._path = Path(output_dir) / "trackers.json"
+    output_dir: str
+    name: str
+    project: str
+    recipe: Mapping[str, Any]  # without its secrets
 
-    def get(self, tracker: str) -> str | None:
+    @property
+    def _path(self) -> Path:
+        return Path(self.output_dir) / "trackers.json"
+
+    def identity(self, tracker: str) -> str | None:
         """The run's identity there, or None where it has none yet."""
         found = self._read().get(tracker)
         return found if isinstance(found, str) else None
 
-    def put(self, tracker: str, identity: str) -> None:
+    def keep_identity(self, tracker: str, identity: str) -> None:
         """Keep it for the next start."""
         write_atomic(self._path, json.dumps({**self._read(), tracker: identity}, indent=2).encode() + b"\n", mode=0o644)
 
@@ -126,13 +129,13 @@ class Identities:
         return known if isinstance(known, dict) else {}
 
 
-class TensorBoard:
+class TensorBoard(Reporter):
     """Event files under ``<output_dir>/tensorboard``."""
 
-    def __init__(self, library: ModuleType, output_dir: str, recipe: Mapping[str, Any]) -> None:
+    def __init__(self, library: ModuleType, run: TrackedRun) -> None:
         self._library = library
-        self._folder = Path(output_dir) / "tensorboard"
-        self._recipe = recipe
+        self._folder = Path(run.output_dir) / "tensorboard"
+        self._recipe = run.recipe
         self._writer: Any = None
 
     def __call__(self, event: Event) -> None:
@@ -156,21 +159,12 @@ class TensorBoard:
             writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Reporter):
     """A W&B run. Steps that were logged before a stop and are done again are the same figures: W&B keeps the first."""
 
-    def __init__(
-        self,
-        library: ModuleType,
-        output_dir: str,
-        name: str,
-        project: str,
-        recipe: Mapping[str, Any],
-        identities: Identities,
-    ) -> None:
+    def __init__(self, library: ModuleType, run: TrackedRun) -> None:
         self._wandb: Any = library
-        self._output_dir, self._name, self._project, self._recipe = output_dir, name, project, recipe
-        self._identities = identities
+        self._about = run
         self._run: Any = None
         self._status = "failed"
         try:
@@ -180,8 +174,7 @@ class WeightsAndBiases:
             raise ConfigError(f'[metrics] trackers = ["wandb"]: {error}') from None
         if not ready and self._wandb.setup().settings.mode not in ("offline", "dryrun", "disabled"):
             raise ConfigError(
-                '[metrics] trackers = ["wandb"], but W&B has no API key here: run `wandb login`, set WANDB_API_KEY, '
-                "or write to a folder with WANDB_MODE=offline"
+                '[metrics] trackers = ["wandb"]: W&B has no API key: wandb login, WANDB_API_KEY or WANDB_MODE=offline'
             )
 
     def __call__(self, event: Event) -> None:
@@ -196,10 +189,10 @@ class WeightsAndBiases:
             self._run.log(values, step=getattr(event, "step", 0))
 
     def _open(self, event: RunStarted) -> None:
-        identity = self._identities.get("wandb")
+        identity = self._about.identity("wandb")
         if identity is None:
             identity = secrets.token_hex(4)
-            self._identities.put("wandb", identity)
+            self._about.keep_identity("wandb", identity)
         settings = self._wandb.Settings(
             silent=True,  # the terminal belongs to the console
             console="off",
@@ -213,12 +206,12 @@ class WeightsAndBiases:
         about = {"parameters": event.parameters, "layout": event.layout, "device": event.device}
         try:
             self._run = self._wandb.init(
-                project=self._project,
-                name=self._name,
+                project=self._about.project,
+                name=self._about.name,
                 id=identity,
                 resume="allow",
-                dir=self._output_dir,
-                config={**self._recipe, **about, "world_size": event.world_size},
+                dir=self._about.output_dir,
+                config={**self._about.recipe, **about, "world_size": event.world_size},
                 allow_val_change=True,
                 reinit="create_new",  # beside a run that the process may have open
                 settings=settings,
@@ -234,6 +227,7 @@ class WeightsAndBiases:
         try:
             run.finish(exit_code=0 if self._status in ("finished", "stopped") else 1)
         except (self._wandb.errors.Error, TimeoutError) as error:
+            folder = f"{self._about.output_dir}/wandb"
             raise ReporterFailed(
-                f"W&B did not take the last figures ({error}): `wandb sync` sends them from {self._output_dir}/wandb"
+                f"W&B did not take the last figures ({error}): `wandb sync` sends them from {folder}"
             ) from None

@@ -58,13 +58,11 @@ def generate(
     again for each. The same seed gives the same tokens on the same kind of device.
 
     Args:
-        model: a whole model on one device.
         tokens: the prompt, at least one.
         num_tokens: new ones at most; fewer where the model's ``max_seq_len`` ends first.
         temperature: of the distribution drawn from; 0 takes the likeliest token.
         top_k: draw from that many likeliest tokens only.
         top_p: draw from the likeliest tokens that together have this probability (Holtzman et al., 2020).
-        seed: of the draws.
         stop: tokens that end the text; they are not yielded.
 
     Raises:
@@ -74,40 +72,27 @@ def generate(
     longest = int(model.config.max_seq_len)  # type: ignore[union-attr,arg-type]  # Decoder's and UserModel's section
     if not 0 < len(tokens) < longest:
         raise ConfigError(f"the prompt has {len(tokens)} tokens, expected 1 to {longest - 1}: max_seq_len is {longest}")
-    if (
-        not 0 <= temperature < math.inf
-        or (top_k is not None and top_k < 1)
-        or (top_p is not None and not 0 < top_p <= 1)
-    ):
+    fits = 0 <= temperature < math.inf and (top_k is None or top_k >= 1) and (top_p is None or 0 < top_p <= 1)
+    if not fits:
         raise ConfigError(
             f"temperature = {temperature}, top_k = {top_k}, top_p = {top_p}: expected temperature ≥ 0, top_k ≥ 1 and "
             "0 < top_p ≤ 1"
         )
     if not -(2**63) <= seed < 2**64:
         raise ConfigError(f"seed = {seed}: expected a number of 64 bits, such as 0")
-    return _generate(
-        model, list(tokens), min(num_tokens, longest - len(tokens)), temperature, top_k, top_p, seed, frozenset(stop)
-    )
 
+    def drawn() -> Iterator[int]:
+        known, random = list(tokens), torch.Generator().manual_seed(seed)
+        count = min(num_tokens, longest - len(known))
+        with _caching(model, len(known) + count) as next_logits:
+            for _ in range(count):
+                token = _draw(next_logits(known), temperature, top_k, top_p, random)
+                if token in stop:
+                    return
+                known.append(token)
+                yield token
 
-def _generate(
-    model: nn.Module,
-    tokens: list[int],
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stop: frozenset[int],
-) -> Iterator[int]:
-    random = torch.Generator().manual_seed(seed)
-    with _caching(model, len(tokens) + num_tokens) as next_logits:
-        for _ in range(num_tokens):
-            token = _draw(next_logits(tokens), temperature, top_k, top_p, random)
-            if token in stop:
-                return
-            tokens.append(token)
-            yield token
+    return drawn()
 
 
 @contextmanager
@@ -150,8 +135,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | 
     """One token from logits [V]."""
     if not math.isfinite(logits.max()):  # NaN where any is; a model may rule out some tokens with -inf
         raise ConfigError(
-            "the model computes logits that are not finite: its weights hold NaN or numbers that are too large; take "
-            "an earlier checkpoint, or fetch the weights again"
+            "the model computes logits that are not finite: take an earlier checkpoint, or fetch the weights again"
         )
     if temperature == 0:
         return int(logits.argmax())
@@ -171,8 +155,6 @@ def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str], after
     """The text of tokens as they come; a character that spans tokens comes when it is whole.
 
     Args:
-        tokens: the new ones.
-        decode: of a tokenizer.
         after: what came before them, at least the last token: some tokenizers drop the space before a first word.
     """
     pending = list(after[-1:])

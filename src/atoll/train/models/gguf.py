@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,11 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
-from atoll.train.models.hf import Part, Stored, checked, shapes
+from atoll.train.models.hf import Stored, checked, stored_tensors
 from atoll.train.models.parts import Positions
 from atoll.train.recipe.schema import ModelSection, RopeScaling
 
 FAMILIES = {"llama": "llama", "qwen3": "qwen3", "phi3": "phi3", "gpt2": "gpt2"}
-# Computed by the runtimes from these; here they follow from the section.
-DERIVED = ("rope_freqs.weight", "attn_rot_embd")
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
 _LETTERS = (
@@ -268,18 +267,7 @@ def layout(section: ModelSection) -> list[Stored]:
         blocks["ffn_up"] = ["feed_forward.gate", "feed_forward.up"]
     else:
         blocks |= {"ffn_gate": ["feed_forward.gate"], "ffn_up": ["feed_forward.up"]}
-    names = {"token_embd": ["embed"], "position_embd": ["learned_positions"], "output_norm": ["norm"]}
-    names["output"] = ["head"]
-    for number in range(section.layers):
-        names |= {f"blk.{number}.{key}": [f"blocks.{number}.{each}" for each in ours] for key, ours in blocks.items()}
+    outer = {"token_embd": "embed", "position_embd": "learned_positions", "output_norm": "norm", "output": "head"}
+    found = stored_tensors(section, outer, "blk", blocks)
     permuted = {"attn_q": section.heads, "attn_k": section.num_kv_heads} if section.family == "llama" else {}
-    known, found = shapes(section), []
-    for theirs, ours in names.items():
-        for kind in ("weight", "bias"):
-            parts = tuple(
-                Part(f"{each}.{kind}", known[f"{each}.{kind}"][0]) for each in ours if f"{each}.{kind}" in known
-            )
-            if parts:
-                heads = permuted.get(theirs.rpartition(".")[2], 0)
-                found.append(Stored(f"{theirs}.{kind}", parts, permuted_heads=heads))
-    return found
+    return [replace(each, permuted_heads=permuted.get(each.name.split(".")[-2], 0)) for each in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Head(nn.Module):
         return self.token_loss(hidden.flatten(0, 1), weight, labels.flatten())
 
 
+@dataclass(eq=False)
 class ChunkedCrossEntropy:
     """The sum of negative log-likelihoods; gradients, where wanted, are computed with the loss, chunk by chunk.
 
@@ -41,10 +43,9 @@ class ChunkedCrossEntropy:
         vocab_start: first token id of this rank's slice.
     """
 
-    def __init__(self, chunk_tokens: int = 2048, group: dist.ProcessGroup | None = None, vocab_start: int = 0) -> None:
-        self.chunk_tokens = chunk_tokens
-        self.group = group
-        self.vocab_start = vocab_start
+    chunk_tokens: int = 2048
+    group: dist.ProcessGroup | None = None
+    vocab_start: int = 0
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """The loss [1], in float32 or wider, of ``hidden`` [N, D] under ``weight`` [V, D] and ``labels`` [N]."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -44,142 +45,107 @@ class Stored:
     permuted_heads: int = 0
 
 
-def layout(section: ModelSection) -> list[Stored]:
-    """Every tensor of a model in the order of its layers, as ``transformers`` names it."""
-    return _LAYOUTS[section.family](section)
-
-
 def shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, by our name."""
     d, e = section.dim, section.size_of_head
     q, k, f = section.heads * e, section.num_kv_heads * e, section.ffn_dim
-    found: dict[str, tuple[int, ...]] = {"embed.weight": (section.vocabulary, d)}
     biased = section.family == "gpt2"
-    if biased:
-        found["learned_positions.weight"] = (section.max_seq_len, d)
-    linear = {"attention.q": (q, d), "attention.k": (k, d), "attention.v": (k, d), "attention.o": (d, q)}
-    linear |= {"feed_forward.up": (f, d), "feed_forward.down": (d, f)}
-    linear |= {} if biased else {"feed_forward.gate": (f, d)}
-    norms = {"attention_norm": d, "feed_forward_norm": d}
-    norms |= {"attention.q_norm": e, "attention.k_norm": e} if section.family == "qwen3" else {}
-    for number in range(section.layers):
-        block = f"blocks.{number}"
-        for name, shape in linear.items():
-            found[f"{block}.{name}.weight"] = shape
-            if biased:
-                found[f"{block}.{name}.bias"] = shape[:1]
-        for name, width in norms.items():
-            found[f"{block}.{name}.weight"] = (width,)
-            if biased:
-                found[f"{block}.{name}.bias"] = (width,)
-    found["norm.weight"] = (d,)
-    if biased:
-        found["norm.bias"] = (d,)
-    if not section.tied:
-        found["head.weight"] = (section.vocabulary, d)
-    return found
+    block: dict[str, tuple[int, ...]] = {"attention.q": (q, d), "attention.k": (k, d), "attention.v": (k, d)}
+    block |= {"attention.o": (d, q), "feed_forward.up": (f, d), "feed_forward.down": (d, f)}
+    block |= {} if biased else {"feed_forward.gate": (f, d)}
+    block |= {"attention_norm": (d,), "feed_forward_norm": (d,)}
+    block |= {"attention.q_norm": (e,), "attention.k_norm": (e,)} if section.family == "qwen3" else {}
+    tables = {"embed": (section.vocabulary, d)} | ({"learned_positions": (section.max_seq_len, d)} if biased else {})
+    inside = {f"blocks.{n}.{name}": shape for n in range(section.layers) for name, shape in block.items()}
+    found: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in tables.items()}
+    for name, shape in (inside | {"norm": (d,)}).items():
+        found[f"{name}.weight"] = shape
+        if biased:
+            found[f"{name}.bias"] = shape[:1]
+    return found | ({} if section.tied else {"head.weight": (section.vocabulary, d)})
 
 
 # ----------------------------------------------------------------------------------------------------- layouts
-def _llama(section: ModelSection) -> list[Stored]:
-    return _table(
-        section,
-        {
-            "self_attn.q_proj": ["attention.q"],
-            "self_attn.k_proj": ["attention.k"],
-            "self_attn.v_proj": ["attention.v"],
-            "self_attn.o_proj": ["attention.o"],
-            "mlp.gate_proj": ["feed_forward.gate"],
-            "mlp.up_proj": ["feed_forward.up"],
-            "mlp.down_proj": ["feed_forward.down"],
-            "input_layernorm": ["attention_norm"],
-            "post_attention_layernorm": ["feed_forward_norm"],
-        }
-        | ({f"self_attn.{each}": [f"attention.{each}"] for each in _HEAD_NORMS} if section.family == "qwen3" else {}),
-    )
-
-
-def _phi3(section: ModelSection) -> list[Stored]:
-    return _table(
-        section,
-        {
-            "self_attn.qkv_proj": ["attention.q", "attention.k", "attention.v"],
-            "self_attn.o_proj": ["attention.o"],
-            "mlp.gate_up_proj": ["feed_forward.gate", "feed_forward.up"],
-            "mlp.down_proj": ["feed_forward.down"],
-            "input_layernorm": ["attention_norm"],
-            "post_attention_layernorm": ["feed_forward_norm"],
-        },
-    )
-
-
-def _gpt2(section: ModelSection) -> list[Stored]:
-    return _table(
-        section,
-        {
-            "attn.c_attn": ["attention.q", "attention.k", "attention.v"],
-            "attn.c_proj": ["attention.o"],
-            "mlp.c_fc": ["feed_forward.up"],
-            "mlp.c_proj": ["feed_forward.down"],
-            "ln_1": ["attention_norm"],
-            "ln_2": ["feed_forward_norm"],
-        },
-        outer={
-            "transformer.wte": "embed",
-            "transformer.wpe": "learned_positions",
-            "transformer.ln_f": "norm",
-            "lm_head": "head",
-        },
-        block="transformer.h",
-        transposed=True,
-    )
-
-
-_HEAD_NORMS = ("q_norm", "k_norm")
 _OUTER = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
-_LAYOUTS: dict[str, Callable[[ModelSection], list[Stored]]] = {
-    "llama": _llama,
-    "qwen3": _llama,
-    "phi3": _phi3,
-    "gpt2": _gpt2,
+_GPT2_OUTER = {
+    "transformer.wte": "embed",
+    "transformer.wpe": "learned_positions",
+    "transformer.ln_f": "norm",
+    "lm_head": "head",
+}
+_LLAMA = {
+    "self_attn.q_proj": ["attention.q"],
+    "self_attn.k_proj": ["attention.k"],
+    "self_attn.v_proj": ["attention.v"],
+    "self_attn.o_proj": ["attention.o"],
+    "mlp.gate_proj": ["feed_forward.gate"],
+    "mlp.up_proj": ["feed_forward.up"],
+    "mlp.down_proj": ["feed_forward.down"],
+    "input_layernorm": ["attention_norm"],
+    "post_attention_layernorm": ["feed_forward_norm"],
+}
+_BLOCKS = {
+    "llama": _LLAMA,
+    "qwen3": _LLAMA | {f"self_attn.{each}": [f"attention.{each}"] for each in ("q_norm", "k_norm")},
+    "phi3": {
+        "self_attn.qkv_proj": ["attention.q", "attention.k", "attention.v"],
+        "self_attn.o_proj": ["attention.o"],
+        "mlp.gate_up_proj": ["feed_forward.gate", "feed_forward.up"],
+        "mlp.down_proj": ["feed_forward.down"],
+        "input_layernorm": ["attention_norm"],
+        "post_attention_layernorm": ["feed_forward_norm"],
+    },
+    "gpt2": {
+        "attn.c_attn": ["attention.q", "attention.k", "attention.v"],
+        "attn.c_proj": ["attention.o"],
+        "mlp.c_fc": ["feed_forward.up"],
+        "mlp.c_proj": ["feed_forward.down"],
+        "ln_1": ["attention_norm"],
+        "ln_2": ["feed_forward_norm"],
+    },
 }
 
 
-def _table(
-    section: ModelSection,
-    per_block: Mapping[str, list[str]],
-    *,
-    outer: Mapping[str, str] = _OUTER,
-    block: str = "model.layers",
-    transposed: bool = False,
+def layout(section: ModelSection) -> list[Stored]:
+    """Every tensor of a model in the order of its layers, as ``transformers`` names it."""
+    blocks = _BLOCKS[section.family]
+    if section.family != "gpt2":
+        return stored_tensors(section, _OUTER, "model.layers", blocks)
+    known = shapes(section)
+    found = stored_tensors(section, _GPT2_OUTER, "transformer.h", blocks)
+    # Its linear layers hold their weights the other way round.
+    linear = {n for n in known if n.startswith("blocks.") and len(known[n]) == 2}
+    return [replace(each, transposed=each.parts[0].name in linear) for each in found]
+
+
+def stored_tensors(
+    section: ModelSection, outer: Mapping[str, str], block: str, per_block: Mapping[str, list[str]]
 ) -> list[Stored]:
-    """The stored tensors of names without their ``.weight`` and ``.bias``; ``outer`` is for those outside blocks."""
-    names: list[tuple[str, list[str], bool]] = [(theirs, [ours], False) for theirs, ours in outer.items()]
+    """The tensors of a file by its names for them and ours, both without ``.weight`` and ``.bias``.
+
+    Args:
+        outer: those outside of blocks.
+        block: what stands in front of a block's number.
+        per_block: those of each block, ours one after the other where the file has several as one.
+    """
+    names = {theirs: [ours] for theirs, ours in outer.items()}
     for number in range(section.layers):
-        names += [
-            (f"{block}.{number}.{theirs}", [f"blocks.{number}.{each}" for each in ours], True)
-            for theirs, ours in per_block.items()
-        ]
+        for theirs, ours in per_block.items():
+            names[f"{block}.{number}.{theirs}"] = [f"blocks.{number}.{each}" for each in ours]
     known = shapes(section)
     found = []
-    for theirs, ours, inside in names:
+    for theirs, ours in names.items():
         for kind in ("weight", "bias"):
-            parts = tuple(
-                Part(f"{each}.{kind}", known[f"{each}.{kind}"][0]) for each in ours if f"{each}.{kind}" in known
-            )
+            full = [f"{each}.{kind}" for each in ours]
+            parts = tuple(Part(name, known[name][0]) for name in full if name in known)
             if parts:
-                matrix = len(known[parts[0].name]) == 2
-                found.append(Stored(f"{theirs}.{kind}", parts, transposed=transposed and inside and matrix))
+                found.append(Stored(f"{theirs}.{kind}", parts))
     return found
 
 
 # ------------------------------------------------------------------------------------------- config.json, in
 def section_from_hf(config: Mapping[str, Any], *, source: str = "config.json") -> ModelSection:
     """The network that a Hugging Face ``config.json`` describes.
-
-    Args:
-        config: its content.
-        source: what messages call it.
 
     Raises:
         ConfigError: it is of an unknown architecture, lacks a dimension, or describes something that these models do
@@ -188,27 +154,28 @@ def section_from_hf(config: Mapping[str, Any], *, source: str = "config.json") -
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise ConfigError(
-            f"{source}: model_type is {kind!r}; known are {', '.join(MODEL_TYPES)}. For another one write its network "
-            "as [model] python"
+            f"{source}: model_type is {kind!r}; known are {', '.join(MODEL_TYPES)}; write another as [model] python"
         )
     if quantised := config.get("quantization_config"):
         raise ConfigError(
-            f"{source}: quantization_config = {quantised!r}: quantised weights are read from GGUF files only; take the "
-            "model's plain weights"
+            f"{source}: quantization_config = {quantised!r}: quantised weights are read from GGUF files only"
         )
     reader = _Reader(config, source)
     fields = _gpt2_fields(reader) if kind == "gpt2" else _rotary_fields(reader, kind)
     fields["family"] = "llama" if kind == "mistral" else kind
     fields["init_std"] = reader.positive("initializer_range", 0.02)
-    return checked(ModelSection, fields, source)
+    return checked(ModelSection, fields, source, _GPT2_NAMES if kind == "gpt2" else _ROTARY_NAMES)
 
 
 _S = TypeVar("_S", bound=BaseModel)
-_THEIR_NAMES = {"original_max_seq_len": "original_max_position_embeddings"}
+_V = TypeVar("_V")
+_ROTARY_NAMES = {"dim": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+_GPT2_NAMES = {"dim": "n_embd", "heads": "n_head"}
+_SCALING_NAMES = {"original_max_seq_len": "original_max_position_embeddings"}
 
 
-def checked(kind: type[_S], fields: Mapping[str, Any], source: str) -> _S:
-    """A section of these fields.
+def checked(kind: type[_S], fields: Mapping[str, Any], source: str, names: Mapping[str, str] = {}) -> _S:
+    """A section of these fields; ``names`` are the source's of them.
 
     Raises:
         ConfigError: a value cannot be; names ``source``, the first such field and its value.
@@ -217,8 +184,10 @@ def checked(kind: type[_S], fields: Mapping[str, Any], source: str) -> _S:
         return kind(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(_THEIR_NAMES.get(str(each), str(each)) for each in first["loc"])
+        key = ".".join(names.get(str(each), str(each)) for each in first["loc"])
         what = f"{key} = {first['input']!r}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")
+        for ours, theirs in () if key else names.items():
+            what = re.sub(rf"\b{ours}(?= =)", theirs, what)
         raise ConfigError(f"{source}: {what}") from None
 
 
@@ -229,35 +198,31 @@ class _Reader:
         self.config = config
         self.source = source
 
-    def number(self, key: str, default: int | None = None, *, largest: float = math.inf) -> int:
-        """A whole number above 0; where it is absent or null the default, without which it must be there."""
+    def _value(self, key: str, default: _V | None, fits: Callable[[Any], bool], expected: str) -> _V:
+        """Where it is absent or null the default, without which it must be there."""
         value = self.config.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-            limit = "" if largest == math.inf else f", {largest} at most"
-            raise ConfigError(f"{self.source}: {key} is {value!r}, expected a whole number above 0{limit}")
-        return value
+        if not fits(value):
+            raise ConfigError(f"{self.source}: {key} is {value!r}, expected {expected}")
+        return cast(_V, value)
+
+    def number(self, key: str, default: int | None = None, *, largest: float = math.inf) -> int:
+        expected = "a whole number above 0" + ("" if largest == math.inf else f", {largest} at most")
+        return self._value(key, default, lambda value: type(value) is int and 1 <= value <= largest, expected)
 
     def positive(self, key: str, default: float) -> float:
-        value = self.config.get(key)
-        if value is None or (value == 0 and key == "initializer_range"):  # which says no more than that it is unknown
+        if key == "initializer_range" and self.config.get(key) == 0:  # says no more than that it is unknown
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ConfigError(f"{self.source}: {key} is {value!r}, expected a number above 0")
-        return value
+        return self._value(
+            key, default, lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
+        )
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self.source}: {key} is {value!r}, expected true or false")
-        return default if value is None else value
+        return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
 
     def table(self, key: str) -> dict[str, Any]:
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{self.source}: {key} is {value!r}, expected an object")
-        return dict(value or {})
+        return self._value(key, {}, lambda value: isinstance(value, dict), "an object")
 
     def must(self, key: str, allowed: tuple[Any, ...]) -> None:
         """Refuse a key whose value means another computation than ours; one that is absent is fine."""
@@ -282,25 +247,13 @@ def _rotary_fields(reader: _Reader, kind: str) -> dict[str, Any]:
     if "sliding_attention" in layer_types and window is None:
         raise ConfigError(f"{reader.source}: layer_types has sliding_attention, which is not supported here")
     theta, scaling = _rope(reader, length)
-    if config.get("head_dim") is None and kind != "qwen3" and dim % heads:
-        raise ConfigError(
-            f"{reader.source}: hidden_size = {dim} is not divisible by num_attention_heads = {heads}, and head_dim is "
-            "not given"
-        )
-    head_dim = reader.number("head_dim", 128 if kind == "qwen3" else dim // heads)
-    if head_dim % 2:
-        raise ConfigError(f"{reader.source}: head_dim = {head_dim} is odd, and rotary positions need pairs")
-    kv_heads = reader.number("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"{reader.source}: num_attention_heads = {heads} is not divisible by num_key_value_heads = {kv_heads}"
-        )
+    head_dim = reader.number("head_dim", 128) if kind == "qwen3" or config.get("head_dim") is not None else None
     return {
         "layers": reader.number("num_hidden_layers", largest=_MOST_LAYERS),
         "dim": dim,
         "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": None if head_dim * heads == dim else head_dim,
+        "kv_heads": reader.number("num_key_value_heads", heads),
+        "head_dim": None if head_dim is None or head_dim * heads == dim else head_dim,
         "hidden_dim": reader.number("intermediate_size"),
         "vocab_size": reader.number("vocab_size"),
         # Within its window a token sees all before it, as here: shorter sequences are exact.
@@ -340,7 +293,7 @@ def _rope(reader: _Reader, length: int) -> tuple[float, RopeScaling | None]:
     else:
         fields |= {key: rope[key] for key in ("beta_fast", "beta_slow") if rope.get(key) is not None}
         fields["attention_factor"] = rope.get("attention_factor") or _mscale(inner, factor)
-    return theta, checked(RopeScaling, fields, f"{reader.source}: rope scaling {kind!r}")
+    return theta, checked(RopeScaling, fields, f"{reader.source}: rope scaling {kind!r}", _SCALING_NAMES)
 
 
 def _mscale(rope: _Reader, factor: float) -> float | None:
@@ -358,8 +311,6 @@ def _gpt2_fields(reader: _Reader) -> dict[str, Any]:
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         reader.must(key, (False,))
     dim, heads = reader.number("n_embd"), reader.number("n_head")
-    if dim % heads:
-        raise ConfigError(f"{reader.source}: n_embd = {dim} is not divisible by n_head = {heads}")
     return {
         "layers": reader.number("n_layer", largest=_MOST_LAYERS),
         "dim": dim,
@@ -384,10 +335,6 @@ _ARCHITECTURES = {
 
 def hf_config(section: ModelSection, dtype: str) -> dict[str, Any]:
     """The ``config.json`` of a network, for transformers 4 and 5.
-
-    Args:
-        section: the network, its vocabulary size known.
-        dtype: "fp32", "bf16" or "fp16".
 
     Raises:
         ConfigError: ``transformers`` has no such network.

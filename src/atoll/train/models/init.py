@@ -51,10 +51,6 @@ def initialize(model: nn.Module, seed: int) -> None:
     and placement. Values are computed in float64; for narrower types they are rounded to float32 and then to the type.
     The logarithms of a GPU and a CPU may differ in the last bit of a float64: the same seed gives the same float32 on
     both in all but a few values of ten million.
-
-    Args:
-        model: one that ``registry.build`` made, or a stage of it, materialised.
-        seed: the recipe's.
     """
     configs = (getattr(part, "config", None) for part in model.modules())
     config = next(config for config in configs if isinstance(config, ModelSection))

@@ -187,11 +187,7 @@ class Decoder(nn.Module):
         self.head: Head | None = Head(config.vocabulary, config.dim, tied=config.tied)
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        documents: Tensor | None = None,
-        labels: Tensor | None = None,
+        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
         """Logits, or the loss where ``labels`` are given.
 

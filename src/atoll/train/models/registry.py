@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
-from atoll.train.models import gpt2, llama, phi3, qwen3
+from atoll.train.models import gpt2, llama
 from atoll.train.models.head import IGNORED
 from atoll.train.models.init import materialize
 from atoll.train.models.parts import Decoder
@@ -23,8 +23,8 @@ from atoll.train.recipe.schema import ModelSection
 
 _FAMILIES: dict[str, Callable[[ModelSection], Decoder]] = {
     "llama": llama.build,
-    "qwen3": qwen3.build,
-    "phi3": phi3.build,
+    "qwen3": llama.build,
+    "phi3": llama.build,
     "gpt2": gpt2.build,
 }
 
@@ -46,11 +46,7 @@ class UserModel(nn.Module):
         self._names = _accepted(inner, config)
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        documents: Tensor | None = None,
-        labels: Tensor | None = None,
+        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
         """Logits [B, S, V] of tokens ``x`` [B, S], or the summed loss [1] where ``labels`` [B, S] are given.
 
@@ -107,13 +103,12 @@ def parameter_count(section: ModelSection) -> int:
     return sum(parameter.numel() for parameter in build(section).parameters())
 
 
-def flops_per_token(section: ModelSection, seq_len: int, causal: bool = True) -> float:
+def flops_per_token(section: ModelSection, seq_len: int) -> float:
     """Floating-point operations of a training step per token, recomputation not counted.
 
     6 × the parameters that multiply (matrices and the head, tied or not; no looked-up embeddings, norms or biases: 2 a
-    token forward, 4 backward), plus 12 × layers × heads × head width × ``seq_len`` for attention's two products, half
-    of it where ``causal``. Llama 3.1 8B at 8,192 tokens: 51.5 GFLOP causal, 57.9 whole. Of a user's own model nothing
-    is known about attention, which is left out.
+    token forward, 4 backward), plus 6 × layers × heads × head width × ``seq_len`` for attention's two causal products.
+    Llama 3.1 8B at 8,192 tokens: 51.5 GFLOP. Of a user's own model nothing is known about attention: it is left out.
     """
     model = build(section)
     multiplied = sum(
@@ -127,8 +122,7 @@ def flops_per_token(section: ModelSection, seq_len: int, causal: bool = True) ->
         return 6.0 * multiplied
     if section.tied:
         multiplied += section.vocabulary * section.dim
-    attention = 12.0 * section.layers * section.heads * section.size_of_head * seq_len
-    return 6.0 * multiplied + (attention / 2 if causal else attention)
+    return 6.0 * (multiplied + section.layers * section.heads * section.size_of_head * seq_len)
 
 
 # ------------------------------------------------------------------------------------------------- a user's own
@@ -166,8 +160,7 @@ def _load(spec: str) -> Callable[[ModelSection], Any]:
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
             raise ConfigError(
-                f"[model] python = {spec!r}: there is no module {error.name!r}; start in its folder, install it, or "
-                "set PYTHONPATH"
+                f"[model] python = {spec!r}: there is no module {error.name!r}: start in its folder, or install it"
             ) from None
         raise ConfigError(f"[model] python = {spec!r}: importing {where} failed: {error}") from error
     found: Any = module

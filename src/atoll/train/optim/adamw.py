@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from atoll.train.optim.local import LocalOptimizer, like, local, local_gradient
+from atoll.train.optim.local import LocalOptimizer, like
+from atoll.train.spread import local, local_gradient
 
 _BUCKET_ELEMENTS = 1 << 25  # moved at a time with bf16 moments: bounds what is held in fp32 meanwhile
 

@@ -1,4 +1,4 @@
-"""The optimizer that a recipe asks for."""
+"""The optimizer that a recipe asks for; which parameters decay, and which are matrices that Muon moves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from atoll.train.optim.adamw import AdamW, AdamWLowMemory
-from atoll.train.optim.groups import matrices, split_by_decay
 from atoll.train.optim.muon import Muon
 from atoll.train.optim.sgd import SGD
 from atoll.train.recipe.schema import OptimizerSection
+
+# Parts of the names of tables that are looked up by index, ours (embed, learned_positions) and common ones.
+_TABLES = ("embed", "position", "wte", "wpe")
+_HEADS = ("head", "lm_head", "output", "unembed")
 
 
 def build_optimizer(
@@ -24,7 +27,6 @@ def build_optimizer(
 
     Args:
         parameters: fp32 or fp64.
-        section: ``[optimizer]``.
         seed: of the rounding of moments in bf16.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -47,8 +49,29 @@ def _groups(
     names: list[str], parameters: dict[str, nn.Parameter], section: OptimizerSection, **options: Any
 ) -> list[dict[str, Any]]:
     """Groups with and without weight decay; those without a parameter are left out."""
-    groups = []
-    for decay, members in zip((section.weight_decay, 0.0), split_by_decay(names, parameters), strict=True):
-        if members:
-            groups.append({"params": [parameters[name] for name in members], "weight_decay": decay, **options})
-    return groups
+    decaying = {True: section.weight_decay, False: 0.0}
+    members = {each: [parameters[n] for n in names if decays(n, parameters[n]) is each] for each in decaying}
+    return [{"params": members[each], "weight_decay": decaying[each], **options} for each in decaying if members[each]]
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: never to norms, biases and embeddings, but to the head."""
+    return parameter.ndim >= 2 and not name.endswith("bias") and "norm" not in name and not _is_table(name)
+
+
+def matrices(parameters: dict[str, nn.Parameter]) -> set[str]:
+    """The names of the hidden layers' matrices: those of two dimensions inside the blocks.
+
+    In a model that has no ``blocks``, all of two dimensions but embeddings and the head.
+    """
+    hidden = {name for name, each in parameters.items() if each.ndim == 2 and decays(name, each)}
+    in_blocks = {name for name in hidden if "blocks" in name.split(".")}
+    return in_blocks or {name for name in hidden if not _is_head(name)}
+
+
+def _is_table(name: str) -> bool:
+    return any(table in name for table in _TABLES) and "unembed" not in name
+
+
+def _is_head(name: str) -> bool:
+    return any(part in _HEADS for part in name.split("."))

@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+from atoll.train.spread import local
 
 
 class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -56,30 +52,9 @@ class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
             if moving:
                 self.move(moving, group)
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy what ``state_dict()`` gave into the states; their number formats stay."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, saved in state_dict["state"].items():
-            for key, value in saved.items():
-                self.state[parameters[number]][key].copy_(value)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-
     def locals(self, parameters: list[nn.Parameter], key: str) -> list[Tensor]:
         """The local parts of one state of these parameters."""
         return [local(self.state[parameter][key]) for parameter in parameters]
-
-
-def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient of the part that this rank holds."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        if gradient.placements != parameter.placements:  # sums still to be done, after some tensor-parallel layers
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return gradient.to_local()
-    return gradient
 
 
 def like(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from atoll.train.optim.adamw import fused_adamw
-from atoll.train.optim.local import LocalOptimizer, like, local, local_gradient
+from atoll.train.optim.local import LocalOptimizer, like
+from atoll.train.spread import as_spread, local, local_gradient, whole_of
 
 # Of the quintic whose five iterations bring singular values from (0, 1] to about 1 (Jordan et al.).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -90,25 +91,13 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
 
 def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """The whole of a matrix of which ``part`` is this rank's."""
-    if not isinstance(parameter, DTensor):
-        return part
-    return _spread(part, parameter, parameter.placements).full_tensor()
+    whole = whole_of(part, parameter)
+    return whole.full_tensor() if isinstance(whole, DTensor) else part
 
 
 def _own_part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """This rank's part of a matrix that every rank has; without communication."""
     if not isinstance(parameter, DTensor):
         return whole
-    everywhere = _spread(whole, parameter, [Replicate()] * parameter.device_mesh.ndim)
-    return everywhere.redistribute(placements=parameter.placements).to_local()
-
-
-def _spread(tensor: Tensor, parameter: DTensor, placements: Any) -> DTensor:
-    return DTensor.from_local(
-        tensor,
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    everywhere = whole_of(whole, parameter, [Replicate()] * parameter.device_mesh.ndim)
+    return local(as_spread(everywhere, parameter))

@@ -10,63 +10,43 @@ from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.schema import ScheduleSection
 
 
-def factor(section: ScheduleSection, step: int, total_steps: int, *, warmup_steps: int, decay_steps: int) -> float:
-    """What the learning rate of a step is multiplied by, in [0, 1].
-
-    With n = ``total_steps``, w = ``warmup_steps`` and d = ``decay_steps``: the factor of steps 1 to w is step / w, so
-    that step w is the first with the full rate (step 1 where there is no warmup). From there it falls to ``floor`` at
-    step n: evenly for ``linear``; along half a ``cosine`` (Loshchilov and Hutter, "SGDR", 2017); for ``wsd`` it stays
-    until step n - d and falls evenly from there (Hu et al., "MiniCPM", 2024). ``constant`` stays. Where the first step
-    with the full rate is also the last, it keeps it. Steps after n are as step n.
-
-    Args:
-        section: ``kind`` and ``floor``.
-        step: the step about to be taken; the first is 1.
-        total_steps: steps of the whole run.
-        warmup_steps: at most ``total_steps``.
-        decay_steps: of ``wsd``.
-    """
-    step = min(step, total_steps)
-    if step < warmup_steps:
-        return step / warmup_steps
-    start = max(warmup_steps, 1)  # the first step with the full rate
-    if section.kind == "wsd":
-        start = max(start, total_steps - decay_steps)
-    if section.kind == "constant" or step <= start:
-        return 1.0
-    done = (step - start) / (total_steps - start)
-    left = (1.0 + math.cos(math.pi * done)) / 2 if section.kind == "cosine" else 1.0 - done
-    return section.floor + (1.0 - section.floor) * left
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A schedule whose lengths are known in steps."""
 
     section: ScheduleSection
     total_steps: int
-    warmup_steps: int
-    decay_steps: int
+    warmup_steps: int  # at most all
+    decay_steps: int  # of wsd
 
     def factor(self, step: int) -> float:
-        """What the learning rate of ``step`` is multiplied by; the first step is 1."""
-        return factor(
-            self.section,
-            step,
-            self.total_steps,
-            warmup_steps=self.warmup_steps,
-            decay_steps=self.decay_steps,
-        )
+        """What the learning rate of ``step``, the first of which is 1, is multiplied by, in [0, 1].
+
+        With n = ``total_steps``, w = ``warmup_steps`` and d = ``decay_steps``: the factor of steps 1 to w is step / w,
+        so that step w is the first with the full rate (step 1 where there is no warmup). From there it falls to
+        ``floor`` at step n: evenly for ``linear``; along half a ``cosine`` (Loshchilov and Hutter, "SGDR", 2017); for
+        ``wsd`` it stays until step n - d and falls evenly from there (Hu et al., "MiniCPM", 2024). ``constant`` stays.
+        Where the first step with the full rate is also the last, it keeps it. Steps after n are as step n.
+        """
+        kind, floor, total_steps = self.section.kind, self.section.floor, self.total_steps
+        step = min(step, total_steps)
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        start = max(self.warmup_steps, 1)  # the first step with the full rate
+        if kind == "wsd":
+            start = max(start, total_steps - self.decay_steps)
+        if kind == "constant" or step <= start:
+            return 1.0
+        done = (step - start) / (total_steps - start)
+        left = (1.0 + math.cos(math.pi * done)) / 2 if kind == "cosine" else 1.0 - done
+        return floor + (1.0 - floor) * left
 
 
 def resolve(section: ScheduleSection, total_steps: int, steps_per_epoch: float, tokens_per_step: float) -> Schedule:
     """The schedule of a run.
 
     Args:
-        section: ``[schedule]``.
-        total_steps: of the run.
         steps_per_epoch: steps, with a fraction where an epoch is not a whole number of them.
-        tokens_per_step: positions that a full step trains on.
 
     Raises:
         ConfigError: warmup, or warmup and decay, are longer than the run.
@@ -78,8 +58,7 @@ def resolve(section: ScheduleSection, total_steps: int, steps_per_epoch: float, 
     warmup = steps(section.warmup)
     if warmup > total_steps:
         raise ConfigError(
-            f"[schedule] warmup = {section.warmup} is {warmup} steps, longer than the run of {total_steps}; "
-            "shorten it, or raise [train] steps"
+            f"[schedule] warmup = {section.warmup} is {warmup} steps, longer than the run of {total_steps}: shorten it"
         )
     decay = 0
     if section.kind == "wsd":

@@ -44,11 +44,7 @@ def build_dtype(recipe: Recipe, mesh: Mesh) -> torch.dtype:
 
 
 def parallelize(
-    model: nn.Module,
-    recipe: Recipe,
-    mesh: Mesh,
-    *,
-    prepare_blocks: Callable[[nn.Module], None] | None = None,
+    model: nn.Module, recipe: Recipe, mesh: Mesh, *, prepare_blocks: Callable[[nn.Module], None] | None = None
 ) -> None:
     """Shard ``model``, which is on the meta device, in place.
 
@@ -59,7 +55,7 @@ def parallelize(
     if layout.context > 1:
         apply_context(model, mesh.group("context"))
     if layout.tensor > 1:
-        apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # it refuses others
+        apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # ``layout.check`` refuses others
     if prepare_blocks is not None:
         prepare_blocks(model)
     if mesh.fsdp is not None:

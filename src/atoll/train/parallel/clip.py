@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from atoll.train.parallel.mesh import Mesh
+from atoll.train.spread import local
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """What this rank holds of each gradient."""
-    grads = (p.grad for p in parameters if p.grad is not None)
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
 
 def squared_norm(parameters: Collection[nn.Parameter], mesh: Mesh) -> Tensor:
@@ -30,14 +30,9 @@ def squared_norm(parameters: Collection[nn.Parameter], mesh: Mesh) -> Tensor:
         grad = parameter.grad
         if grad is None:
             continue
-        if isinstance(grad, DTensor):
-            placed = enumerate(grad.placements)
-            spread = tuple(
-                grad.device_mesh.get_group(axis) for axis, placement in placed if not placement.is_replicate()
-            )
-            groups.setdefault(spread, []).append(grad.to_local())
-        else:
-            groups[()].append(grad)
+        axes = enumerate(grad.placements) if isinstance(grad, DTensor) else ()
+        spread = tuple(grad.device_mesh.get_group(axis) for axis, place in axes if not place.is_replicate())  # type: ignore[attr-defined]  # where there are axes
+        groups.setdefault(spread, []).append(local(grad))
     total = torch.zeros((), dtype=wide, device=mesh.device)
     for spread, grads in groups.items():
         squares = _sum_of_squares(grads, wide, mesh.device)

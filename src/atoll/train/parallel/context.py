@@ -34,8 +34,7 @@ def split(batch: Batch, rank: int, size: int) -> Batch:
     if size == 1:
         return batch
     own = places(rank, size, batch.tokens.shape[1]).to(batch.tokens.device)
-    parts = (batch.tokens, batch.labels, batch.positions, batch.documents)
-    return Batch(*(None if part is None else part.index_select(1, own) for part in parts))  # type: ignore[arg-type]  # only documents can be None
+    return batch.map(lambda part: part.index_select(1, own))
 
 
 class _Gather(torch.autograd.Function):

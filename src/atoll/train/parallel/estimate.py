@@ -11,9 +11,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from atoll.train.models.registry import build
+from atoll.train.parallel.apply import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.layout import Layout, num_stages_per_rank
 from atoll.train.parallel.recompute import Mode
 from atoll.train.recipe.schema import ModelSection, Recipe
@@ -21,7 +23,6 @@ from atoll.train.recipe.schema import ModelSection, Recipe
 Device = Literal["cuda", "cpu"]
 
 GIB = 2**30
-_WIDTHS = {"bf16": 2, "fp32": 4, "fp64": 8}
 _TABLES = ("embed", "learned_positions")
 
 
@@ -124,19 +125,11 @@ class _Rank:
 
 
 def estimate(
-    recipe: Recipe,
-    layout: Layout,
-    *,
-    recompute: Mode,
-    device_bytes: int | None = None,
-    device: Device = "cuda",
+    recipe: Recipe, layout: Layout, *, recompute: Mode, device_bytes: int | None = None, device: Device = "cuda"
 ) -> Estimate:
     """What the fullest rank needs.
 
     Args:
-        recipe: its vocabulary known.
-        layout: sizes of the mesh.
-        recompute: the mode to count with.
         device_bytes: where given, the share that the allocator loses is a share of it at most.
         device: decides number formats and kernels.
     """
@@ -180,12 +173,12 @@ def _of_rank(
     block = _block(recipe, layout, device, c)
     kept_tokens = tokens * rank.in_flight
     per_token = getattr(block, recompute)
-    ends = _ends(recipe, layout, device, c, bool(rank.vocabulary)) * tokens * rank.losses_in_flight
+    ends = _ends(recipe, device, c, bool(rank.vocabulary)) * tokens * rank.losses_in_flight
     parts["activations"] = int(kept_tokens * per_token * len(rank.blocks)) + ends + rank.buffers * tokens * c
     formulas["activations"] = (
         f"{rank.in_flight * tokens:,.0f} tokens × {len(rank.blocks)} blocks × {per_token:,.0f} B, recompute {recompute}"
     )
-    parts["head and loss"] = _loss(recipe, rank, tokens, c, w)
+    parts["head and loss"] = _loss(recipe, rank, tokens, c)
     formulas["head and loss"] = f"logits of {min(recipe.objective.chunk_tokens, tokens):,} tokens, gradient [V, D]"
     again = block.none - block.full if recompute != "none" else 0
     working = tokens * (block.working + again)
@@ -198,11 +191,8 @@ def _of_rank(
 
 def widths(recipe: Recipe, device: Device) -> tuple[int, int, int]:
     """Bytes a number of the compute format, of the masters and of the reduction."""
-    wanted = recipe.precision.compute
-    compute = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
-    if compute == "fp64":
-        return 8, 8, 8
-    return _WIDTHS[compute], 4, _WIDTHS[recipe.precision.reduce]
+    compute = compute_dtype(recipe, torch.device(device))
+    return compute.itemsize, master_dtype(recipe).itemsize, reduce_dtype(recipe).itemsize
 
 
 def _optimizer(recipe: Recipe, rank: _Rank, shards: int, w: int) -> tuple[int, str]:
@@ -239,7 +229,7 @@ class _Block:
 
 def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> _Block:
     model, t = recipe.model, layout.tensor
-    compiled = _compiled(recipe, device)
+    compiled = is_compiled(recipe, device)
     gated = model.family != "gpt2"
     d = model.dim
     between = d // t if t > 1 and recipe.parallel.sequence_parallel else d  # outside of attention and feed-forward
@@ -257,14 +247,15 @@ def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> _Block:
     collectives = 2 * between if t > 1 else 0
     entering = between * c
     return _Block(
-        none=norms + attention + feed_forward + _mask(recipe, device, c),
+        none=norms + attention + feed_forward + _mask(recipe, c),
         selective=entering + (q + kept_products + collectives) * c + statistics,
         full=entering,
         working=(2 * f + 2 * d) * c,
     )
 
 
-def _compiled(recipe: Recipe, device: Device) -> bool:
+def is_compiled(recipe: Recipe, device: Device) -> bool:
+    """Whether blocks are compiled."""
     if recipe.compile.enabled is not None:
         return recipe.compile.enabled
     return device == "cuda" and recipe.model.python is None
@@ -278,12 +269,12 @@ def _norm(model: ModelSection, device: Device, c: int, width: int, compiled: boo
     return 2 * width * max(c, 4)
 
 
-def _mask(recipe: Recipe, device: Device, c: int) -> int:
+def _mask(recipe: Recipe, c: int) -> int:
     """Bytes a token of a block's copy of the mask, as additions in the compute format, where documents are apart."""
     return recipe.train.seq_len * c if recipe.data.isolate_documents else 0
 
 
-def _ends(recipe: Recipe, layout: Layout, device: Device, c: int, has_head: bool) -> int:
+def _ends(recipe: Recipe, device: Device, c: int, has_head: bool) -> int:
     """Bytes a token outside of the blocks: the last norm and the hidden state's gradient, angles, mask, token ids."""
     model = recipe.model
     mask = recipe.train.seq_len if recipe.data.isolate_documents else 0
@@ -292,7 +283,7 @@ def _ends(recipe: Recipe, layout: Layout, device: Device, c: int, has_head: bool
     return 32 + mask + angles + head
 
 
-def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int, w: int) -> int:
+def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int) -> int:
     """The larger of what the loss needs forward (logits of a chunk) and backward (the scaled gradient)."""
     if not rank.vocabulary:
         return 0

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from atoll.train.spread import as_spread, local, whole_of
 
 _BUCKET_BYTES = 32 * 2**20
 
@@ -62,11 +63,9 @@ class ShardedWeights:
             for unit in self._units:
                 unit.set_requires_all_reduce(wanted, recurse=False)
 
-    def finish(self) -> None:
-        return
+    def finish(self) -> None: ...
 
-    def publish(self) -> None:
-        return
+    def publish(self) -> None: ...
 
 
 class ReplicatedWeights:
@@ -106,7 +105,7 @@ class ReplicatedWeights:
         size = 0
         for name in reversed(self._parameters):
             waiting.append(name)
-            size += _local(self._parameters[name]).numel() * dtype.itemsize
+            size += local(self._parameters[name]).numel() * dtype.itemsize
             if size >= _BUCKET_BYTES:
                 self._add_bucket(waiting, dtype)
                 waiting, size = [], 0
@@ -115,14 +114,14 @@ class ReplicatedWeights:
 
     def _add_bucket(self, names: list[str], dtype: torch.dtype) -> None:
         number = len(self._buckets)
-        bucket = _Bucket([_local(self._parameters[name]) for name in names], dtype)
+        bucket = _Bucket([local(self._parameters[name]) for name in names], dtype)
         self._buckets.append(bucket)
         for place, name in enumerate(names):
             parameter = self._parameters[name]
 
             def arrived(parameter: Tensor, number: int = number, place: int = place) -> None:
                 assert parameter.grad is not None
-                self._buckets[number].views[place].add_(_local(_placed(parameter.grad, parameter)))
+                self._buckets[number].views[place].add_(local(as_spread(parameter.grad, parameter)))
                 parameter.grad = None
                 self._buckets[number].missing.discard(place)
                 if self._summing:
@@ -162,16 +161,16 @@ class ReplicatedWeights:
         views = (view for bucket in self._buckets for view in bucket.views)
         for name, view in zip(reversed(self._parameters), views, strict=False):
             master = self.masters[name]
-            master.grad = _like(master, view.to(master.dtype))
+            master.grad = whole_of(view.to(master.dtype), master)
         for master in self.masters.values():
             if master.grad is not None:
-                master.grad = _placed(master.grad, master)
+                master.grad = as_spread(master.grad, master)
 
     def publish(self) -> None:
         if self._own_masters:
             with torch.no_grad():
                 torch._foreach_copy_(
-                    [_local(p) for p in self._parameters.values()], [_local(self.masters[n]) for n in self._parameters]
+                    [local(p) for p in self._parameters.values()], [local(self.masters[n]) for n in self._parameters]
                 )
 
 
@@ -183,29 +182,3 @@ class _Bucket:
         pieces = torch.split(self.flat, [p.numel() for p in parameters])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
         self.missing: set[int] = set()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _placed(grad: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient spread as its parameter is: tensor parallelism can leave sums that are still to be made."""
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        return grad.redistribute(placements=parameter.placements)
-    return grad
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """``local`` as part of a tensor that is spread as ``parameter`` is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -86,16 +86,14 @@ def resolve(recipe: Recipe, world_size: int, *, fits_replicated: bool = True) ->
         product *= 1 if size == -1 else size
     if world_size % product:
         raise ConfigError(
-            f"[parallel] {given} = {product} ranks do not divide the {world_size} there are; "
-            f"change an axis, or start a multiple of {product} ranks"
+            f"[parallel] {given} = {product} ranks do not divide the {world_size} there are: change an axis"
         )
     rest = [axis for axis, size in sizes.items() if size == -1]
     if rest:
         sizes[rest[0]] = world_size // product
     elif product != world_size:
         raise ConfigError(
-            f"[parallel] {given} = {product} ranks, but {world_size} were started; set one axis to -1 (the rest), "
-            f"or start {product}"
+            f"[parallel] {given} = {product} ranks, but {world_size} were started; set one axis to -1 (the rest)"
         )
     layout = Layout(**sizes)
     check(recipe, layout)

@@ -16,9 +16,6 @@ class Mesh:
     """The device mesh of a layout, with the groups that training asks for.
 
     Attributes:
-        layout: the sizes.
-        device: of this rank.
-        whole: all axes.
         fsdp: what parameters are sharded over: shard × context, with replicate outside under HSDP; None where
             parameters are not sharded.
         gradients: the ranks that a replicated parameter's gradient is summed over; None where it is one rank, or where

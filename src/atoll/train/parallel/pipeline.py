@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 
-from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
 from atoll.train.models.head import IGNORED
 from atoll.train.models.parts import Decoder
@@ -55,11 +54,6 @@ def layers_of_stage(stage: int, num_stages: int, num_layers: int) -> range:
 
 def cut(model: Decoder, stage: int, num_stages: int) -> Decoder:
     """Leave of ``model`` what belongs to one stage."""
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            "[parallel] pipeline needs one of the model families of Atoll; a model of your own can be replicated or "
-            "sharded: set pipeline = 1"
-        )
     keep = {str(number) for number in layers_of_stage(stage, num_stages, model.config.layers)}
     for number in list(model.blocks):
         if number not in keep:

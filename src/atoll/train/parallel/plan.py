@@ -10,7 +10,7 @@ from torch import nn
 from atoll.core.errors import ConfigError
 from atoll.train.metrics.figures import size
 from atoll.train.parallel import recompute
-from atoll.train.parallel.estimate import Device, Estimate, estimate
+from atoll.train.parallel.estimate import Device, Estimate, estimate, is_compiled
 from atoll.train.parallel.fit import choose, first_fix, fits_replicated
 from atoll.train.parallel.layout import Layout, resolve
 from atoll.train.parallel.precision import check_float8, convert_float8, scale_float8
@@ -25,10 +25,8 @@ class Plan:
     """The decisions of a run.
 
     Attributes:
-        layout: ranks per axis.
         mode: of activation checkpointing.
         compiles: whether blocks are compiled.
-        estimate: memory a rank needs.
     """
 
     recipe: Recipe
@@ -62,7 +60,6 @@ def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
 
     Args:
         memory: bytes that the smallest rank has, so that all decide alike.
-        tell: takes lines for the reader.
 
     Raises:
         ConfigError: it can't run there, or asks for what the card can't do.
@@ -72,14 +69,11 @@ def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
     replicated = fits_replicated(recipe, world.size, memory, device)
     layout = resolve(recipe, world.size, fits_replicated=replicated)
     chosen = choose(recipe, layout, memory, device)
-    compiles = recipe.compile.enabled
-    if compiles is None:
-        compiles = world.device.type == "cuda" and recipe.model.python is None
     found = estimate(recipe, layout, recompute=chosen, device_bytes=memory, device=device)
     if recipe.parallel.replicate is None and recipe.parallel.shard is None and world.size > 1:
         for line in found.describe():
             tell(line)
-    made = Plan(recipe, layout, chosen, compiles, found, memory, device)
+    made = Plan(recipe, layout, chosen, is_compiled(recipe, device), found, memory, device)
     if not found.fits(memory):
         advice = f"; it would with {made.first_fix}" if made.first_fix else ""
         tell(f"the run needs about {size(found.total)} a rank, which does not fit the {size(memory)} it has{advice}")

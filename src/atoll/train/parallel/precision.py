@@ -29,21 +29,19 @@ def check_float8(recipe: Recipe, device: torch.device) -> None:
         )
     if wanted.float8_emulate:
         return
+    what = f"[precision] float8 = {wanted.float8!r}"
     if device.type != "cuda":
         raise ConfigError(
-            f"[precision] float8 = {wanted.float8!r} needs an NVIDIA GPU of compute capability 8.9 or newer, and this "
-            f'rank runs on {device.type}: set float8 = "none" (float8_emulate = true is for tests)'
+            f"{what} needs an NVIDIA GPU of compute capability 8.9 or newer, and this rank runs on {device.type}: set "
+            'float8 = "none" (float8_emulate = true is for tests)'
         )
     if wanted.compute not in ("auto", "bf16"):
-        raise ConfigError(
-            f"[precision] float8 = {wanted.float8!r} with compute = {wanted.compute!r}: float8 products go with "
-            'compute = "bf16"'
-        )
+        raise ConfigError(f"{what} with compute = {wanted.compute!r}: float8 products go with compute = 'bf16'")
     found = torch.cuda.get_device_capability(device)
     if found < _FIRST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
         raise ConfigError(
-            f"[precision] float8 = {wanted.float8!r} needs compute capability 8.9 or newer, and "
-            f'{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: set float8 = "none"'
+            f"{what} needs compute capability 8.9 or newer, {name} has {found[0]}.{found[1]}: set it to 'none'"
         )
 
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from atoll.core.errors import ConfigError
 from atoll.train.models.head import ChunkedCrossEntropy
 from atoll.train.models.parts import Decoder
 
@@ -63,16 +62,7 @@ class _VocabularyParallel(ParallelStyle):
 
 
 def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Shard the model's matrices over ``mesh``, a mesh of one dimension.
-
-    Raises:
-        ConfigError: the model is none of ours, so that nothing says how to shard it.
-    """
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            "[parallel] tensor needs one of the model families of Atoll; a model of your own can be replicated or "
-            "sharded: set tensor = 1"
-        )
+    """Shard the model's matrices over ``mesh``, a mesh of one dimension."""
     between: Shard | Replicate = Shard(1) if sequence_parallel else Replicate()
     norm: ParallelStyle = SequenceParallel() if sequence_parallel else _Everywhere()
 
@@ -118,8 +108,7 @@ def _share_vocabulary(model: Decoder, mesh: DeviceMesh) -> None:
     """Tell the loss which slice of the vocabulary is this rank's."""
     assert model.head is not None
     loss = model.head.token_loss
-    if not isinstance(loss, ChunkedCrossEntropy):
-        raise ConfigError("[parallel] tensor: this objective has no vocabulary-parallel loss; set tensor = 1")
+    assert isinstance(loss, ChunkedCrossEntropy)  # the one loss there is
     size, rank = mesh.size(), mesh.get_local_rank()
     per_rank = -(-model.config.vocabulary // size)
     model.head.token_loss = ChunkedCrossEntropy(loss.chunk_tokens, mesh.get_group(), rank * per_rank)

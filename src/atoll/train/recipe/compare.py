@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atoll.train.recipe.keys import Path, title
+from atoll.train.recipe.keys import Path, flat, title
 from atoll.train.recipe.schema import Recipe
 
 # A run goes on under another value of these as if nothing had happened: any layout and any batch that a rank handles
@@ -65,20 +65,12 @@ def harmful(old: Recipe, new: Recipe) -> list[str]:
 
 
 def _changes(old: Recipe, new: Recipe) -> Iterator[tuple[Path, str, str]]:
-    before, after = dict(_flat(old.model_dump(mode="json"))), dict(_flat(new.model_dump(mode="json")))
+    before, after = dict(flat(old.model_dump(mode="json"))), dict(flat(new.model_dump(mode="json")))
     for path in before | after:
         # Beside a nested table that is only in one of the two, the other has the key without a value.
         was, now = _toml(before.get(path)), _toml(after.get(path))
         if was != now:
             yield path, was, now
-
-
-def _flat(tree: Mapping[str, Any], where: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, (*where, key))
-        else:
-            yield (*where, key), value
 
 
 def _table(name: str, table: Mapping[str, Any]) -> list[str]:

@@ -94,8 +94,7 @@ def default_spec(env: Mapping[str, str]) -> str:
     spec = env.get("CONFIG_FILE", "").strip()
     if not spec:
         raise ConfigError(
-            "no recipe was named: give a name or a file, such as llama3_debug or my.toml, or set CONFIG_FILE; "
-            "`atoll recipes ls` lists those that ship with Atoll"
+            "no recipe was named: give a name or a file, or set CONFIG_FILE; `atoll recipes ls` lists what ships"
         )
     return spec
 

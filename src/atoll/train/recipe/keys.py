@@ -19,6 +19,15 @@ TOP_LEVEL = ("version", "name")
 Path = tuple[str, ...]
 
 
+def flat(tree: Mapping[str, Any], where: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value of nested tables, with its path."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, (*where, key))
+        else:
+            yield (*where, key), value
+
+
 def sections() -> dict[str, type[BaseModel]]:
     """The model of every section, by name."""
     found = {}
@@ -26,11 +35,6 @@ def sections() -> dict[str, type[BaseModel]]:
         if name not in TOP_LEVEL:
             found[name] = _models(field.annotation)[0]
     return found
-
-
-def inner_table(annotation: Any) -> type[BaseModel] | None:
-    """The model of a key that is a table, such as ``rope_scaling``; None for other keys, lists of tables among them."""
-    return next((kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def axis_name(key: str) -> str:
@@ -115,33 +119,32 @@ def title(path: Path) -> str:
     return f"[{path[0]}] {'.'.join(path[1:])}" if len(path) > 1 else path[0]
 
 
+def _kinds_of(path: Path) -> list[Any]:
+    field = field_of(path)
+    return [] if field is None else list(_kinds(field.annotation))
+
+
 def is_text(path: Path) -> bool:
     """Whether a key holds text or a list, so that ``42`` on a command line stays text."""
-    field = field_of(path)
-    kinds = set(_kinds(field.annotation)) if field is not None else set()
+    kinds = set(_kinds_of(path))
     return str in kinds and not kinds & {int, float, bool}
 
 
 def may_be_none(path: Path) -> bool:
     """Whether a key may be left open, so that ``none`` on a command line opens it."""
-    field = field_of(path)
-    kinds = set(_kinds(field.annotation)) if field is not None else set()
+    kinds = _kinds_of(path)
     return types.NoneType in kinds and "none" not in kinds
 
 
 def choices(path: Path) -> list[str]:
     """The words that a key accepts, where it accepts only some."""
-    field = field_of(path)
-    return [kind for kind in _kinds(field.annotation) if isinstance(kind, str)] if field is not None else []
+    return [kind for kind in _kinds_of(path) if isinstance(kind, str)]
 
 
 def expected(path: Path) -> str:
     """What a key accepts, in words."""
     field = field_of(path)
-    if field is None:
-        return "something else"
-    bounds = _bounds(field.metadata)
-    return _described(field.annotation) + bounds
+    return "something else" if field is None else _described(field.annotation) + _bounds(field.metadata)
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

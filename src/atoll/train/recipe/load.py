@@ -33,8 +33,6 @@ class Loaded:
 
     Attributes:
         recipe: every base merged, overrides applied, ``{name}`` filled in.
-        notes: lines for the user: what was left out, or taken from elsewhere.
-        source: the file or the name it was read from.
     """
 
     recipe: Recipe

@@ -10,21 +10,16 @@ from atoll.train.recipe.durations import LONGEST, Duration, DurationField
 
 SCHEMA_VERSION = 1
 
-_LARGEST_COUNT = 2**31  # of anything that is counted here
-_LARGEST_SEED = 2**63 - 1  # that PyTorch's generators take
 _TEN_YEARS_S = 315_360_000.0
 
 
-def _sensible(count: int) -> int:
-    if count > _LARGEST_COUNT:
-        raise ValueError(f"{count} is too large: expected at most {_LARGEST_COUNT}")
-    return count
+def _at_most(largest: int) -> AfterValidator:
+    def check(number: int) -> int:
+        if number > largest:
+            raise ValueError(f"{number} is too large: expected at most {largest}")
+        return number
 
-
-def _seed(number: int) -> int:
-    if number > _LARGEST_SEED:
-        raise ValueError(f"{number} is too large: expected at most {_LARGEST_SEED}")
-    return number
+    return AfterValidator(check)
 
 
 def _not_empty(given: Any) -> Any:
@@ -43,14 +38,13 @@ def _file_name(text: str) -> str:
 def _local_folder(text: str) -> str:
     if "://" in text:
         raise ValueError(
-            f"{text!r} is a URL, and logs and plots go to a folder: name one here, and put checkpoints at the URL with "
-            "[checkpoint] path"
+            f"{text!r} is a URL, and logs go to a folder: name one, and put checkpoints there with [checkpoint] path"
         )
     _not_empty(text)
     return text
 
 
-Positive = Annotated[int, Field(gt=0), AfterValidator(_sensible)]
+Positive = Annotated[int, Field(gt=0), _at_most(2**31)]  # of anything that is counted here
 Text = Annotated[str, AfterValidator(_not_empty)]
 Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
 Timeout = Annotated[float, Field(gt=0, le=_TEN_YEARS_S)]
@@ -188,7 +182,7 @@ class TrainSection(Section):
     steps: DurationField | None = None  # 100, "500step", "2ep", "1e9tok"
     tokens: Annotated[float, Field(gt=0, le=LONGEST)] | None = None  # the same as steps = "<tokens>tok"
     output_dir: Annotated[str, AfterValidator(_local_folder)] = "outputs/{name}"
-    seed: Annotated[int, Field(ge=0), AfterValidator(_seed)] = 0
+    seed: Annotated[int, Field(ge=0), _at_most(2**63 - 1)] = 0  # the largest is what PyTorch's generators take
     seq_len: Positive = 2048
     global_batch: Positive = 8  # sequences an optimizer step
     micro_batch: Positive = 1  # sequences a rank handles at a time
@@ -237,10 +231,7 @@ class ScheduleSection(Section):
     @model_validator(mode="after")
     def _check(self) -> ScheduleSection:
         if self.decay is not None and self.kind != "wsd":
-            raise ValueError(
-                f"decay = {self.decay} is given, and kind = {self.kind!r} has none: leave decay out, or set "
-                'kind = "wsd"'
-            )
+            raise ValueError(f"decay = {self.decay} is given, and kind = {self.kind!r} has none: leave it out")
         return self
 
 

@@ -9,6 +9,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
 from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.files import shipped_model
+from atoll.train.recipe.keys import flat
 
 # Sections that only TorchTitan's files have.
 _ITS_OWN = {"job", "training", "lr_scheduler", "parallelism", "activation_checkpoint", "profiling", "quantize", "comm"}
@@ -97,7 +98,7 @@ class _Keys:
 
     def __init__(self, tree: Mapping[str, Any], where: str) -> None:
         self.where = where
-        self.values = dict(_flat(tree))
+        self.values = _values(tree)
         self.notes: list[str] = []
         self.taken: set[tuple[str, str]] = set()
 
@@ -138,12 +139,9 @@ class _Keys:
                 yield f"{self.where}: [{section}] {key}: no counterpart, left out"
 
 
-def _flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[tuple[str, str], Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{section}.{key}" if section else key)
-        else:
-            yield (section, key), value
+def _values(tree: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """By section, dotted where it is nested, and key."""
+    return {(".".join(path[:-1]), path[-1]): value for path, value in flat(tree)}
 
 
 def _model(keys: _Keys) -> dict[str, Any]:
@@ -179,26 +177,19 @@ def _train(keys: _Keys, parallel: Mapping[str, Any], world_size: int) -> dict[st
         ranks = _data_ranks(parallel, world_size)
         given = local * ranks
         keys.note("training", "local_batch_size", f"{local} on {ranks} data ranks: [train] global_batch = {given}")
-    mode = keys.choose(
-        "activation_checkpoint",
-        "mode",
-        "selective",
-        {word: word for word in ("none", "selective", "full")},
-        otherwise="auto",
-    )
-    seed = keys.take("debug", "seed", keys.take("training", "seed"))
-    timeout = keys.take("comm", "train_timeout_seconds")
-    return {
+    modes = {word: word for word in ("none", "selective", "full")}
+    train = {
         "steps": keys.take("training", "steps", 10_000),
         "seq_len": keys.take("training", "seq_len", 2048),
         "global_batch": given,
         "micro_batch": piece if parallel["pipeline"] > 1 else local,
-        "recompute": mode,
+        "recompute": keys.choose("activation_checkpoint", "mode", "selective", modes, otherwise="auto"),
         "output_dir": keys.take("job", "dump_folder", "./outputs"),
         "deterministic": keys.take("debug", "deterministic", keys.take("training", "deterministic", False)),
-        **({"seed": seed} if seed is not None else {}),
-        **({"hang_timeout_s": timeout} if timeout is not None else {}),
+        "seed": keys.take("debug", "seed", keys.take("training", "seed")),
+        "hang_timeout_s": keys.take("comm", "train_timeout_seconds"),
     }
+    return {key: value for key, value in train.items() if value is not None}
 
 
 def _data_ranks(parallel: Mapping[str, Any], world_size: int) -> int:
@@ -242,7 +233,7 @@ def _schedule(keys: _Keys) -> dict[str, Any]:
 
 def decay_ratio(tree: Mapping[str, Any]) -> float | None:
     """The share of the run over which a file of TorchTitan's decays; None where it doesn't say."""
-    ratio = dict(_flat(tree)).get(("lr_scheduler", "decay_ratio"))
+    ratio = _values(tree).get(("lr_scheduler", "decay_ratio"))
     return None if ratio is None else float(ratio)
 
 

@@ -1,0 +1,77 @@
+"""Which steps of a store are whole, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from atoll.core.errors import CheckpointError
+from atoll.train.checkpoint import manifest as manifests
+from atoll.train.checkpoint.manifest import Manifest
+from atoll.train.checkpoint.store import Store
+
+INDEX = ".metadata"  # DCP's, of tensors
+
+
+@dataclass(slots=True)
+class Survey:
+    """The steps there are: whole ones by number, and what is wrong with the others."""
+
+    whole: dict[int, Manifest] = field(default_factory=dict)
+    torn: dict[int, str] = field(default_factory=dict)
+
+
+def survey(store: Store) -> Survey:
+    """Look at all steps; raises ``OSError`` where the storage fails."""
+    found = Survey()
+    for step, sizes in store.listing().items():
+        try:
+            found.whole[step] = examine(store, step, sizes)
+        except ValueError as error:
+            found.torn[step] = str(error)
+    return found
+
+
+def examine(store: Store, step: int, sizes: Mapping[str, int]) -> Manifest:
+    """The manifest of a step that is whole by the sizes of its files.
+
+    Raises:
+        ValueError: it is not; the text says what is wrong.
+        OSError: the storage fails.
+    """
+    if manifests.NAME not in sizes:
+        raise ValueError(f"{manifests.NAME} is missing")
+    found = Manifest.decode(store.read(step, manifests.NAME))
+    if (wrong := manifests.problem(sizes, found)) is not None:
+        raise ValueError(wrong)
+    return found
+
+
+def rot(store: Store, step: int, manifest: Manifest, names: Iterable[str]) -> str | None:
+    """The first of these files that is not what was written, in a clause; None: all are. Raises ``OSError``."""
+    files = store.files()
+    for name in names:
+        entry = manifest.files.get(name)
+        if entry is None:
+            return f"its {manifests.NAME} does not list {name}"
+        now = files.entry_of(f"{store.path(step)}/{name}")
+        if now != entry:
+            return f"{name} has {manifests.ALGORITHM} {now.checksum} instead of {entry.checksum}"
+    return None
+
+
+def read_index(store: Store, step: int, manifest: Manifest) -> Metadata:
+    """DCP's index of tensors: a pickle, so it is compared with the manifest before it is opened.
+
+    Raises:
+        CheckpointError: it is not what was written.
+        OSError: the storage fails.
+    """
+    name = manifest.inside(INDEX)
+    if (wrong := rot(store, step, manifest, [name])) is not None:
+        raise CheckpointError(f"step {step} in {store.root} is damaged: {wrong}")
+    return cast(Metadata, pickle.loads(store.read(step, name)))

@@ -1,0 +1,121 @@
+"""Going on from a checkpoint: whose it is, and what of it goes where."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atoll.core.errors import ConfigError
+from atoll.core.paths import shown_path
+from atoll.train.checkpoint.checkpointer import Checkpointer
+from atoll.train.checkpoint.shared import check_shared
+from atoll.train.corpus import Length, described
+from atoll.train.data.samples import SampleSource
+from atoll.train.engine import Engine
+from atoll.train.folder import RunFolder, take_lock
+from atoll.train.loop import Cursor, state_tensors
+from atoll.train.recipe.load import harmful
+from atoll.train.recipe.schema import Recipe
+from atoll.train.world import World
+
+
+def open_checkpointer(
+    root: str, recipe: Recipe, length: Length, world: World, held: Path, note: Callable[[str], None], cleanup: ExitStack
+) -> Checkpointer:
+    """The checkpoints of a run, which nobody else writes meanwhile; ``held`` is a folder that it holds already.
+
+    Raises:
+        ConfigError: not every rank can write there, or another run does.
+    """
+
+    def hold() -> None:
+        cleanup.callback(os.close, take_lock(Path(root), "--checkpoint.path DIR"))
+
+    section = recipe.checkpoint
+    check_shared(root, world.control)
+    if "://" not in root and Path(root).absolute() != held:
+        world.decide(hold)
+    timeout_s = max(1800.0, recipe.train.hang_timeout_s)
+    checkpointer = Checkpointer(
+        root,
+        group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None,
+        keep=section.keep,
+        keep_every=length.in_steps(section.keep_every),
+        keep_best=section.keep_best,
+        asynchronous=section.asynchronous,
+        note=note,
+        timeout_s=timeout_s,
+    )
+    cleanup.callback(checkpointer.close)
+    return checkpointer
+
+
+def identify(
+    checkpointer: Checkpointer,
+    found: int | None,
+    root: str,
+    folder: RunFolder,
+    recipe: Recipe,
+    resume: bool,
+    allow_changes: bool,
+    note: Callable[[str], None],
+) -> str:
+    """The run's identity, which its checkpoints carry: those of another are not gone on from by accident. On rank 0.
+
+    Raises:
+        ConfigError: the checkpoints in ``root`` belong to another run.
+    """
+    meta = {} if found is None else checkpointer.meta(found)
+    theirs, own = meta.get("run"), folder.identity
+    elsewhere = f"[checkpoint] path {shown_path(root)!r} holds step {found} of "
+    choose = "choose another with --checkpoint.path PLACE"
+    if found is not None and not resume:
+        raise ConfigError(f"{elsewhere}a run before: --no-resume starts over, so {choose}")
+    if own is not None and theirs not in (None, own):
+        raise ConfigError(f"{elsewhere}another run: {choose}")
+    if own is None and found is not None:
+        changed = harmful(Recipe.model_validate(meta["recipe"]), recipe)
+        if changed and not allow_changes:
+            lines = "\n  ".join(changed)
+            raise ConfigError(
+                f"{elsewhere}a run of another recipe:\n  {lines}\n--allow-changes goes on with the new one, or {choose}"
+            )
+        note(f"goes on from step {found}, which is in {shown_path(root)}")
+    folder.identity = own or theirs or secrets.token_hex(8)
+    return folder.identity
+
+
+def load_state(
+    checkpointer: Checkpointer,
+    step: int,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    source: SampleSource,
+    about: dict[str, Any],
+    note: Callable[[str], None],
+) -> tuple[Cursor, int | None]:
+    """Weights, optimizer and place in the data as they were at ``step``; the cursor and the step last validated.
+
+    Raises:
+        ConfigError: the data are not those that it was trained on.
+        CheckpointError: it can't be read, or is of another model.
+    """
+    meta = checkpointer.load(step, state_tensors(engine, optimizer, checkpointer.tensors(step)))
+    engine.publish()
+    if meta.get("data") != about["data"]:
+        raise ConfigError(
+            f"the data differ from those of step {step}, so that its place in them has no meaning: they had "
+            f"{described(meta.get('data'))}, now {described(about['data'])}. Bring them back, or give --no-resume"
+        )
+    if meta.get("layout", about["layout"]) != about["layout"]:
+        note(f"saved under {meta['layout']}, goes on under {about['layout']}")
+    source.load(meta["source"])
+    return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"]), meta.get("validated_step")

@@ -1,0 +1,36 @@
+"""Tensors that are spread over a mesh: what this rank holds of them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def as_spread(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient spread as its parameter is: tensor parallelism can leave sums that are still to be made."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of the part that this rank holds."""
+    assert parameter.grad is not None
+    gradient = as_spread(parameter.grad, parameter)
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def whole_of(part: Tensor, like: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
+    """``part`` as this rank's of a tensor that is spread as ``like`` is, or as ``placements`` say."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, placements or like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
