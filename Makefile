@@ -4,7 +4,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check bench bench-train bench-launch inputs docs clean venv debian install \
+.PHONY: help quickstart test test-all coverage check bench bench-train bench-launch inputs docs clean venv debian install \
 	install-train install-bench
 
 VENV := .venv
@@ -32,8 +32,9 @@ export OMP_NUM_THREADS := 1
 
 help:
 	@echo 'make quickstart   train a small model on two local nodes and plot its loss (installs what it needs)'
-	@echo 'make test         the tests, with coverage'
+	@echo 'make test         the tests'
 	@echo 'make test-all     the long tests too'
+	@echo 'make coverage     the tests, and which lines they ran (a quarter slower)'
 	@echo 'make check        ruff, mypy --strict, import contracts, then the tests'
 	@echo 'make bench        call latency and throughput beside Ray and Dask'
 	@echo 'make bench-train  the training step, resume, tokeniser and checkpoints beside plain PyTorch'
@@ -100,15 +101,13 @@ quickstart: install-train
 	@echo "==> atoll train examples/austen/austen.toml --nodes 2: a small Llama on six novels, two local nodes, FSDP2"
 	@$(BIN)/atoll train examples/austen/austen.toml --nodes 2
 
-# Both halves run even where the first fails, so that one run tells everything. pytest's exit code 5 is "no test
-# selected", which ARGS can cause in one half; in both it is a failure.
+# Both parts run even where the first fails, so that one run tells everything. pytest's exit code 5 is "no test
+# selected", which ARGS can cause in one part; in both it is a failure.
 define run_tests
-	@rm -f .coverage .coverage.*; \
-	echo "==> tests, $(WORKERS) at a time"; \
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not serial$(1)" --cov --cov-report= $(ARGS); first=$$?; \
+	@echo "==> tests, $(WORKERS) at a time"; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not serial$(1)" $(2) $(ARGS); first=$$?; \
 	echo "==> tests that need the machine to themselves"; \
-	$(BIN)/python -m pytest -m "not gpu and serial$(1)" --cov --cov-append --cov-report=term $(ARGS); second=$$?; \
-	echo "==> coverage is the driver's side: agents and ranks are programs of their own"; \
+	$(BIN)/python -m pytest -m "not gpu and serial$(1)" $(3) $(ARGS); second=$$?; \
 	if [ $$first -eq 5 ]; then exit $$second; fi; \
 	if [ $$first -ne 0 ]; then exit $$first; fi; \
 	if [ $$second -eq 5 ]; then exit 0; fi; \
@@ -116,10 +115,15 @@ define run_tests
 endef
 
 test: debian install
-	$(call run_tests, and not long)
+	$(call run_tests, and not long,,)
 
 test-all: debian install
-	$(call run_tests,)
+	$(call run_tests,,,)
+
+# The driver's side: agents and ranks are programs of their own.
+coverage: debian install
+	@rm -f .coverage .coverage.*
+	$(call run_tests, and not long,--cov --cov-report=,--cov --cov-append --cov-report=term)
 
 check: install
 	@echo "==> ruff check"; $(BIN)/ruff check .

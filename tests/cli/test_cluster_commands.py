@@ -444,6 +444,7 @@ def test_a_pipeline_goes_on_without_whoever_launched_it(atoll: Atoll, tmp_path: 
     eventually(lambda: atoll("logs", "t", "3", "--status")[1] == "Job 3: RUNNING\n", "the last one runs")
     assert "second" in atoll("logs", "t", "2")[1]
     # What is before the newest in its pipeline and has not ended is cancelled with it.
+    (clusters.node_home("t", 0) / "sky_workdir/go").unlink()
     atoll("launch", "-c", "t", "-d", task)
     assert atoll("cancel", "t")[1].splitlines() == [f"Job {job} of cluster t is being cancelled" for job in (4, 5, 6)]
     assert atoll("logs", "t", "3", "--status")[0] == 101

@@ -323,6 +323,7 @@ def test_after_the_grace_period_the_host_is_lost_and_everything_on_it_ends(host:
 def test_within_the_grace_period_nothing_ends(host: Host) -> None:
     with linked(host) as driver:
         assert driver.answers(1)
+        eventually(lambda: len(host.processes()) == 3, "session, agent and what it runs")
         before = host.processes()
         host.down = True
         host.cut()
@@ -330,7 +331,6 @@ def test_within_the_grace_period_nothing_ends(host: Host) -> None:
         host.down = False
         assert driver.answers(2)
         assert set(host.processes()) == set(before)
-        assert len(before) == 3
 
 
 DRIVER = """

@@ -415,9 +415,18 @@ def test_a_dry_run_without_a_card_counts_this_machine():
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU
+@pytest.fixture
+def compiled_by_threads():
+    """Processes that compile would be left behind."""
+    import torch._inductor.config
+
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
 @pytest.mark.gpu
 @pytest.mark.long
-@pytest.mark.usefixtures("cuda_in_process")
+@pytest.mark.usefixtures("cuda_in_process", "compiled_by_threads")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
@@ -435,13 +444,8 @@ def test_a_dry_run_without_a_card_counts_this_machine():
     ids=["100M", "1B"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch hides its own, which errors would forestall
-def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled, monkeypatch):
-    import torch._inductor.config
-
+def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled):
     from atoll.train.parallel.gradients import ReplicatedWeights
-
-    # Processes that compile would be left behind.
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
 
     wanted = recipe(model=model, train=train, data={"isolate_documents": False}, compile={"enabled": compiled})
     torch._dynamo.reset()
