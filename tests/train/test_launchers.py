@@ -219,6 +219,14 @@ def test_a_mistake_is_told_once(reference: Path, tmp_path: Path) -> None:
     assert "/nowhere.txt" in first[1]
 
 
+def test_a_mistake_is_told_once_although_the_store_goes_with_rank_0(reference: Path, tmp_path: Path) -> None:
+    wrong = [str(reference / "tree.toml"), *_to(tmp_path), "--data.path", "/nowhere.txt"]
+    first, second = _srun(tmp_path, wrong, wrong).finish()
+    assert (first[0], second[0]) == (100, 100)
+    assert first[1].startswith("atoll: ")
+    assert "atoll: " not in second[1], "torch may say that the store went with rank 0"
+
+
 def test_what_one_rank_alone_finds_wrong_is_told_once(reference: Path, tmp_path: Path) -> None:
     good = [str(reference / "tree.toml"), *_to(tmp_path)]
     first, second = _srun(tmp_path, good, [*good, "--model.python", "nowhere_at_all:build"]).finish()
