@@ -140,7 +140,9 @@ def test_a_node_that_talks_nonsense(said: str) -> None:
 
 def test_ctrl_c_while_it_starts() -> None:
     """KeyboardInterrupt out of ``up`` releases everything."""
-    provider = Replaced(1, "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)")
+    provider = Replaced(
+        1, "import socket, sys\nchannel = socket.socket(fileno=int(sys.argv[1]))\nwhile channel.recv(65536): pass"
+    )
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT))

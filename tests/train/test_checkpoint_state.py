@@ -133,7 +133,7 @@ def test_a_state_that_is_no_tensor_is_named():
     optimizer = Counting([parameter], lr=0.1)
     optimizer.step()
     with pytest.raises(
-        CheckpointError, match=r"Counting keeps count = 1 of up.weight as int; only tensors can be saved"
+        CheckpointError, match=r"Counting keeps count = 1 of up.weight: only tensors can be saved"
     ):
         optimizer_tensors(optimizer, {parameter: "up.weight"})
 

@@ -41,6 +41,7 @@ def build_once(
     """Return when ``folder`` is complete: it is there, another process builds it, or ``build(aside)`` does so here.
 
     Args:
+        build: fills the empty folder it is given, files synced.
         damage: says what a folder lacks; None for a complete one.
         progress: told every second while another process builds.
         note: told where a damaged folder is made again.
@@ -104,7 +105,8 @@ def _try_lock(descriptor: int) -> bool:
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise ConfigError(
-                f"the file system of the data cache has no file locks ({error.strerror}): set [data] cache elsewhere"
+                f"the file system of the data cache has no file locks ({error.strerror}): "
+                "set [data] cache, or ATOLL_HOME, to a folder on one that has"
             ) from None
         raise
     return True
@@ -125,7 +127,11 @@ def _told(root: Path) -> Iterator[None]:
     except OSError as error:
         why = _FULL.get(error.errno or 0)
         if why:
-            raise ConfigError(f"the data cache {root}: {why}. Make room, or set [data] cache") from error
+            raise ConfigError(
+                f"the data cache {root} could not be written: {why} ({error.strerror}). "
+                "Make room, or set [data] cache to a folder on another disk"
+            ) from error
         raise ConfigError(
-            f"the data cache {root} cannot be used: {error.strerror or error}. Set [data] cache to another folder"
+            f"the data cache {root} cannot be used: {error.strerror or error}. "
+            "Set [data] cache, or ATOLL_HOME, to a folder that can be written to"
         ) from error

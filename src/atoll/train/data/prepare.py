@@ -207,7 +207,10 @@ class _Preparation:
 def _parts(section: DataSection) -> list[tuple[str | list[str], float]]:
     path = section.path
     if path is None or path in ("", []):
-        raise ConfigError("[data] path is missing: set it to a file, folder, glob, URL or 'hf://owner/name'")
+        raise ConfigError(
+            "[data] path is missing: set it to a file, folder, glob, URL or 'hf://owner/name', for instance with "
+            "--data.path my.txt"
+        )
     if isinstance(path, str):
         return [(path, 1.0)]
     mixture = [(part.path, part.weight) for part in path if not isinstance(part, str)]
