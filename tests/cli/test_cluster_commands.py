@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
 
     code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "1", "-n", "one", "echo bad; exit 3")
     assert code == 100
-    assert out.startswith("Cluster t on local: 1 node of 2, no accelerator\nJob submitted, ID: 2\n")
+    assert out.startswith("Cluster t on local: 1 node of 2, none of its L4:2 a node, simulated\nJob submitted, ID: 2\n")
     assert "exited with code 3" in out
     assert re.search(r"^\(one, pid=\d+\) bad$", out, re.M)
 
@@ -227,7 +228,9 @@ def test_ctrl_c_only_detaches(atoll: Atoll) -> None:
     shown = ""
     while "begun" not in shown:
         shown += launched.stdout.readline()
-    launched.send_signal(signal.SIGINT)
+    for _ in range(3):  # in impatience
+        launched.send_signal(signal.SIGINT)
+        time.sleep(0.02)
     out, err = launched.communicate(timeout=20)
     assert (launched.returncode, err) == (101, "")
     assert "Job 1 goes on. Its log again: atoll logs t 1; to cancel it: atoll cancel t 1" in out
@@ -257,7 +260,20 @@ def test_a_reader_that_has_seen_enough(atoll: Atoll) -> None:
     logs.stdout.close()
     assert logs.stderr.read() == ""
     logs.stderr.close()
-    logs.wait(20)
+    assert logs.wait(20) == 141
+    for words, said in (
+        (("queue",), ""),
+        (("launch", "-c", "u", "true"), "atoll: standard output is closed: nothing was started on cluster u\n"),
+        (("launch", "-o", "json", "-d", "-c", "t", "sleep 60"), "to cancel it: atoll cancel t 2\n"),
+    ):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        process = start(*words, stdout=theirs)
+        os.close(theirs)
+        err = process.communicate(timeout=30)[1]
+        assert err.endswith(said) if said else not err
+        assert process.returncode == 141, words
+    assert clusters.all_names() == ["t"]
 
 
 @pytest.mark.parametrize("colour", [True, False])
@@ -287,6 +303,11 @@ def test_a_cluster_grows_when_idle_and_says_so(atoll: Atoll) -> None:
     code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "3", "--gpus", "L4:2", "--cpus", "8+", "true")
     assert code == 0
     assert "cluster t is resized: 1 → 3 nodes, no accelerator → L4:2 a node, 8+ CPUs" in out
+    out = atoll("launch", "-c", "t", "--num-nodes", "4", "--dryrun", "true")[1]
+    assert out.splitlines()[:-1] == [
+        "Cluster t on local: 4 nodes, none of its L4:2 a node, simulated",
+        "cluster t is resized: 3 → 4 nodes",
+    ]
     atoll("launch", "-c", "t", "-d", "sleep 60")
     code, _, err = atoll("launch", "-c", "t", "--num-nodes", "4", "true")
     assert code == 100
@@ -634,7 +655,7 @@ def test_down_tells_of_each(atoll: Atoll, three: Path) -> None:
     code, out, err = atoll("down", "a", "nope", "b")
     assert code == 102
     assert [line.split(";")[0] for line in out.splitlines()] == ["Cluster a is down", "Cluster b is down"]
-    assert err.splitlines() == ["atoll: no cluster 'nope'; `atoll status` lists those that there are"]
+    assert err.splitlines() == ["atoll: no cluster 'nope'; `atoll status --all` lists all that there are"]
     (three / "c/cluster.json").unlink()
     assert atoll("down", "c")[0] == 102
     assert atoll("down", "--purge", "c", "nope")[0] == 102
@@ -703,6 +724,9 @@ def test_output_that_is_closed_or_knows_ascii_only(atoll: Atoll) -> None:
         timeout=60,
     )
     assert (code.returncode, code.stderr) == (0, b"")
+    with open("/dev/full", "w") as full:
+        process = start("status", stdout=full)
+    assert (process.communicate(timeout=30)[1], process.returncode) == ("atoll: No space left on device\n", 100)
     ascii_only = {**os.environ, "PYTHONPATH": SOURCE_ROOT, "PYTHONIOENCODING": "ascii"}
     words = [sys.executable, "-m", "atoll", "launch", "-c", "t", "--nodes", "2", "echo hi"]
     done = subprocess.run(words, env=ascii_only, capture_output=True, timeout=60)
@@ -742,7 +766,8 @@ def test_a_folder_that_was_removed(atoll: Atoll, tmp_path: Path, monkeypatch: py
         (["jobs", "launch", "x"], 2, "not in this version"),
         (["serve", "--help"], 2, "not in this version"),
         (["show-gpus", "-a"], 2, "`atoll gpus`"),
-        (["logs", "-f", "absent"], 102, "`atoll status` lists"),
+        (["logs", "-f", "absent"], 102, "`atoll status --all` lists"),
+        (["logs", "run-*"], 102, "no cluster 'run-*'; `atoll status --all` lists"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -278,6 +278,18 @@ def test_a_signal_ends_the_ranks(number, kind):
     assert out.count(") pid ") == 2
 
 
+def test_a_reader_that_has_seen_enough_ends_the_ranks():
+    word = f"talkative-{os.getpid()}"
+    talk = "import time\nwhile True:\n    print('line', flush=True)\n    time.sleep(0.01)\n"
+    process = start("run", "--nproc", "2", script(talk), word)
+    process.stdout.readline()
+    process.stdout.close()
+    with process.stderr as stderr:
+        assert "atoll: standard output is closed: ending the ranks" in stderr.read()
+    assert process.wait(30) == 141
+    assert not tagged(word)
+
+
 def test_nothing_survives_a_client_that_is_killed():
     word = f"orphan-{os.getpid()}"
     process = begin(word)

@@ -79,6 +79,7 @@ def test_two_hosts_train_and_the_results_can_be_fetched(lab: Testbed, project: P
     assert "finished: 4 of 4 steps" in said
     assert not (project / "outputs").exists()
     assert "atoll train tiny.toml --nodes 2 --infra ssh/lab --train.steps 8 --allow-changes" in said
+    assert "--nodes 4" not in said, "there are two"
     (fetch,) = (line.strip() for line in said.splitlines() if "scp -r" in line)
     # scp looks for ssh where it was built to, not on PATH
     fetch = fetch.replace("scp -r", f"scp -S {shutil.which('ssh')} -r")
@@ -106,6 +107,8 @@ def test_hosts_without_a_shared_folder_are_refused_at_the_start(make_bed: MakeBe
 
 def test_what_can_not_be_meant_is_refused_before_anything_is_sent(lab: Testbed, project: Path) -> None:
     assert "--num-nodes 3: ssh/lab has 2 (h1, h2)" in train(project, "tiny.toml", "--nodes", "3", code=100)
+    said = train(project, "tiny.toml", "--gpus", "L4:2", code=100)
+    assert "--gpus L4:2 can't be had on h1: it has no GPU; leave --gpus out to use what is there" in said
     assert "ssh/lob: no group of that name" in train(project, "tiny.toml", "--infra", "ssh/lob", code=100)
 
 

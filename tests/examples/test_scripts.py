@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -111,3 +112,14 @@ def test_torchtitan_has_what_its_debug_model_trains_with(tmp_path: Path) -> None
     assert tokenizer.decode(tokenizer.encode(samples[0]).ids) == samples[0]
     for name in ("debug.toml", "llama3_8b.toml"):  # Atoll's own reader of the same format knows every key
         assert load_recipe(str(tmp_path / "torchtitan" / name))
+
+
+def test_a_node_without_python_is_told_what_to_do(tmp_path: Path) -> None:
+    files = [path for path in EXAMPLES.glob("*/*.yaml") if "\nsetup:" in path.read_text()]
+    assert len(files) == 5
+    for path in files:
+        setup = yaml.safe_load(path.read_text())["setup"]
+        env = {"PATH": str(tmp_path), "HOSTNAME": "h1"}
+        done = subprocess.run(["/bin/bash", "-c", setup], env=env, capture_output=True, text=True, cwd=ROOT, timeout=10)
+        assert done.returncode == 1, path
+        assert done.stderr.startswith("no python on the PATH of h1: activate an environment in ~/.bashrc there"), path

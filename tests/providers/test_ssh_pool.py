@@ -141,7 +141,7 @@ def test_modules_of_this_machine_travel_by_value_or_as_included(
 
 
 def test_what_can_not_be_had_is_refused_with_what_to_do(bed: Testbed) -> None:
-    with pytest.raises(ConfigError, match="accelerator=A100:1 can't be had on h1: it has no GPU"):
+    with pytest.raises(ConfigError, match="accelerator=A100:1 can't be had on h1: it has no GPU; leave"):
         sky.ComputePool(sky.SSH("h1"), accelerator="A100").up()
     with pytest.raises(ProvisionError, match="2 of 2 hosts failed:\n  h1:23: refuses"):
         sky.ComputePool(sky.SSH(["h1:23", "h2:23"])).up()

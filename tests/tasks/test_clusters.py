@@ -125,7 +125,7 @@ def test_records() -> None:
     assert clusters.matching(["o*", "t"]) == ["other", "t"]
     with pytest.raises(UnknownCluster, match="did you mean 'other'"):
         clusters.load("othr")
-    with pytest.raises(UnknownCluster, match="`atoll status` lists those"):
+    with pytest.raises(UnknownCluster, match="`atoll status --all` lists all"):
         clusters.load("something")
     with pytest.raises(UnknownCluster, match=r"no cluster matches 'x\*'"):
         clusters.matching(["x*"])
@@ -181,7 +181,14 @@ def test_one_launch_at_a_time() -> None:
         told.append("waits")
         other.stdin.close()  # only now does it let go
 
+    left = [
+        clusters.folder_of("t") / f".cluster.json.{name}.tmp" for name in ("old", "new")
+    ]  # of some that were killed
+    for path in left:
+        path.touch()
+    os.utime(left[0], (0, 0))
     with clusters.locked("t", waiting):
         assert (told, other.stdout.read()) == (["waits"], "done\n")
+        assert [path.exists() for path in left] == [False, True]  # that one may be being written
     other.stdout.close()
     assert other.wait(20) == 0

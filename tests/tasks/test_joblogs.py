@@ -109,6 +109,18 @@ def test_each_line_of_a_secret_is_hidden(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").read_bytes() == b"the key has **** in it\n"
 
 
+def test_a_secret_with_a_byte_that_is_no_text(tmp_path: Path) -> None:
+    log = JobLog(tmp_path, [os.fsdecode(b"caf\xe9-secret")])
+    stream = log.stream("", "raw")
+    stream.feed(b"it is caf\xe9-secret\n", 1.0)
+    log.say(os.fsdecode(b"we say caf\xe9-secret, caf\xe9 and ") + "\ud83d")
+    assert log.redactor.hide_text("lines decoded: caf\ufffd-secret") == "lines decoded: ****"
+    assert log.redactor.hide_text(os.fsdecode(b"caf\xe9-secret, \xe9")) == "****, \ufffd"
+    log.close(1.0)
+    assert (tmp_path / "raw").read_bytes() == b"it is ****\n"
+    assert b"secret" not in (tmp_path / "run.log").read_bytes()
+
+
 def test_a_secret_in_a_line_without_end(tmp_path: Path) -> None:
     secret = "s3cret-value"
     log = JobLog(tmp_path, [secret])

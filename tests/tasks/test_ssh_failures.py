@@ -297,13 +297,13 @@ def test_a_launch_that_is_killed_locks_nothing(bed: Testbed, tmp_path: Path, run
     work = tmp_path / "work"
     work.mkdir()
     (work / "large").write_bytes(os.urandom(30 << 20))
-    bed.hosts[1].slow(40)
+    bed.hosts[0].slow(40)  # how far it is, is told of the first
     words = ("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "--workdir", str(work))
     dying = run(*words, "true")
     dying.says("copying to the nodes")
     os.killpg(dying.process.pid, signal.SIGKILL)
     dying.ends(-9)
-    bed.hosts[1].run("tc qdisc del dev eth0 root")
+    bed.hosts[0].run("tc qdisc del dev eth0 root")
     said = atoll(*words, "sha256sum large; touch ~/done-$SKYPILOT_NODE_RANK")
     assert len(set(re.findall(r"rank=\d, .*\) (\w{64})  large", said))) == 1
     said = run(*words, "sleep 1; echo well")
@@ -399,13 +399,15 @@ def test_what_is_said_names_the_cause_and_what_helps(bed: Testbed, tmp_path: Pat
     assert re.search(r"atoll: c:nothing can't be copied to \S+: .*nothing.*: No such file or directory", said)
     assert "c:x/y/z: " in atoll("cp", dest, "c:x/y/z", code=100)
     assert "there is no such file" in atoll("cp", str(tmp_path / "nothing"), "c:there", code=100)
+    atoll("exec", "-d", "c", "sleep 1000")
     trust(bed)
+    assert "the supervisor stays on this machine until job 2" in atoll(*words[:1], "-d", *words[1:])
+    atoll("cancel", "c", "-a", "-y")
     said = atoll(*words)
     assert "the supervisor runs on h1" in said
     assert "its past jobs and their logs move there with it" in said
-    assert [row["job_id"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == [2, 1]
+    assert [row["job_id"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == [4, 3, 2, 1]
     assert "Job finished" in atoll("logs", "c", "1")
-    assert not Path(os.environ["ATOLL_HOME"], "clusters", "c", "jobs.db").exists()
 
 
 def test_nodes_that_share_an_address_are_told_apart(bed: Testbed, tmp_path: Path) -> None:

@@ -199,7 +199,10 @@ def test_secrets_are_apart_and_go_with_the_end(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert take_secrets(tmp_path, 1) == {"HF_TOKEN": "s3cret"}
+    left = path.with_name(".secrets.json.abc.tmp")  # of one that was killed while it wrote
+    left.write_text('{"HF_TOKEN": "s3cret"}')
     drop_secrets(tmp_path, 1)
+    assert list(path.parent.iterdir()) == []
     drop_secrets(tmp_path, 1)
     assert take_secrets(tmp_path, 1) == {}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.tasks import supervisor
+from atoll.tasks import record, supervisor
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
 from atoll.tasks.store import Store
 from local_cluster import LocalCluster, descendants, processes_with, until
@@ -352,6 +354,67 @@ def test_a_damaged_record_does_not_end_the_supervisor(home: Path) -> None:
 
 def going_spec(cluster: LocalCluster, job_id: int) -> JobSpec:
     return cluster.control.job(job_id).spec
+
+
+def running(cluster: LocalCluster) -> tuple[int, str, int]:
+    """A job that runs, a word in its processes' environment, and the supervisor."""
+    word = f"LEFT_{os.getpid()}_{time.monotonic_ns()}"
+    job = cluster.submit(f"export {word}=1; setsid sleep 300 & echo going; sleep 300")
+    cluster.wait_for(job, "going")
+    return job, word, cluster.supervisor_pid()
+
+
+def test_a_store_that_is_moved_away_ends_its_jobs(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job, word, pid = running(cluster)
+    aside = cluster.folder / "damaged"
+    aside.mkdir()
+    for path in cluster.folder.glob("jobs.db*"):
+        path.rename(aside / path.name)
+    late = cluster.submit("echo next")  # the old supervisor is still there
+    cluster.wait_for(late, "next")  # though nobody asks for it
+    assert not processes_with(word)
+    assert f"(status: CANCELLED): the job store {cluster.folder}/jobs.db was removed or replaced" in cluster.log(job)
+    cluster.wait_until_idle()
+    assert f"was removed or replaced: ending its jobs, and leaving\n" in (cluster.folder / supervisor.LOG).read_text()
+    assert cluster.supervisor_pid() != pid
+    assert late == job + 1
+    with Store(aside) as store:
+        assert store.job(job).status is CANCELLED
+
+
+@pytest.mark.parametrize("what", ["home", "lock"])
+def test_a_supervisor_that_nobody_finds_leaves_nothing(home: Path, what: str) -> None:
+    cluster = LocalCluster.make(home)
+    job, word, pid = running(cluster)
+    if what == "lock":
+        (cluster.folder / "supervisor.lock").unlink()
+        until(lambda: "lock" in cluster.log(job), "the job's end")
+    else:
+        shutil.rmtree(home / "clusters")
+    until(lambda: not Path(f"/proc/{pid}").exists() or not _command(pid), "the supervisor's end", within_s=10.0)
+    assert not processes_with(word)
+    if what == "lock":
+        assert cluster.run("echo next")[0] is SUCCEEDED
+    else:
+        assert not (home / "clusters").exists()
+
+
+def test_jobs_that_wait_for_a_cluster_made_anew_say_so(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    going = cluster.submit(
+        "echo going; until [ -e go ]; do sleep 0.05; done", setup="until [ -e set ]; do sleep 0.05; done"
+    )
+    cluster.wait_for_status(going, JobStatus.SETTING_UP)
+    anew = dataclasses.replace(cluster.control.cluster(), created_s=1.0)
+    (cluster.folder / "cluster.json").unlink()
+    (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "set").touch()
+    cluster.wait_for(going, "going")  # though it can't be noted that the cluster is set up
+    record.save(cluster.folder, anew)
+    late = cluster.submit("echo next")
+    cluster.wait_for(late, f"waiting for the end of job {going}: the cluster was changed or made anew")
+    (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
+    assert cluster.follow(late)[0] is SUCCEEDED
 
 
 def test_a_client_that_is_gone_ends_no_supervisor(home: Path) -> None:

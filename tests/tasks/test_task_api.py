@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -227,8 +228,27 @@ def test_what_an_entrypoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(ConfigError, match="is a folder"):
         load_entrypoint("folder.yaml", none)
+    os.mkfifo("pipe.yaml")
+    with pytest.raises(ConfigError, match=r"pipe\.yaml is no regular file but a pipe"):
+        load_entrypoint("pipe.yaml", none)
+    os.symlink("self.yaml", "self.yaml")
+    with pytest.raises(ConfigError, match=r"self\.yaml is a link that leads nowhere: to self\.yaml"):
+        load_entrypoint("self.yaml", none)
     with pytest.raises(ConfigError, match="nothing to run"):
         load_entrypoint("  ", none)
+
+
+def test_half_a_character_is_refused_and_a_byte_of_the_command_line_is_not(tmp_path: Path) -> None:
+    half = r"\ud83d, which is half a character: write the whole one itself"
+    for line in (r'run: "echo \uD83D"', r'run: "echo \uD83D\uDE00"', r'workdir: "\uD83D"', r'envs: {A: "\uD83D"}'):
+        assert complaint(tmp_path, f"num_nodes: 1\n{line}") == f"task.yaml:2: the text holds {half}"
+    with pytest.raises(ConfigError, match=r"Task: run: the script holds \\ud83d"):
+        Task(run="echo \ud83d")
+    with pytest.raises(ConfigError, match=r"envs\.A: the value holds \\ud83d"):
+        Task(envs={"A": "\ud83d"})
+    byte = os.fsdecode(b"\xe9")
+    task = load_command(f"echo {byte}", Overrides(env=[f"A={byte}"]))
+    assert (task.run, task.envs) == (f"echo {byte}", {"A": byte})
 
 
 def test_a_command_with_flags() -> None:

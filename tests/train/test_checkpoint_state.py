@@ -132,9 +132,7 @@ def test_a_state_that_is_no_tensor_is_named():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = Counting([parameter], lr=0.1)
     optimizer.step()
-    with pytest.raises(
-        CheckpointError, match=r"Counting keeps count = 1 of up.weight: only tensors can be saved"
-    ):
+    with pytest.raises(CheckpointError, match=r"Counting keeps count = 1 of up.weight: only tensors can be saved"):
         optimizer_tensors(optimizer, {parameter: "up.weight"})
 
 

@@ -249,6 +249,7 @@ def test_next_steps_of_a_run_that_stopped() -> None:
     assert resume.split("  ") == ["go on where it stopped", "atoll train llama3_debug"]
     words = [line.split()[-1] for line in next_steps("llama3_debug", "out", status="failed", has_checkpoint=False)]
     assert words == ["llama3_debug", "--no-resume"], "nothing to export"
+    assert not any("scale" in line for line in next_steps("my.toml", "out", to_scale=None)), "no more nodes"
 
 
 # ---------------------------------------------------------------------------------------------------- reporters

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -319,12 +319,12 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ atoll train itself
-def _driver(*arguments: str | Path) -> subprocess.Popen[str]:
+def _driver(*arguments: str | Path, stderr: IO[str] | int = subprocess.STDOUT) -> subprocess.Popen[str]:
     """``atoll train`` in a process group of its own."""
     return subprocess.Popen(
         [str(Path(sys.executable).with_name("atoll")), "train", *map(str, arguments)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         env=small.environment(),
         start_new_session=True,
@@ -337,9 +337,9 @@ def endless(tmp_path: Path) -> Path:
     return small.write_toml(tree, tmp_path / "tree.toml")
 
 
-def _running(run: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+def _running(run: Path, *arguments: str | Path, stderr: IO[str] | int = subprocess.STDOUT) -> subprocess.Popen[str]:
     """``atoll train`` once the run in that folder has done some steps."""
-    process = _driver(*arguments)
+    process = _driver(*arguments, stderr=stderr)
     _until(lambda: _lines(run) > 3, lambda: process.poll() is None)
     return process
 
@@ -368,6 +368,19 @@ def test_a_notice_to_the_driver_alone_saves(tmp_path: Path, endless: Path) -> No
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 101, said
+    assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
+
+
+def test_a_reader_that_has_seen_enough_stops_the_run(tmp_path: Path, endless: Path) -> None:
+    with (tmp_path / "errors").open("w+") as errors:
+        process = _running(tmp_path / "run", endless, stderr=errors)
+        assert process.stdout is not None
+        process.stdout.close()  # what comes next is written to nobody
+        assert process.wait(60) == 141
+        errors.seek(0)
+        assert errors.read() == (
+            "atoll: standard output is closed: saving a checkpoint, then stopping; Ctrl-C stops at once\n"
+        )
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 

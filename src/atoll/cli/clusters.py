@@ -167,23 +167,23 @@ def queue(
     if as_json:
         shown.print_json([{"cluster": name, **shown.job_row(row)} for name, rows in found.items() for row in rows])
     elif found:
-        _print_queues(found, everything, skip_finished)
+        _print_queues(found, everything, skip_finished, titled=len(found) > 1 or not names)
     elif not names:
         print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
     problems.exit(EXIT_OK if not names else EXIT_NOT_FOUND)
 
 
-def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_finished: bool) -> None:
+def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_finished: bool, *, titled: bool) -> None:
     for number, (name, rows) in enumerate(found.items()):
         if number:
             print()
-        if len(found) > 1:
-            print(f"cluster {name}")
         if not rows:
             print(
                 f"no job {'goes on' if skip_finished else 'yet'} on cluster {name}; `atoll exec {name} TASK` starts one"
             )
             continue
+        if titled:
+            print(f"cluster {name}")
         kept = rows if everything else [row for at, row in enumerate(rows) if at < _NUM_SHOWN or not row.status.ended]
         shown.print_jobs(kept)
         if len(kept) < len(rows):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.cli import shown
+from atoll.cli.output import OutputClosed
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.errors import ConfigError
 from atoll.tasks.spec import EXIT_CANCELLED, EXIT_FAILED, EXIT_NOT_FINISHED, EXIT_OK, ClusterStatus, JobStatus
@@ -139,6 +140,7 @@ class _Command:
         self._parallel = parallel
         self._json = shown.as_json(output)
         self._stream = sys.stderr if self._json else sys.stdout
+        self._submitted: list[Job] = []
 
     def tell(self, line: str) -> None:
         """A line beside the answer: where that is JSON, standard output is its alone."""
@@ -146,6 +148,34 @@ class _Command:
 
     def run(self, entrypoint: Sequence[str], cluster: str, **how: Any) -> None:
         """Submit the tasks that were meant, show them, and exit as the last one did."""
+        try:
+            self._run(entrypoint, cluster, **how)
+        except OutputClosed:
+            then = self._goes_on(cluster)
+            if then is None and not self._submitted and not self._dryrun:
+                then = f"nothing was started on cluster {cluster}"
+            if then is not None:
+                shown.note(f"atoll: standard output is closed: {then}")
+            raise
+        except KeyboardInterrupt:  # between two steps that know what to say
+            then = self._goes_on(cluster)
+            if then is None:
+                raise
+            self.tell(f"\n{then[0].upper()}{then[1:]}")
+            raise typer.Exit(EXIT_NOT_FINISHED) from None
+
+    def _goes_on(self, cluster: str) -> str | None:
+        """What goes on without this command, and how to see it; None where nothing does."""
+        going = [str(job.id) for job in self._submitted if not job.status.ended]
+        if not going:
+            return None
+        if len(going) == 1:
+            job = f"{cluster} {going[0]}"
+            return f"job {going[0]} goes on. Its log: atoll logs {job}; to cancel it: atoll cancel {job}"
+        these = " ".join(going)
+        return f"the jobs go on. To see them: atoll queue {cluster}; to cancel them: atoll cancel {cluster} {these}"
+
+    def _run(self, entrypoint: Sequence[str], cluster: str, **how: Any) -> None:
         from atoll.tasks.launches import Options, plan, told, variants_of, why_apart
 
         options = Options(
@@ -226,6 +256,7 @@ class _Command:
         except KeyboardInterrupt:
             self.tell(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
             raise
+        self._submitted += jobs
         first, several = jobs[0].id, len(jobs) > 1
         self.tell(f"Jobs submitted, IDs: {first}-{jobs[-1].id}" if several else f"Job submitted, ID: {first}")
         if self._detach:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from atoll import __version__
-from atoll.cli import check, clusters, launching, nodes, run, train, weights
+from atoll.cli import check, clusters, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.recipes import recipes_app
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
 
 _FAILED, _NOT_FINISHED, _NOT_FOUND = 100, 101, 102
+_SAME_S = 1.0  # a Ctrl-C so soon after another is the same wish
 
 _HELP = """Train one model on any hardware you can reach.
 
@@ -169,22 +174,51 @@ def _ready_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
         elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
             stream.reconfigure(errors="backslashreplace")
+    output.watch()
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """A Ctrl-C interrupts; more of them at once, in impatience, do not disturb what then comes to its end."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as under nohup
+        yield
+        return
+    last_s: float | None = None
+
+    def interrupt(_number: int, _frame: object) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if last_s is None or now_s > last_s + _SAME_S:
+            last_s = now_s
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:  # once Python ends, one would kill it
+        signal.signal(signal.SIGINT, signal.default_int_handler if last_s is None else signal.SIG_IGN)
 
 
 def main() -> None:
     """Entry of the command."""
     _ready_streams()
     try:
-        app(prog_name="atoll")
+        with _one_interrupt():
+            try:
+                app(prog_name="atoll")
+            finally:
+                sys.stdout.flush()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         sys.exit(_NOT_FOUND if isinstance(error, LookupError) else _FAILED)
-    except BrokenPipeError:  # `atoll logs NAME | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_FAILED)
     except OSError as error:  # a full disk, a state folder that can't be
         where = f"{error.filename}: " if error.filename else ""
         print(f"atoll: {where}{error.strerror or error}", file=sys.stderr)
+        if error.errno == errno.ENOSPC:
+            output.drop(sys.stdout.fileno())  # what is left of it can't be written at the end either
         sys.exit(_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        if output.is_closed():
+            sys.exit(128 + signal.SIGPIPE)  # as a shell shows the end of programs that know nothing of it

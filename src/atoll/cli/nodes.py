@@ -163,11 +163,9 @@ def _copy(source: Path, dest: Path, said: str, *, into: bool = False) -> str:
         dest.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, dest, symlinks=True, dirs_exist_ok=True)
-            num_files = sum(each.is_file() for each in dest.rglob("*"))
-            return f"{num_files} file{'s' if num_files != 1 else ''}"
-        shutil.copy2(source, dest)
-        num_bytes = dest.stat().st_size
-        return f"{num_bytes} byte{'s' if num_bytes != 1 else ''}"
+        else:
+            shutil.copy2(source, dest)
+        return _size_of(dest)
     except (OSError, shutil.Error) as error:
         raise ConfigError(f"{said} can't be copied to {dest}: {error}") from None
 
@@ -181,9 +179,15 @@ def _secure_copy(arguments: Sequence[str], source: str, dest: str, made: Path) -
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         said = [line for line in lines if line.startswith("scp: ") and "Connection closed" not in line] or lines
         raise ProvisionError(f"{source} can't be copied to {dest}: {said[-1].removeprefix('scp: ')}")
-    if made.is_dir():
-        return f"{sum(each.is_file() for each in made.rglob('*'))} files"
-    return f"{made.stat().st_size} bytes"
+    return _size_of(made)
+
+
+def _size_of(path: Path) -> str:
+    """``3 files`` of a folder, ``1 byte`` of a file."""
+    num, what = (
+        (sum(each.is_file() for each in path.rglob("*")), "file") if path.is_dir() else (path.stat().st_size, "byte")
+    )
+    return f"{num} {what}{'s' if num != 1 else ''}"
 
 
 def _process_of(home: Path) -> int | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.cli import shown
+from atoll.cli.output import OutputClosed
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
 from atoll.core.hints import current_folder, nearest
@@ -360,8 +361,7 @@ def _run(
     try:
         job = _submit(cluster, spec, secrets, workdir)
         code = _show(job, writer)
-        if code:
-            shown.note(f"atoll: the whole log: atoll logs {cluster.name}")
+        _say(f"the whole log: atoll logs {cluster.name}")
         return code
     finally:
         with contextlib.suppress(AtollError):
@@ -390,8 +390,8 @@ def _say(line: str) -> None:
 def _show(job: Job, writer: Any) -> int:
     try:
         status = job.follow(writer)
-    except KeyboardInterrupt:
-        _say("ending the ranks")
+    except (KeyboardInterrupt, OutputClosed) as error:
+        _say("standard output is closed: ending the ranks" if isinstance(error, OutputClosed) else "ending the ranks")
         job.cancel()
         writer.begin_again()
         status = job.follow(writer)

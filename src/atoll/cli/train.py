@@ -9,13 +9,14 @@ import posixpath
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from atoll.cli.output import OutputClosed
 from atoll.core.errors import AtollError, ProvisionError, RemoteTraceback
 from atoll.core.paths import DRIVER_PID, shown_path
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from atoll.cli.train_hosts import TrainHosts
     from atoll.core.events import Event as PoolEvent
     from atoll.pool.logs import LogLine
+    from atoll.train.events import Event
+    from atoll.train.metrics.console import Console
     from atoll.train.recipe.load import Loaded
 
 _FAILED, _NOT_FINISHED = 100, 101
@@ -104,7 +107,7 @@ def train(
     if output == "json":
         print(json.dumps(result, indent=2))
     elif result["steps"]:
-        _say_next(loaded, result, hosts, infra, nodes, nproc, arguments)
+        _say_next(loaded, result, hosts, infra, nodes, nproc, gpus, arguments)
     if result["status"] != "finished":
         raise typer.Exit(_NOT_FINISHED)
 
@@ -159,14 +162,15 @@ def _run(
     from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console
 
-    show = Console(Terminal(stderr=True) if quiet else None)
+    show = _Screen(Console(Terminal(stderr=True) if quiet else None))
     tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
     options: dict[str, Any] = {"resume": resume, "allow_changes": allow_changes}
     hosts = None
     if infra != "local":
         from atoll.cli.train_hosts import make_ready, train_requirements
 
-        hosts = make_ready(infra, nodes, tree["train"]["output_dir"], resume=resume, say=lambda line: show(Note(line)))
+        output_dir = tree["train"]["output_dir"]
+        hosts = make_ready(infra, nodes, gpus, output_dir, resume=resume, say=lambda line: show(Note(line)))
         options["folder"] = hosts.folder
     else:
         folder = Path(loaded.recipe.train.output_dir).absolute()
@@ -208,9 +212,47 @@ def _run(
     stop = _LocalStop(folder) if hosts is None else hosts
     with contextlib.closing(show), pool:
         future = pool.submit(train_rank, tree, options, everywhere=True)
-        with _interruptible(stop, began, lambda text: show(Note(text))):
+        with _interruptible(stop, began, show):
             results: list[dict[str, Any]] = list(future.result())
     return results[0], hosts
+
+
+class _Screen:
+    """Shows a run until nobody reads standard output any more, which is then to end it as Ctrl-C does."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_closed = False
+        self._signalled = False
+
+    def __call__(self, event: Event) -> None:
+        """Show an event; from any thread."""
+        if self._is_closed:
+            return
+        try:
+            self._console(event)
+        except OutputClosed:
+            self._is_closed = self._signalled = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def say(self, text: str) -> None:
+        """A line of our own; on standard error where the rest can't be seen."""
+        from atoll.train.events import Note
+
+        if self._is_closed:
+            print(f"atoll: {text}", file=sys.stderr, flush=True)
+        else:
+            self(Note(text))
+
+    def has_signalled(self) -> bool:
+        """Is the signal at hand ours? Once."""
+        signalled, self._signalled = self._signalled, False
+        return signalled
+
+    def close(self) -> None:
+        """Leave the terminal as it is now."""
+        with contextlib.suppress(OutputClosed):
+            self._console.close()
 
 
 class _Stoppable(Protocol):
@@ -235,8 +277,8 @@ class _LocalStop:
 
 
 @contextlib.contextmanager
-def _interruptible(run: _Stoppable, began: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to save and end, the second ends it.
+def _interruptible(run: _Stoppable, began: threading.Event, screen: _Screen) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to save and end, the second ends it; so does a closed screen.
 
     Before the run has told of anything there is nothing to save, and nobody who would look at the file.
     """
@@ -244,21 +286,29 @@ def _interruptible(run: _Stoppable, began: threading.Event, say: Callable[[str],
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if closed := screen.has_signalled():
+            if asked:
+                return
+            name = "standard output is closed"
         if asked:
-            say("stopped at once: what was done since the last checkpoint is lost")
+            screen.say("stopped at once: what was done since the last checkpoint is lost")
+        elif closed and not began.is_set():
+            screen.say(f"{name}: stopping before the first step")
         if asked or not began.is_set():
             raise KeyboardInterrupt
         asked = True
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        say(f"{name}: saving a checkpoint, then stopping; once more stops at once")
+        screen.say(f"{name}: saving a checkpoint, then stopping; {'Ctrl-C' if closed else 'once more'} stops at once")
         try:
             run.ask_to_stop(name)
         except ProvisionError as error:
-            say(f"the run could not be asked: {error}")
+            screen.say(f"the run could not be asked: {error}")
             asked = False
 
     before = {number: signal.signal(number, ask) for number in _SOFT}
     try:
+        if screen.has_signalled():  # while Ctrl-C was ignored, as in the background of a script
+            raise KeyboardInterrupt
         yield
     finally:
         for number, handler in before.items():
@@ -273,6 +323,7 @@ def _say_next(
     infra: str,
     nodes: int,
     nproc: int | None,
+    gpus: str | None,
     arguments: list[str],
 ) -> None:
     from atoll.train.metrics.summary import next_steps
@@ -285,7 +336,7 @@ def _say_next(
         fetch, folder = hosts.fetch_line(result["output_dir"])
         print(f"  {fetch}")
     elsewhere = ["--train.output_dir", folder] if folder != shown_path(str(Path(wanted.output_dir).absolute())) else []
-    where = [] if hosts is None else ["--infra", infra]
+    where = [*([] if hosts is None else ["--infra", infra]), *([] if gpus is None else ["--gpus", gpus])]
     smaller = ["--train.micro_batch", str(share)] if share and not left and share % wanted.micro_batch else []
     lines = next_steps(
         loaded.source,
@@ -295,10 +346,11 @@ def _say_next(
         status=result["status"],
         has_checkpoint=result["checkpoint"] is not None,
         nodes=nodes,
-        to_scale=smaller,
+        to_scale=smaller if hosts is None or 2 * nodes <= hosts.num_hosts else None,
         exports=loaded.recipe.model.python is None,
     )
-    print("\nnext:")
+    if lines:
+        print("\nnext:")
     for line in lines:
         print(f"  {line}")
 

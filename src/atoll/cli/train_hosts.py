@@ -16,11 +16,12 @@ from pathlib import Path
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.hints import current_folder, nearest
+from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import Group, Target, declared_groups, find_group
-from atoll.providers.ssh.provider import SSH
+from atoll.providers.ssh.provider import SSH, AcceleratorsLacking
 
 _WRITE = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
 
@@ -63,6 +64,11 @@ class TrainHosts:
         """The run takes the file away itself, or the next one does."""
 
     @property
+    def num_hosts(self) -> int:
+        """As many nodes as there can be."""
+        return self.provider.num_nodes
+
+    @property
     def head(self) -> str:
         """The host of rank 0."""
         return str(self._targets[0])
@@ -84,17 +90,20 @@ class TrainHosts:
         return (copy if into == "." else f"mkdir -p {shlex.quote(into)} && {copy}"), here
 
 
-def make_ready(infra: str, nodes: int, output_dir: str, *, resume: bool, say: Callable[[str], object]) -> TrainHosts:
+def make_ready(
+    infra: str, nodes: int, gpus: str | None, output_dir: str, *, resume: bool, say: Callable[[str], object]
+) -> TrainHosts:
     """Find the hosts and send them the current folder, as git would list it, without what runs wrote.
 
     Args:
         infra: ``ssh/NAME``.
+        gpus: of each node; None for what is there.
         output_dir: of the recipe.
         resume: whether that is the folder of the run; else one beside it, which rank 0 chooses.
         say: called with a line for each thing the user should know.
 
     Raises:
-        ConfigError: there are no such hosts, or too few.
+        ConfigError: there are no such hosts, or too few, or one lacks the GPUs.
         ProvisionError: one can't be used.
     """
     from atoll.tasks.ssh_files import send_folder
@@ -109,7 +118,11 @@ def make_ready(infra: str, nodes: int, output_dir: str, *, resume: bool, say: Ca
         grace_s=group.grace_s,
     )
     targets = provider.targets()[:nodes]
-    planned = provider.plan(nodes=nodes, accelerator=None, workers_per_node="auto")
+    wanted = None if gpus is None else AcceleratorSpec.parse(gpus)
+    try:
+        planned = provider.plan(nodes=nodes, accelerator=wanted, workers_per_node="auto")
+    except AcceleratorsLacking as error:
+        raise ConfigError(f"--gpus {gpus} {error.why}; leave --gpus out to use what is there") from None
     plans = [plan for plan in planned.nodes if isinstance(plan, RemotePlan)]
     source = Path(current_folder())
     _refuse_all_files(source)

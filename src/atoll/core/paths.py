@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def write_atomic(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600
             error.filename = os.fspath(target)  # a disk that is full does not say which
         raise
     fsync_folder(target.parent)
+
+
+def sweep_temporary(path: str | os.PathLike[str], older_s: float = 0.0) -> None:
+    """Remove what ``write_atomic`` left of ``path`` where its process was killed, if it is so many seconds old."""
+    target = Path(path)
+    oldest = time.time() - older_s
+    for left in target.parent.glob(f".{target.name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime <= oldest:
+                left.unlink()
 
 
 def fsync_folder(folder: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
-from atoll.core.paths import atoll_home
+from atoll.core.paths import atoll_home, sweep_temporary
 from atoll.tasks import record
 from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, ClusterStatus, is_name, node_name
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from atoll.tasks.rows import JobRow
 
 LOCK = "launch.lock"
+_LEFT_S = 60.0  # a record that is being written takes milliseconds
 # Fields that `decide` may change of a cluster that is there.
 _DECIDED = (
     *("num_nodes", "accelerator", "num_accelerators", "simulated", "cpus", "memory_gb", "status", "notes"),
@@ -96,10 +97,12 @@ def matching(patterns: Sequence[str]) -> list[str]:
         if any(sign in pattern for sign in "*?["):
             hits = [each for each in fnmatch.filter(all_names(), pattern) if not _is_down(each)]
             if not hits:
-                raise UnknownCluster(f"no cluster matches {pattern!r}; `atoll status` lists them")
+                raise UnknownCluster(
+                    f"no cluster matches {pattern!r}; `atoll status --all` lists all, those that are down too"
+                )
             found.update(dict.fromkeys(hits))
         else:
-            if check_name(pattern) not in all_names():
+            if pattern not in all_names():
                 load(pattern)  # raises
             found[pattern] = None
     return list(found)
@@ -120,9 +123,9 @@ def load(name: str, *, to_run: bool = False) -> ClusterSpec:
         UnknownCluster: there is none.
         ConfigError: its file can't be read.
     """
-    found = find(name)
+    found = find(name) if to_run or "/" in name or is_name(name) else None
     if found is None:
-        makes = f"`atoll launch -c {name} TASK` makes it" if to_run else "`atoll status` lists those that there are"
+        makes = f"`atoll launch -c {name} TASK` makes it" if to_run else "`atoll status --all` lists all that there are"
         hint = nearest(name, all_names()) or f"; {makes}"
         raise UnknownCluster(f"no cluster {name!r}{hint}")
     return found
@@ -180,6 +183,7 @@ def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[Pa
             os.close(descriptor)
             descriptor = _open_lock(folder)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        sweep_temporary(folder / record.RECORD, _LEFT_S)
         try:
             yield folder
         finally:

@@ -3,7 +3,7 @@
 ``python -m atoll.tasks.control OP`` takes a JSON object on standard input, ``{"cluster": NAME, ...}``, and answers
 ``{"value": ...}`` or ``{"error": KIND, "message": ...}`` on standard output. ``follow`` answers with the log's bytes,
 and at its end with the job's status on standard error; its exit code says the same. ``pack`` answers with a tar, and
-``unpack`` is given one behind the line of the object. Standard library only.
+``take`` is given one behind the line of the object. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import os
 import re
 import select
 import shutil
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
@@ -145,7 +146,7 @@ class LocalControl:
             only = _only(watched.job, rank)
             path = self._folder / "jobs" / str(job_id) / RUN_LOG
             if watched.job.started_s is not None and not path.exists():
-                write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode())
+                write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode(errors="replace"))
             with Follower(path, write, only) as follower:
                 follower.skip(_position_of_tail(path, tail, only) if tail else skip_bytes)
                 if follow:
@@ -180,6 +181,45 @@ class LocalControl:
             remove_tree(self._folder / "nodes")
         self._end_jobs()
         remove_tree(self._folder / "nodes")
+
+    def end(self) -> list[int]:
+        """End the jobs, whatever is wrong; a supervisor that does not end in time is killed. Returns the jobs ended.
+
+        Raises:
+            AtollError: it can't be killed.
+        """
+        ended: list[int] = []
+        with contextlib.suppress(AtollError):  # the store may be what is wrong
+            if (self._folder / history.STORE).exists():
+                ended = self.cancel(None)
+            self._wait_until_idle(_END_S)
+        if not supervisor.kill(self._folder):
+            raise AtollError(
+                f"the supervisor of cluster {self._folder.name} can't be ended, and its jobs may go on; "
+                f"{_supervisor_stands(self._folder)}"
+            )
+        return ended
+
+    def pack(self, names: Sequence[str], into: IO[bytes]) -> None:
+        """Write a tar of files and folders in the cluster's folder."""
+        history.pack(self._folder, names, into)
+
+    def take(self, tar: IO[bytes]) -> tuple[list[int], int, str | None]:
+        """Have past jobs that ``pack`` wrote, as ``history.take`` does, after what still ran here has ended.
+
+        Returns:
+            the jobs that were ended, how many files came, and where jobs were put aside.
+        """
+        ended = self.end()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = supervisor.open_lock(self._folder)  # none starts meanwhile
+        try:
+            if not supervisor.take_lock(lock, supervisor.PROBE_S):
+                raise AtollError(f"jobs of cluster {self._folder.name} were started there just now: try again")
+            num_files, aside = history.take(tar, self._folder)
+        finally:
+            os.close(lock)
+        return ended, num_files, None if aside is None else str(aside)
 
     def _end_jobs(self) -> None:
         self.cancel(None)
@@ -286,12 +326,14 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
     match operation:
         case "create":
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            ended = control.end() if wish["anew"] else []
             cluster = ClusterSpec.from_json(wish["spec"])
             with contextlib.suppress(LookupError, ConfigError):
                 have = record.load(folder)
                 if have.created_s == cluster.created_s:  # whoever asks doesn't know what the supervisor wrote
                     cluster = dataclasses.replace(cluster, setup_done=have.setup_done)
-            return record.save(folder, cluster)
+            record.save(folder, cluster)
+            return ended
         case "submit":
             return control.submit(JobSpec.from_json(wish["spec"]), wish["secrets"])
         case "cancel":
@@ -309,10 +351,10 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
             return control.remove_nodes()
         case "position_of_tail":
             return control.position_of_tail(wish["job_id"], wish["tail"], wish["rank"])
-        case "unpack":
-            return history.unpack(sys.stdin.buffer, folder)
-        case "remove_history":
-            return history.remove(folder)
+        case "end":
+            return control.end()
+        case "take":
+            return control.take(sys.stdin.buffer)
         case _:
             raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
 
@@ -347,7 +389,7 @@ def main(arguments: Sequence[str]) -> int:
         if not is_name(name):
             raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
         folder = atoll_home() / "clusters" / name
-        if operation != "create" and not (folder / record.RECORD).exists():
+        if operation not in ("create", "end", "take") and not (folder / record.RECORD).exists():
             raise NothingLeft(
                 f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and their "
                 f"logs. `atoll launch -c {name}` makes it anew, `atoll down --purge {name}` forgets it"
@@ -367,6 +409,8 @@ def main(arguments: Sequence[str]) -> int:
         )
         answer = {"error": next(kinds, "AtollError"), "message": str(error)}
         code = EXIT_NOT_FOUND if isinstance(error, LookupError) else _BROKEN
+    except (OSError, sqlite3.Error) as error:
+        answer, code = {"error": "AtollError", "message": history.trouble(error, folder)}, _BROKEN
     with contextlib.suppress(BrokenPipeError):
         stream.write(json.dumps(answer))
         stream.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import select
@@ -54,6 +55,8 @@ class Dispatcher:
         self._changed = True  # look at once
         self._port_awaited = False
         self._told_to_end = False
+        self._file = os.stat(store.path)
+        self.unreachable = False  # nobody can ask for an end of the jobs that run
 
     def run(self) -> None:
         """Work until nothing is left to do."""
@@ -107,6 +110,15 @@ class Dispatcher:
         if now < self._look_at and not self._changed:
             return
         self._look_at = now + _LOOK_S
+        if not self.unreachable and (why := self._files_gone()) is not None:
+            self.unreachable = True
+            self._write_log(f"{why}: ending its jobs, and leaving")
+            for runner in self._runners.values():
+                if not runner.cancelled:
+                    runner.cancel(why)
+        if self.unreachable:
+            self._changed = False
+            return
         for job_id, runner in self._runners.items():
             if self._nodes is not None and (fault := self._nodes.fault_of(job_id)) is not None:
                 runner.tell_fault(fault)
@@ -129,6 +141,18 @@ class Dispatcher:
         pending = [job for job in jobs if job.status is JobStatus.PENDING and job.id not in seen_to]
         if pending:
             self._start_some(pending)
+
+    def _files_gone(self) -> str | None:
+        """Which of the files that others find us by was removed or replaced, as a clause."""
+        try:
+            same = os.path.samestat(os.stat(self._store.path), self._file)
+        except OSError as error:  # else it is there, and can't be looked at just now
+            same = error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+        if not same:
+            return f"the job store {self._store.path} was removed or replaced"
+        if os.fstat(self._lock).st_nlink == 0:
+            return f"the supervisor's lock in {self._folder} was removed"
+        return None
 
     def _cancel(self, job: JobRow) -> None:
         runner = self._runners[job.id]
@@ -170,6 +194,9 @@ class Dispatcher:
                 self._refuse(job, str(error))
             return
         if nodes is None:
+            ids = ", ".join(map(str, self._runners))
+            for job in pending:
+                self._wait(job, f"waiting for the end of job {ids}: the cluster was changed or made anew meanwhile")
             return
         running = [runner.job for runner in self._runners.values()]  # one that has ended may not be gone yet
         for turn in turns(cluster, [job for job in pending if self._may_follow(job)], running):
@@ -260,13 +287,16 @@ class Dispatcher:
         try:
             status = self._store.apply(job_id, actions, now_s)
         except AtollError as error:
-            with contextlib.suppress(OSError):  # the supervisor's own log may be on the same disk
-                os.write(2, f"{error}\n".encode())
+            self._write_log(str(error))
             self._unwritten.append((job_id, actions, now_s))
             self._unwritten_since = time.monotonic()
             return self._runners[job_id].status if job_id in self._runners else JobStatus.PENDING
         self._note_setup(job_id, actions)
         return status
+
+    def _write_log(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # it may be on a disk that is full
+            os.write(2, f"{line}\n".encode(errors="surrogateescape"))
 
     def _write_again(self, now: float) -> None:
         if not self._unwritten or now < self._retry_at:
@@ -286,11 +316,13 @@ class Dispatcher:
             return
         after = {each.status for each in actions if isinstance(each, SetStatus)}
         if after & {JobStatus.RUNNING, JobStatus.SUCCEEDED} and self._shape is not None:
-            with contextlib.suppress(OSError):  # it only saves the next launch a setup
+            with contextlib.suppress(OSError, LookupError, AtollError):  # it only saves the next launch a setup
                 record.change(self._folder, setup_done=tuple(range(self._shape.num_nodes)))
 
     # ------------------------------------------------------------------------------------------- the end
     def _idle(self) -> bool:
+        if self.unreachable:
+            return not self._runners
         if self._runners or self._unwritten or self._changed:
             return False
         return not self._store.jobs(limit=1, unfinished=True)
@@ -302,7 +334,7 @@ class Dispatcher:
         it was free only after that, and then the job is seen here.
         """
         fcntl.flock(self._lock, fcntl.LOCK_UN)
-        if not self._store.jobs(limit=1, unfinished=True):
+        if self.unreachable or not self._store.jobs(limit=1, unfinished=True):
             return True
         if not take_lock(self._lock, PROBE_S):  # somebody found it free, and sees to the job
             return True

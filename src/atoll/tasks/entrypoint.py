@@ -145,6 +145,10 @@ def _missing(file: Path, shown: str) -> str:
     """What to say about a task file that is not there: what lies near it."""
     if file.is_dir():
         return f"{shown} is a folder: expected a task file"
+    if file.is_symlink() and not file.exists():
+        return f"{shown} is a link that leads nowhere: to {os.readlink(file)}"
+    if file.exists():
+        return f"{shown} is no regular file but a pipe, a socket or a device: expected a task file"
     folder = file.parent
     if not folder.is_dir():
         return f"{shown}: there is no folder {folder}"

@@ -1,16 +1,18 @@
-"""A cluster's past jobs, their store and their logs, as a tar: they move with its supervisor, and logs are copied here.
+"""A cluster's past jobs, their store and their logs, as a tar: they go with its supervisor, and logs are copied here.
 
-Standard library only.
+Where they came from they stay, until the cluster is forgotten. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import shutil
 import sqlite3
 import tarfile
-import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -21,6 +23,7 @@ from atoll.tasks.tarball import BUFFER_BYTES
 STORE, JOBS = "jobs.db", "jobs"  # in a cluster's folder
 _SECRETS = "secrets.json"
 _STORE_FILES = (STORE, f"{STORE}-wal", f"{STORE}-shm")
+_ARRIVING = ".arriving"
 
 
 def pack(folder: Path, names: Sequence[str], stream: IO[bytes]) -> None:
@@ -28,27 +31,24 @@ def pack(folder: Path, names: Sequence[str], stream: IO[bytes]) -> None:
 
     Raises:
         BrokenPipeError: nobody reads it.
-        AtollError: something can't be read, or went away meanwhile.
+        OSError, sqlite3.Error: something can't be read or written, or went away meanwhile.
     """
-    try:
-        with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER_BYTES) as tar:
-            for name in names:
-                if name == STORE and (folder / name).exists():
-                    _pack_store(folder / name, tar)
-                elif (folder / name).exists():
-                    tar.add(folder / name, name, filter=_unless_secret)
-    except BrokenPipeError:
-        raise
-    except (OSError, sqlite3.Error) as error:
-        raise AtollError(f"{folder} can't be read: {error}") from None
+    with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER_BYTES) as tar:
+        for name in names:
+            if name == STORE and (folder / name).exists():
+                _pack_store(folder / name, tar)
+            elif (folder / name).exists():
+                tar.add(folder / name, name, filter=_unless_secret)
 
 
 def _pack_store(path: Path, tar: tarfile.TarFile) -> None:
-    """The store as of now, whoever else has it open."""
-    with tempfile.NamedTemporaryFile() as file:
-        with contextlib.closing(sqlite3.connect(path)) as store, contextlib.closing(sqlite3.connect(file.name)) as copy:
-            store.backup(copy)
-        tar.add(file.name, STORE)
+    """The store as of now, whoever else has it open; by way of memory, since the disk may be full."""
+    with contextlib.closing(sqlite3.connect(path)) as store, contextlib.closing(sqlite3.connect(":memory:")) as copy:
+        store.backup(copy)
+        data = copy.serialize()
+    member = tarfile.TarInfo(STORE)
+    member.size, member.mode, member.mtime = len(data), 0o600, int(time.time())
+    tar.addfile(member, io.BytesIO(data))
 
 
 def _unless_secret(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -92,15 +92,73 @@ def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, at: Path) -> None:
             shutil.copyfileobj(content, file, BUFFER_BYTES)
         aside.chmod(member.mode & 0o700)
         os.utime(aside, (member.mtime, member.mtime))
-        for name in _STORE_FILES[1:] if at.name == STORE else ():  # they belong to the one that it replaces
-            at.with_name(name).unlink(missing_ok=True)
         aside.replace(at)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def remove(folder: Path) -> None:
-    """Remove past jobs from a cluster's folder."""
-    shutil.rmtree(folder / JOBS, ignore_errors=True)
-    for name in _STORE_FILES:
-        (folder / name).unlink(missing_ok=True)
+def take(stream: IO[bytes], folder: Path) -> tuple[int, Path | None]:
+    """Have what ``pack`` wrote as the past jobs of a cluster's folder, if it goes on where those that it has end.
+
+    Nothing happens where the folder has all of these jobs: it may be the same one. Jobs that it has and that are no
+    part of what came are put aside. Nobody else may have the store open.
+
+    Returns:
+        How many files came, and where the jobs are that were put aside.
+
+    Raises:
+        AtollError: it ended early, or names something outside of the folder; nothing has changed then.
+        OSError, sqlite3.Error: it can't be read or written.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    arriving, aside = folder / _ARRIVING, folder / f"jobs-{time.strftime('%Y%m%d-%H%M%S')}"
+    shutil.rmtree(arriving, ignore_errors=True)
+    try:
+        num_files = unpack(stream, arriving)
+        new, old = _task_ids(arriving), _task_ids(folder)
+        if new.items() <= old.items():
+            return 0, None
+        nothing_else = old.items() <= new.items() and _folders(folder) <= _folders(arriving)
+        _swap(arriving, folder, aside)
+        if nothing_else:
+            shutil.rmtree(aside, ignore_errors=True)
+            return num_files, None
+        return num_files, aside
+    finally:
+        shutil.rmtree(arriving, ignore_errors=True)
+
+
+def _swap(arriving: Path, folder: Path, aside: Path) -> None:
+    """Put the past jobs of a folder aside, and have others there; the store, which says what there is, goes last."""
+    aside.mkdir(mode=0o700)
+    try:
+        for at, to in ((folder, aside), (arriving, folder)):
+            for name in (JOBS, *_STORE_FILES[1:], STORE):
+                with contextlib.suppress(FileNotFoundError):
+                    (at / name).rename(to / name)
+    except OSError:
+        for name in (JOBS, *_STORE_FILES):
+            with contextlib.suppress(OSError):
+                (aside / name).rename(folder / name)
+        raise
+
+
+def trouble(error: OSError | sqlite3.Error, folder: Path) -> str:
+    """What can't be read or written there, why, and what helps."""
+    what = f"{getattr(error, 'filename', None) or folder}: {getattr(error, 'strerror', None) or error}"
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error)
+    return f"{what}: free some space there" if is_full else what
+
+
+def _folders(folder: Path) -> set[str]:
+    return set(os.listdir(folder / JOBS)) if (folder / JOBS).is_dir() else set()
+
+
+def _task_ids(folder: Path) -> dict[int, str]:
+    """What tells the jobs of a store from any others."""
+    if not (folder / STORE).exists():
+        return {}
+    with contextlib.closing(sqlite3.connect(folder / STORE)) as store:
+        if not store.execute("SELECT 1 FROM sqlite_master WHERE name = 'jobs'").fetchone():
+            return {}
+        return dict(store.execute("SELECT id, task_id FROM jobs"))

@@ -112,7 +112,10 @@ def told(tasks: Sequence[Task], decisions: Sequence[Decision]) -> list[str]:
 def _place_text(task: Task, decision: Decision) -> str:
     cluster = decision.cluster
     what = accelerators_text(decision.accelerator, decision.num_accelerators)
-    if decision.num_accelerators:
+    if cluster.num_accelerators > decision.num_accelerators:
+        used = what if decision.num_accelerators else "none"
+        what = f"{used} of its {accelerators_text(cluster.accelerator, cluster.num_accelerators)}"
+    if cluster.num_accelerators:
         what += " a node" + (", simulated" if cluster.simulated else "")
     nodes = f"{task.num_nodes} node" + ("s" if task.num_nodes > 1 else "")
     if task.num_nodes < cluster.num_nodes:
@@ -167,7 +170,7 @@ def start_jobs(tasks: Sequence[Task], name: str, options: Options, earlier: Sequ
         try:
             if not options.as_it_is:
                 cluster = clusters.make_ready(cluster, options.say)
-                if cluster != before:
+                if cluster != before or cluster.hosts:  # a head whose home is this one's writes to the same file
                     clusters.save(cluster, before)
                 _set_autostop(cluster, tasks, options)
             _ship(cluster, tasks, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,8 @@ def down(cluster_name: str, *, purge: bool = False) -> list[int]:
 
     Args:
         cluster_name: the cluster.
-        purge: remove the record and the logs of its jobs from the head that supervises it, too.
+        purge: remove the record and the logs of its jobs from every head that has supervised it, too, and kill a
+            supervisor that does not end.
 
     Raises:
         UnknownCluster: there is none.
@@ -50,17 +52,20 @@ def down(cluster_name: str, *, purge: bool = False) -> list[int]:
 
     with clusters.locked(clusters.load(cluster_name).name) as folder, connections.kept():
         cluster = clusters.load(cluster_name)
+        gone: str | None = None
         try:
-            ended = _end(cluster, ClusterStatus.DOWN)
-            if purge and cluster.supervised_from != "here":
-                ssh_clusters.remove_record(cluster)
-            return ended
+            ended = clusters.control_of(cluster).end() if purge else []
+            ended += _end(cluster, ClusterStatus.DOWN)
         except ProvisionError as error:
             if cluster.supervised_from == "here":
                 raise
             ssh_clusters.give_up(cluster, error, for_good=purge)
             record.change(folder, status=ClusterStatus.DOWN, autostop_minutes=None, autodown=False)
-            return []
+            ended, gone = [], cluster.hosts[0]
+        finally:
+            if purge and cluster.hosts:
+                ssh_clusters.remove_records(cluster, without=gone)
+        return ended
 
 
 def forget(name: str) -> None:
@@ -91,7 +96,8 @@ def purge(name: str, say: Callable[[str], None]) -> list[int]:
         ended = down(name, purge=True)
     except (AtollError, OSError) as error:  # what is damaged can't be ended in order
         say(f"cluster {name}: {error}; what was left of it is removed")
-        supervisor.kill(folder)
+        if not supervisor.kill(folder):
+            say(f"cluster {name}: its supervisor, process {supervisor.pid_of(folder)}, can't be killed and goes on")
     if folder.is_dir() and not folder.is_symlink():
         forget(name)
     else:
@@ -119,7 +125,8 @@ def take_back(name: str, before: ClusterSpec | None) -> None:
     with contextlib.suppress(AtollError, OSError):  # what stopped the launch may stop this, too
         _end(made, ClusterStatus.DOWN)
     if before is not None:
-        record.save(folder, before)
+        heads = {name: value for name, value in made.ssh.items() if name == "heads"}  # something may lie there now
+        record.save(folder, dataclasses.replace(before, ssh={**before.ssh, **heads}))
         return
     for each in folder.iterdir():
         if each.name != clusters.LOCK:

@@ -25,6 +25,7 @@ _ROOM_BYTES = 4 << 20  # a log that met a full disk goes on once there is so muc
 _HIDDEN = b"****"
 _OVERDRAWN = re.compile(rb"^[^\n]*\r", re.M)
 _LINE_ENDS = re.compile(rb"\r+\n")
+_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _BLOCK_BYTES = 1 << 20
 _POLL_S = (0.01, 0.03)  # a follower looks so often: while lines come, and when it is quiet
 
@@ -40,7 +41,10 @@ class Redactor:
             values |= {
                 each for each in (value, *lines) if len(each) >= (_SHORTEST_LINE if len(lines) > 1 else _SHORTEST)
             }
-        self._values = ordered = sorted((value.encode() for value in values), key=len, reverse=True)
+        # Bytes that are no text, as processes print them, and as they stand in lines that were decoded on the way.
+        found = {value.encode(errors="surrogateescape") for value in values}
+        found |= {value.decode(errors="replace").encode() for value in found}
+        self._values = ordered = sorted(found, key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, ordered))) if ordered else None
         self.longest_bytes = len(ordered[0]) if ordered else 0
 
@@ -60,7 +64,12 @@ class Redactor:
 
     def hide_text(self, text: str) -> str:
         """The same for text."""
-        return text if self._pattern is None else self.hide(text.encode()).decode()
+        return text if self._pattern is None else self.hide(_bytes_of(text)).decode(errors="replace")
+
+
+def _bytes_of(text: str) -> bytes:
+    """A line of our own; what it quotes may have been bytes that are no text, or half a character."""
+    return _HALF.sub("?", text).encode(errors="surrogateescape")
 
 
 class _Redacted:
@@ -319,11 +328,11 @@ class JobLog:
 
     def say(self, text: str) -> None:
         """A line of our own."""
-        self._run_log.write_for(None, self.redactor.hide(text.encode(errors="replace")) + b"\n")
+        self._run_log.write_for(None, self.redactor.hide(_bytes_of(text)) + b"\n")
 
     def say_last(self, text: str, make_room: Callable[[], object]) -> None:
         """The line that says how the job ended; ``make_room`` is called where the disk is full."""
-        self._run_log.write_last(self.redactor.hide(text.encode(errors="replace")) + b"\n", make_room)
+        self._run_log.write_last(self.redactor.hide(_bytes_of(text)) + b"\n", make_room)
 
     def stream(self, prefix: str, raw: str) -> Stream:
         """For one process; ``raw`` is its file's name in the job's folder."""

@@ -111,7 +111,8 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
     cluster = place(grown, kept if wanted is None or chosen else wish.accelerators, wish.simulate)
     if wanted is not None and chosen is None:
         wanted = (cluster.accelerator or wanted[0], cluster.num_accelerators)
-    return _decision(cluster, wanted, [f"cluster {name} is resized: {', '.join(changes)}", *cluster.notes])
+    notes = () if wanted is None else cluster.notes  # of accelerators that this job doesn't use
+    return _decision(cluster, wanted, [f"cluster {name} is resized: {', '.join(changes)}", *notes])
 
 
 def _decision(

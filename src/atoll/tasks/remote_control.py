@@ -47,9 +47,13 @@ class ProgramControl:
         self._head = f"the head of cluster {cluster}" + (f" ({host})" if host else "")
         self._patience_s = patience_s
 
-    def create(self, cluster: ClusterSpec) -> None:
-        """Write the cluster's record there."""
-        self._ask("create", spec=cluster.to_json())
+    def create(self, cluster: ClusterSpec, *, anew: bool) -> list[int]:
+        """Write the cluster's record there; ``anew``: after what still ran there has ended, jobs that are returned."""
+        return list(self._ask("create", spec=cluster.to_json(), anew=anew))
+
+    def end(self) -> list[int]:
+        """End the jobs, whatever is wrong; returns them."""
+        return list(self._ask("end"))
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
         """Add a job; returns its number."""
@@ -141,19 +145,16 @@ class ProgramControl:
                 said.seek(0)
                 self._fail(said.read(), code)
 
-    def unpack(self, tar: IO[bytes]) -> int:
-        """Put what ``pack`` wrote into the cluster's folder; how many files that were."""
-        with tempfile.TemporaryFile() as said, self._started("unpack", {}, said, tar) as process:
+    def take(self, tar: IO[bytes]) -> tuple[list[int], int, str | None]:
+        """Have past jobs that ``pack`` wrote; the jobs ended, how many files came, where others were put aside."""
+        with tempfile.TemporaryFile() as said, self._started("take", {}, said, tar) as process:
             assert process.stdout is not None
             answer = process.stdout.read()
             if (code := process.wait()) != 0:
                 said.seek(0)
                 self._fail(answer or said.read(), code)
-            return int(json.loads(answer)["value"])
-
-    def remove_history(self) -> None:
-        """Remove past jobs from the cluster's folder."""
-        self._ask("remove_history")
+            ended, num_files, aside = json.loads(answer)["value"]
+            return ended, num_files, aside
 
     @contextlib.contextmanager
     def _started(
@@ -211,6 +212,8 @@ class ProgramControl:
         try:
             answer = json.loads(said)
             kind, message = _KINDS.get(answer["error"], AtollError), answer["message"]
+            if kind is AtollError:  # of a file there, or a process
+                message = f"{self._head}: {message}"
         except (ValueError, KeyError, TypeError):
             text = said.decode(errors="replace").strip()[-2000:]
             if code == _NO_CONNECTION:

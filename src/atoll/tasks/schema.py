@@ -7,6 +7,7 @@ A check takes a value and the ``Place`` where it stands, and returns the value i
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest, redact
 
+_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _LONGEST_SHOWN = 60  # characters of a value in a message
 
 # What people write that YAML takes for something else, by what its parser says about it.
@@ -110,6 +112,16 @@ def _in_words(value: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ checks
+def no_bytes(text: str) -> str | None:
+    """What of ``text`` no program could be given, as a clause; None where all of it can be."""
+    if "\0" in text:
+        return "a zero character, which no program can be given"
+    half = _HALF.search(text)
+    if half is not None:
+        return f"\\u{ord(half[0]):04x}, which is half a character: write the whole one itself"
+    return None
+
+
 def text(at: Place, value: Any) -> str:
     """Text, as it is."""
     if not isinstance(value, str):
@@ -234,7 +246,7 @@ def read_documents(path: Path, label: str) -> list[tuple[Any, Place]]:
         loader = _Loader(content)
         while loader.check_node():
             root: yaml.Node = loader.get_node()  # type: ignore[assignment]  # check_node said that there is one
-            _refuse_doubles(root, label, set())
+            _refuse_mistakes(root, label, set())
             value = loader.construct_document(root)
             if value is not None:
                 documents.append((value, Place(label, (), root, root.start_mark.line)))
@@ -256,11 +268,13 @@ def read_documents(path: Path, label: str) -> list[tuple[Any, Place]]:
     return documents
 
 
-def _refuse_doubles(node: yaml.Node, label: str, seen: set[int]) -> None:
-    """Refuse a key that stands twice in one mapping: YAML would take the last one without a word."""
+def _refuse_mistakes(node: yaml.Node, label: str, seen: set[int]) -> None:
+    """Refuse what YAML takes without a word: text that is none, and, of a key given twice in a mapping, the first."""
     if id(node) in seen:
         return
     seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode) and (wrong := no_bytes(node.value)) is not None:
+        raise ConfigError(f"{label}:{node.start_mark.line + 1}: the text holds {wrong}")
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -272,7 +286,7 @@ def _refuse_doubles(node: yaml.Node, label: str, seen: set[int]) -> None:
             lines[key.value] = line
         for pair in node.value:
             for child in pair:
-                _refuse_doubles(child, label, seen)
+                _refuse_mistakes(child, label, seen)
     elif isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            _refuse_doubles(child, label, seen)
+            _refuse_mistakes(child, label, seen)

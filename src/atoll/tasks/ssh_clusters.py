@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 import shlex
+import sqlite3
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.pool.hosts_check import check_hosts, passed_lately, remember
 from atoll.providers.remote import RemotePlan
@@ -18,9 +20,12 @@ from atoll.providers.ssh import bundle
 from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.errors import resolved
 from atoll.providers.ssh.hosts import HERE, Target, find_group
+from atoll.providers.ssh.provider import AcceleratorsLacking
 from atoll.tasks import history, record
+from atoll.tasks.control import LocalControl
 from atoll.tasks.remote_control import ProgramControl, tell, what_then
-from atoll.tasks.spec import ClusterSpec
+from atoll.tasks.rows import JobRow
+from atoll.tasks.spec import ClusterSpec, ClusterStatus
 from atoll.tasks.ssh_files import program, remove_files
 from atoll.tasks.ssh_nodes import check_size, plans_of, provider_of
 
@@ -28,6 +33,7 @@ Say = Callable[[str], object]
 _HOP_S = 20.0
 _PATIENCE_S = 300.0  # a connection to the head that was there may be gone for so long
 _REMOVE_S = 300.0
+_HEADS = "heads"  # in the record: hosts on which there is, or was, a folder of the cluster's, and how to log in
 
 
 def ask(cluster: ClusterSpec) -> None:
@@ -59,9 +65,10 @@ def place(cluster: ClusterSpec, accelerators: Sequence[tuple[str, int]]) -> tupl
         cluster = dataclasses.replace(cluster, accelerator=name, num_accelerators=num)
         try:
             plans_of(cluster)
-        except ConfigError as error:
+        except AcceleratorsLacking as error:
             if at + 1 == len(kinds):
-                raise ConfigError(f"{error}. --gpus none asks for no accelerator") if name else error from None
+                asked = " or ".join(f"{name}:{num}" for name, num in kinds)
+                raise ConfigError(f"{asked} {error.why}; --gpus none asks for none") from None
         else:
             break
     return cluster, ()
@@ -80,6 +87,7 @@ def make_ready(cluster: ClusterSpec, say: Say, *, from_here: bool) -> ClusterSpe
     targets = provider.targets()[: cluster.num_nodes]
     ssh = {**cluster.ssh, "addresses": [plan.addr for plan in plans], "bundle": plans[0].bundles[0].digest}
     cluster = dataclasses.replace(cluster, ssh=ssh)
+    before = _before(cluster.name)
     inside, why_not = _checked(targets, plans, say, from_here=from_here)
     if why_not is not None:
         if not from_here:
@@ -89,11 +97,36 @@ def make_ready(cluster: ClusterSpec, say: Say, *, from_here: bool) -> ClusterSpe
         head = plans[0]
         ssh["folder"] = posixpath.join(head.folder, "clusters", cluster.name)
         cluster = dataclasses.replace(cluster, supervised_from=head.host, ssh=ssh)
-        say(f"the supervisor runs on {head.host}: this machine may sleep or leave meanwhile")
-        there = {**ssh, "key": None, "jump": None, "names": [plan.host for plan in plans]}
-        control(cluster).create(dataclasses.replace(cluster, hosts=(HERE, *inside), ssh=there, supervised_from="here"))
-    _bring_history(cluster, say)
+        if before is not None and before.supervised_from == "here" and (job := _unfinished(before)) is not None:
+            say(f"the supervisor stays on this machine until job {job.id} and those after it have ended")
+            cluster = dataclasses.replace(cluster, supervised_from="here")
+        else:
+            say(f"the supervisor runs on {head.host}: this machine may sleep or leave meanwhile")
+    cluster = _with_heads(cluster, before)
+    moves = before is not None and before.supervised_from != cluster.supervised_from
+    if before is not None and moves:
+        _bring_history(before, cluster, say)
+    if cluster.supervised_from != "here":
+        own = {key: value for key, value in cluster.ssh.items() if key != _HEADS}
+        there = {**own, "key": None, "jump": None, "names": [plan.host for plan in plans]}
+        anew = before is None or moves or before.status is ClusterStatus.DOWN
+        record_there = dataclasses.replace(cluster, hosts=(HERE, *inside), ssh=there, supervised_from="here")
+        _tell_ended(cluster, control(cluster).create(record_there, anew=anew), say)
     return cluster
+
+
+def _before(name: str) -> ClusterSpec | None:
+    try:
+        return record.load(_folder_here(name))
+    except LookupError:
+        return None
+
+
+def _tell_ended(cluster: ClusterSpec, job_ids: Sequence[int], say: Say) -> None:
+    if job_ids:
+        which = f"job{'s' * (len(job_ids) > 1)} {', '.join(map(str, sorted(job_ids)))}"
+        verb = "were" if len(job_ids) > 1 else "was"
+        say(f"{which} of cluster {cluster.name} still ran on {_shown(cluster)} and {verb} ended")
 
 
 def _checked(
@@ -116,39 +149,80 @@ def _checked(
             connections.release(targets[0])
 
 
-def _bring_history(cluster: ClusterSpec, say: Say) -> None:
-    """Past jobs, their numbers and logs go along where the supervisor has moved."""
-    folder = _folder_here(cluster)
+def _bring_history(before: ClusterSpec, cluster: ClusterSpec, say: Say) -> None:
+    """Past jobs, their numbers and logs go along where the supervisor has moved; what is where they were stays."""
+    if (job := _unfinished(before)) is not None:
+        raise ConfigError(
+            f"cluster {cluster.name}: job {job.id} has not ended, and is supervised from {_shown(before)}; the next "
+            f"one would be from {_shown(cluster)}. Wait for it, or `atoll cancel {cluster.name} -a`"
+        )
+    folder = _folder_here(cluster.name)
     try:
-        before = record.load(folder)
-    except LookupError:
-        return
-    if before.supervised_from == cluster.supervised_from:
-        return
-    with tempfile.TemporaryFile() as tar:
-        try:
-            if before.supervised_from == "here":
-                history.pack(folder, (history.STORE, history.JOBS), tar)
-            else:
-                control(before).pack((history.STORE, history.JOBS), tar)
-        except LookupError:  # somebody removed it there
-            return
-        except ProvisionError as error:
-            say(f"{error}. Jobs are counted from 1 again, and the logs of those so far stay there")
-            return
-        tar.seek(0)
-        here = cluster.supervised_from == "here"
-        num_files = history.unpack(tar, folder) if here else control(cluster).unpack(tar)
-    if before.supervised_from == "here":
-        history.remove(folder)
-    else:
-        control(before).remove_history()
+        with tempfile.TemporaryFile(dir=folder) as tar:
+            try:
+                source = _control_at(before)
+                _tell_ended(before, source.end(), say)
+                source.pack((history.STORE, history.JOBS), tar)
+            except LookupError:  # somebody removed it there
+                return
+            except ProvisionError as error:
+                why = str(error).removesuffix(f". {what_then(before.name)}")
+                say(f"{why}. Its jobs so far, and their logs, stay there; numbers go on without them")
+                return
+            tar.seek(0)
+            ended, num_files, aside = _control_at(cluster).take(tar)
+    except (OSError, sqlite3.Error) as error:
+        raise ProvisionError(
+            f"past jobs of cluster {cluster.name} can't be brought to {_shown(cluster)}: this machine: "
+            f"{history.trouble(error, folder)}"
+        ) from None
+    _tell_ended(cluster, ended, say)
     if num_files:
         say("its past jobs and their logs move there with it")
+    if aside is not None:
+        say(f"jobs of an earlier cluster {cluster.name} were there: they are in {aside} now")
 
 
-def _folder_here(cluster: ClusterSpec) -> Path:
-    return atoll_home() / "clusters" / cluster.name
+def _shown(cluster: ClusterSpec) -> str:
+    """The machine that its supervisor runs on."""
+    return "this machine" if cluster.supervised_from == "here" else cluster.supervised_from
+
+
+def _unfinished(cluster: ClusterSpec) -> JobRow | None:
+    """The newest job that has not ended, of a cluster that is up and whose supervisor can be asked."""
+    if cluster.status is not ClusterStatus.UP:
+        return None
+    try:
+        return next((row for row in _control_at(cluster).queue() if not row.status.ended), None)
+    except ProvisionError:
+        return None
+
+
+def _control_at(cluster: ClusterSpec) -> LocalControl | ProgramControl:
+    return LocalControl(_folder_here(cluster.name)) if cluster.supervised_from == "here" else control(cluster)
+
+
+def _folder_here(name: str) -> Path:
+    return atoll_home() / "clusters" / name
+
+
+def _with_heads(cluster: ClusterSpec, before: ClusterSpec | None) -> ClusterSpec:
+    """With every head on which there is something of it, also in its record, before anything is written there."""
+    if not (heads := _heads_of(*([before] if before is not None else []), cluster)):
+        return cluster
+    if before is not None:
+        record.change(_folder_here(cluster.name), ssh={**before.ssh, _HEADS: heads})
+    return dataclasses.replace(cluster, ssh={**cluster.ssh, _HEADS: heads})
+
+
+def _heads_of(*records: ClusterSpec) -> list[dict[str, Any]]:
+    heads: dict[str, dict[str, Any]] = {}
+    for each in records:
+        heads |= {head["host"]: head for head in each.ssh.get(_HEADS, ())}
+        if each.supervised_from != "here":
+            settings = {name: each.ssh.get(name) for name in ("key", "jump", "python")}
+            heads[each.hosts[0]] = {"host": each.hosts[0], **settings}
+    return [*heads.values()]
 
 
 def _from_head(
@@ -239,18 +313,28 @@ def fetch_logs(cluster: ClusterSpec, job_id: int, dest: Path) -> None:
         history.unpack(tar, dest, name)
 
 
-def remove_record(cluster: ClusterSpec) -> None:
-    """Remove what the head keeps of a cluster that is down: its record, jobs and logs.
+def remove_records(cluster: ClusterSpec, *, without: str | None) -> None:
+    """Remove what heads keep of a cluster that is down: its record, jobs and logs. Tells of those where that fails.
 
-    Raises:
-        ProvisionError: the head can't be reached, or does not let us.
+    ``without``: a head that can't be reached, which has been told of.
     """
-    connection, plan = _head(cluster)
-    folder = posixpath.join(plan.folder, "clusters", cluster.name)
-    answer = connection.run(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
-    if answer.returncode != 0:
-        said = answer.stderr.decode(errors="replace").strip().splitlines()
-        raise ProvisionError(f"{plan.host}: {said[-1] if said else folder + ' could not be removed'}")
+    for head in _heads_of(cluster):
+        host = head["host"]
+        if host == without:
+            continue
+        each = dataclasses.replace(cluster, hosts=(host,), num_nodes=1, supervised_from=host, ssh=head)
+        folder = f"~/.atoll/clusters/{cluster.name}"
+        try:
+            connection, plan = _head(each)
+            folder = posixpath.join(plan.folder, "clusters", each.name)
+            control(each).end()
+            answer = connection.run(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
+            if answer.returncode != 0:
+                said = answer.stderr.decode(errors="replace").strip().splitlines()
+                raise ProvisionError(said[-1] if said else f"exit code {answer.returncode}")
+        except AtollError as error:
+            why = str(error).removesuffix(f". {what_then(cluster.name)}").removeprefix(f"{host}: ")
+            tell(f"{host}: {why}. So {folder} stays there, and jobs go on if any run")
 
 
 def give_up(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> None:

@@ -98,7 +98,8 @@ def send_folder(
     entries = [entry for entry in seen.entries if not PurePosixPath(entry.path).is_relative_to(leave_out)]
     seen = dataclasses.replace(seen, entries=tuple(entries))
     size = f"{seen.num_bytes / 1000:,.0f} kB"
-    for line in (*seen.notes, f"{seen.num_files} files ({size}) of {source} go to {dest} on each host"):
+    files = f"{seen.num_files} file{'s' if seen.num_files != 1 else ''} ({size})"
+    for line in (*seen.notes, f"copying {files} of {source} to {dest} on each host"):
         say(line)
 
     def send(target: Target, plan: RemotePlan) -> None:

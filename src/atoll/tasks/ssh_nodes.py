@@ -19,7 +19,7 @@ from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.bundle import use_packed
 from atoll.providers.ssh.connection import connections
-from atoll.providers.ssh.provider import SSH, start_agent
+from atoll.providers.ssh.provider import SSH, AcceleratorsLacking, start_agent
 from atoll.tasks.nodes import StartedNode
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
@@ -49,14 +49,19 @@ def plans_of(cluster: ClusterSpec) -> list[RemotePlan]:
     """Ask the hosts about themselves; every one gets the share of GPUs that the cluster says.
 
     Raises:
-        ConfigError: a host lacks the accelerators.
+        AcceleratorsLacking: a host lacks the accelerators.
         ProvisionError: a host can't be used.
     """
     wanted = None
     if cluster.accelerator is not None and cluster.num_accelerators:
         wanted = AcceleratorSpec(cluster.accelerator, cluster.num_accelerators)
     folder = cluster.ssh.get("workdir")
-    plan = provider_of(cluster).plan(nodes=cluster.num_nodes, accelerator=wanted, workers_per_node=1, folder=folder)
+    provider = provider_of(cluster)
+    try:
+        plan = provider.plan(nodes=cluster.num_nodes, accelerator=wanted, workers_per_node=1, folder=folder)
+    except AcceleratorsLacking as error:
+        asked = f"{cluster.accelerator}:{cluster.num_accelerators}"
+        raise AcceleratorsLacking(error.why, f"{asked} {error.why}") from None
     found = [node for node in plan.nodes if isinstance(node, RemotePlan)]
     addresses = cluster.ssh.get("addresses") or [node.addr for node in found]
     names = cluster.ssh.get("names") or [node.host for node in found]  # as the user calls them
@@ -166,6 +171,6 @@ def check_size(cluster: ClusterSpec, num_hosts: int) -> None:
     """
     if cluster.num_nodes > num_hosts:
         raise ConfigError(
-            f"--num-nodes {cluster.num_nodes}: {cluster.infra} has {num_hosts} hosts; ask for fewer, or declare more "
-            f"in config.toml under ATOLL_HOME"
+            f"--num-nodes {cluster.num_nodes}: {cluster.infra} has {num_hosts} host{'s' if num_hosts != 1 else ''}; "
+            f"ask for fewer, or declare more in config.toml under ATOLL_HOME"
         )

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.paths import write_atomic
+from atoll.core.paths import sweep_temporary, write_atomic
 from atoll.tasks.record import check_owner
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import JobSpec, JobStatus
@@ -342,7 +342,7 @@ def _advice(path: Path) -> str:
     folder = shlex.quote(str(path.parent))
     return (
         f"Jobs' logs are files beside it and not concerned: `atoll down --purge {path.parent.name}` removes them too; "
-        f"to begin a new store, move this one away: mkdir -p {folder}/damaged && "
+        f"to begin a new store, which ends jobs that still run, move this one away: mkdir -p {folder}/damaged && "
         f"mv {folder}/{path.name}* {folder}/damaged"
     )
 
@@ -407,5 +407,7 @@ def take_secrets(folder: Path, job_id: int) -> dict[str, str]:
 
 def drop_secrets(folder: Path, job_id: int) -> None:
     """Forget them, where they are ours."""
+    path = _secrets_path(folder, job_id)
     with contextlib.suppress(OSError):
-        _secrets_path(folder, job_id).unlink()
+        path.unlink()
+    sweep_temporary(path)

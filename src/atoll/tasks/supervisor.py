@@ -32,6 +32,7 @@ _LOCK = "supervisor.lock"
 _STARTED = "-- supervisor started"  # a line of the log; what stands before it an earlier one said
 PROBE_S = 0.3  # who only looks whether the lock is held has it for less
 _START_S = 20.0
+_KILL_S = 10.0  # one that is killed is gone within milliseconds, unless its disk hangs
 # What it is started with: it runs no user code, and finds ssh's agent, homes and state where its user does.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "SSH_AUTH_SOCK", "TZ")
 _BOOT = """import os, sys
@@ -46,12 +47,21 @@ def is_running(folder: Path) -> bool:
     return is_locked(folder / _LOCK)
 
 
-def kill(folder: Path) -> None:
-    """End the cluster's supervisor at once, and with it all that it started, whatever it is doing."""
+def kill(folder: Path, patience_s: float = _KILL_S) -> bool:
+    """End the cluster's supervisor at once, and with it all that it started, whatever it is doing; has it ended?
+
+    Not where it runs on another machine that shares the folder.
+    """
+    deadline = time.monotonic() + patience_s
     while is_running(folder):
+        if time.monotonic() > deadline:
+            return False
         with contextlib.suppress(ValueError, OSError):  # it just began, or just ended
-            os.kill(int((folder / _LOCK).read_text()), signal.SIGKILL)
+            pid = int((folder / _LOCK).read_text())
+            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    return True
 
 
 def wake(folder: Path) -> None:
@@ -211,6 +221,8 @@ def main(folder_name: str, answer: int) -> None:
         _tell(answer)
         os.close(answer)
         dispatcher.run()
+    if dispatcher.unreachable:  # a store that came in its place may have jobs that took us for its supervisor
+        reconcile(folder)
 
 
 def _tell(answer: int) -> None:

@@ -20,6 +20,7 @@ from atoll.tasks.schema import (
     anything,
     list_of,
     mapping_of,
+    no_bytes,
     one_of,
     read_documents,
     section,
@@ -53,8 +54,9 @@ def check_name(at: Place, value: Any) -> str:
 
 
 def _script(at: Place, value: Any) -> str:
-    if "\0" in text(at, value):
-        at.refuse("the script holds a zero character, which no shell can read")
+    wrong = no_bytes(text(at, value))
+    if wrong is not None:
+        at.refuse(f"the script holds {wrong}")
     return str(value)
 
 

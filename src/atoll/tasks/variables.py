@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import is_secret
-from atoll.tasks.schema import Place, list_of, text
+from atoll.tasks.schema import Place, list_of, no_bytes, text
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
@@ -183,6 +183,7 @@ def substitute(value: Any, variables: Mapping[str, str]) -> Any:
 
 
 def _checked_text(where: str, value: str) -> str:
-    if "\0" in value:
-        raise ConfigError(f"{where}: the value holds a zero character, which no environment can")
+    wrong = no_bytes(value)
+    if wrong is not None:
+        raise ConfigError(f"{where}: the value holds {wrong}")
     return value

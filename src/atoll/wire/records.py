@@ -196,7 +196,7 @@ class Outbox:
     def end(self, reason: str) -> None:
         """Nothing comes after this."""
         self.forget()
-        self._append(END, data=reason.encode())
+        self._append(END, data=reason.encode(errors="replace"))
 
     def acknowledge(self, number: int) -> None:
         """The other side passed on everything up to this record."""

@@ -27,6 +27,18 @@ from atoll.wire.linked import LinkedChannel
 _BOOT = "import sys; sys.path.insert(0, {bundle!r}); from atoll.pool.agent.{module} import main; main()"
 
 
+class AcceleratorsLacking(ConfigError):
+    """A host lacks the accelerators that were asked for.
+
+    Attributes:
+        why: what is said after their name, however they were asked for.
+    """
+
+    def __init__(self, why: str, said: str) -> None:
+        super().__init__(said)
+        self.why = why
+
+
 @suggests_fields
 @dataclass(frozen=True, slots=True)
 class SSH:
@@ -89,7 +101,8 @@ class SSH:
             folder: where ranks will work there, for its disk's free space; their homes by default.
 
         Raises:
-            ConfigError: more nodes than hosts, or accelerators that a host lacks.
+            ConfigError: more nodes than hosts.
+            AcceleratorsLacking: a host lacks the accelerators.
             ProvisionError: a host can't be used; the message says why and what to do.
         """
         found = self.targets()
@@ -141,10 +154,9 @@ def _chosen(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]
     fitting = tuple(gpu for gpu in host.gpus if gpu.name == accelerator.name)
     if len(fitting) < accelerator.count:
         have = ", ".join(gpu.name for gpu in host.gpus) or host.gpu_problem or "no GPU"
-        raise ConfigError(
-            f"accelerator={accelerator.name}:{accelerator.count} can't be had on {host.target}: it has {have}. "
-            f"Without accelerator= (`--gpus none` on the command line) what is there is used"
-        )
+        why = f"can't be had on {host.target}: it has {have}"
+        asked = f"accelerator={accelerator.name}:{accelerator.count}"
+        raise AcceleratorsLacking(why, f"{asked} {why}; leave accelerator= out to use what is there")
     return fitting[: accelerator.count]
 
 

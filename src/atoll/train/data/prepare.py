@@ -258,7 +258,8 @@ def _check_length(source: Source, shards: TokenShards, seq_len: int, fraction: f
 def _summary(train: list[TokenShards], validation: TokenShards | None, root: Path) -> str:
     tokens, documents = sum(each.num_tokens for each in train), sum(each.num_documents for each in train)
     held = "" if validation is None else f", {validation.num_tokens:,} held out"
-    return f"data: {tokens:,} tokens in {documents:,} documents{held}; kept in {root}"
+    of = f"{documents:,} document{'s' if documents != 1 else ''}"
+    return f"data: {tokens:,} tokens in {of}{held}; kept in {root}"
 
 
 def is_held_out(index: int, fraction: float) -> bool:

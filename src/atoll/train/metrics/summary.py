@@ -58,7 +58,7 @@ def next_steps(
     has_checkpoint: bool = True,
     nodes: int = 1,
     steps: int | None = None,
-    to_scale: Sequence[str] = (),
+    to_scale: Sequence[str] | None = (),
     exports: bool = True,
 ) -> list[str]:
     """What to type after a run, one command a line: go on, generate, export, scale.
@@ -68,14 +68,13 @@ def next_steps(
         options: what the user gave beside the nodes, to be repeated.
         has_checkpoint: whether there is one to go on from.
         steps: a longer run's; N where none is given.
-        to_scale: what twice as many nodes need beside that.
+        to_scale: what twice as many nodes need beside that; None where there are no more.
         exports: whether the model is one that Hugging Face knows.
     """
     folder = shlex.quote(output_dir)
     command = f"atoll train {shlex.quote(recipe)}"
     others = [option for option in options if option not in ("--no-resume", "--allow-changes")]
     repeated = "".join(f" {shlex.quote(option)}" for option in others)
-    more = "".join(f" {option}" for option in to_scale)
     same = command + (f" --nodes {nodes}" if nodes > 1 else "") + repeated
     lines = []
     if status != "finished":
@@ -87,9 +86,11 @@ def next_steps(
         lines.append(("let it write", f'atoll generate {folder} "Once upon a time"'))
     if has_checkpoint and exports:
         lines.append(("export to Hugging Face", f"atoll export {folder} {shlex.quote(output_dir.rstrip('/') + '-hf')}"))
-    wider = re.sub(r" --train\.output_dir(=| )\S+", "", repeated)  # it is a new run
-    lines.append(("scale", f"{command} --nodes {2 * nodes}{wider}{more} --no-resume"))
-    width = max(len(what) for what, _ in lines)
+    if to_scale is not None:
+        wider = re.sub(r" --train\.output_dir(=| )\S+", "", repeated)  # it is a new run
+        more = "".join(f" {option}" for option in to_scale)
+        lines.append(("scale", f"{command} --nodes {2 * nodes}{wider}{more} --no-resume"))
+    width = max((len(what) for what, _ in lines), default=0)
     return [f"{what:<{width}}  {command}" for what, command in lines]
 
 
