@@ -376,7 +376,7 @@ def test_a_store_that_is_moved_away_ends_its_jobs(home: Path) -> None:
     assert not processes_with(word)
     assert f"(status: CANCELLED): the job store {cluster.folder}/jobs.db was removed or replaced" in cluster.log(job)
     cluster.wait_until_idle()
-    assert f"was removed or replaced: ending its jobs, and leaving\n" in (cluster.folder / supervisor.LOG).read_text()
+    assert "was removed or replaced: ending its jobs, and leaving\n" in (cluster.folder / supervisor.LOG).read_text()
     assert cluster.supervisor_pid() != pid
     assert late == job + 1
     with Store(aside) as store:
