@@ -65,7 +65,7 @@ def test_kill_at_random_points_of_a_save(tmp_path, num_trials):
         gang = ranks.start(2, save_twice, str(root), str(signals), patient=True)
         try:
             wait_for(signals / f"began-{promised + 2}-0")  # so the one before is complete
-            time.sleep(generator.uniform(0, 0.06))
+            time.sleep(trial % 2 * generator.uniform(0, 0.06))  # every other one surely while it is written
             for pid in [gang.pids, gang.pids[:1], gang.pids[1:]][trial % 3]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
