@@ -6,6 +6,7 @@ import dataclasses
 import posixpath
 import shlex
 import sqlite3
+import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,7 +167,7 @@ def _bring_history(before: ClusterSpec, cluster: ClusterSpec, say: Say) -> None:
             except LookupError:  # somebody removed it there
                 return
             except ProvisionError as error:
-                why = str(error).removesuffix(f". {what_then(before.name)}")
+                why = _why(error, before.name)
                 say(f"{why}. Its jobs so far, and their logs, stay there; numbers go on without them")
                 return
             tar.seek(0)
@@ -264,8 +265,13 @@ def _hop(head: Connection, name: str) -> str | None:
     answer = head.run(f"ssh {options} -p {port or 22} {host} true </dev/null || exit 1", limit_s=_HOP_S)
     if answer.returncode == 0:
         return None
+    return _last_words(answer).rstrip(".")
+
+
+def _last_words(answer: subprocess.CompletedProcess[bytes]) -> str:
+    """The last line that a command on a host wrote to standard error, else its exit code."""
     lines = answer.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1].strip().rstrip(".") if lines else f"exit code {answer.returncode}"
+    return lines[-1].strip() if lines else f"exit code {answer.returncode}"
 
 
 # ---------------------------------------------------------------------------------------------- the head's control
@@ -300,6 +306,11 @@ def control(cluster: ClusterSpec) -> ProgramControl:
     return ProgramControl(command, cluster.name, plan.host, _PATIENCE_S)
 
 
+def _why(error: AtollError, cluster_name: str) -> str:
+    """What is wrong, without the next step that ``control`` puts behind it."""
+    return str(error).removesuffix(f". {what_then(cluster_name)}")
+
+
 def fetch_logs(cluster: ClusterSpec, job_id: int, dest: Path) -> None:
     """Copy the folder of a job from the head that supervises its cluster.
 
@@ -330,10 +341,9 @@ def remove_records(cluster: ClusterSpec, *, without: str | None) -> None:
             control(each).end()
             answer = connection.run(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
             if answer.returncode != 0:
-                said = answer.stderr.decode(errors="replace").strip().splitlines()
-                raise ProvisionError(said[-1] if said else f"exit code {answer.returncode}")
+                raise ProvisionError(_last_words(answer))
         except AtollError as error:
-            why = str(error).removesuffix(f". {what_then(cluster.name)}").removeprefix(f"{host}: ")
+            why = _why(error, cluster.name).removeprefix(f"{host}: ")
             tell(f"{host}: {why}. So {folder} stays there, and jobs go on if any run")
 
 
@@ -343,7 +353,7 @@ def give_up(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> N
     ``for_good``: its record goes, so that this can't be done again.
     """
     folder = cluster.ssh.get("folder") or f"~/.atoll/clusters/{cluster.name}"
-    why = str(error).removesuffix(f". {what_then(cluster.name)}").removeprefix(f"{cluster.supervised_from}: ")
+    why = _why(error, cluster.name).removeprefix(f"{cluster.supervised_from}: ")
     again = "" if for_good else f"; once it can be reached, `atoll down {cluster.name}` again ends and removes that"
     tell(
         f"{cluster.supervised_from}: {why}. So jobs go on there as long as it runs, and {folder} stays there (jobs, "
