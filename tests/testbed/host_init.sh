@@ -49,6 +49,7 @@ for _ in $(seq 400); do ip link show eth0 > /dev/null 2>&1 && break; sleep .01; 
 ip addr add "$address/24" dev eth0
 ip link set eth0 up
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
-/usr/sbin/sshd
+/usr/sbin/sshd  # is back before it listens
+for _ in $(seq 400); do grep -q ' 00000000:0016 00000000:0000 0A ' /proc/net/tcp && break; sleep .01; done
 : > /run/ready
 exec tini -s -- sleep infinity

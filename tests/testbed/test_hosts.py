@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from pathlib import Path
 
 from testbed.fixtures import MakeBed, bed, make_bed
 from testbed.hosts import Testbed
@@ -32,6 +33,11 @@ def test_hosts_are_apart_and_reach_each_other(bed: Testbed) -> None:
     bed.hosts[0].run("touch ~/here && echo shared > /home/sky/note")
     assert bed.hosts[1].run("ls ~/here 2>&1 || cat /home/sky/note").endswith("shared\n")
     assert ping(bed, 1) < 100
+
+
+def test_a_started_host_listens(bed: Testbed) -> None:
+    for host in bed.hosts:
+        assert " 00000000:0016 00000000:0000 0A " in Path(f"/proc/{host.pid}/net/tcp").read_text()
 
 
 def test_a_cut_host_is_silent_and_comes_back(bed: Testbed) -> None:
