@@ -19,7 +19,7 @@ WORKERS ?= 2
 ARGS ?=
 
 # What the tests of ssh hosts and network namespaces are made of; without one of them its tests are skipped, and say so.
-DEBIAN_PACKAGES := openssh-server iproute2 tini slirp4netns netcat-openbsd rsync
+DEBIAN_PACKAGES := openssh-server iproute2 tini slirp4netns netcat-openbsd rsync nftables
 
 # The first Python that is new enough, unless PYTHON names one.
 ifndef PYTHON
@@ -70,7 +70,7 @@ define install_extras
 	done; \
 	echo "==> installing atoll[$(2)] into $(1) (a few minutes where packages are downloaded)"; \
 	start="$$(date +%s)"; \
-	$(1)/bin/python $(PIP_INSTALL) -e ".[$(2)]" || { \
+	$(1)/bin/python $(PIP_INSTALL) -e ".[$(2)]" || { sleep 5; $(1)/bin/python $(PIP_INSTALL) -e ".[$(2)]"; } || { \
 		echo "atoll: pip could not install atoll[$(2)]; its message is above" >&2; exit 1; }; \
 	echo "$$sum" > $(1)/.atoll-$(firstword $(3)); \
 	echo "==> installed in $$(( $$(date +%s) - start )) s"
@@ -90,9 +90,13 @@ debian:
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
 		echo "==> apt-get install$$missing"; \
-		{ RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null 2>&1 || \
-		{ apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
-		} >/dev/null; } || echo "atoll: apt-get could not install$$missing: their tests will be skipped" >&2; \
+		get="apt-get -qq -o Acquire::Retries=3 -o DPkg::Lock::Timeout=120"; export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
+		for try in 1 2 3; do \
+			$$get install -y --no-install-recommends $$missing >/dev/null 2>&1 && exit 0; \
+			$$get -o APT::Update::Error-Mode=any update >/dev/null || sleep 5; \
+		done; \
+		$$get install -y --no-install-recommends $$missing >/dev/null || \
+			echo "atoll: apt-get could not install$$missing: their tests will be skipped" >&2; \
 	else \
 		echo "atoll: not installed:$$missing; their tests will be skipped (sudo apt-get install$$missing)" >&2; \
 	fi
@@ -102,24 +106,27 @@ quickstart: install-train
 	@$(BIN)/atoll train examples/austen/austen.toml --nodes 2
 
 # Both parts run even where the first fails, so that one run tells everything. pytest's exit code 5 is "no test
-# selected", which ARGS can cause in one part; in both it is a failure. Up to MAX_AGAIN tests that failed beside others
-# run once more with the machine to themselves, which decides; their first failure stays printed, and is a finding.
+# selected", which ARGS can cause in one part; in both it is a failure. Up to MAX_AGAIN tests that failed run once more
+# with the machine to themselves, which decides; their first failure stays printed, and is a finding.
 MAX_AGAIN := 3
-FAILED := .pytest_cache/make/v/cache/lastfailed
 
 define run_tests
-	@rm -rf .pytest_cache/make; \
+	@cache=.pytest_cache/make; \
+	part() { \
+		rm -rf $$cache; marks="$$1"; shift; \
+		$(BIN)/python -m pytest -o cache_dir=$$cache -m "$$marks" "$$@" $(ARGS); code=$$?; \
+		failed="$$(grep -c '": true' $$cache/v/cache/lastfailed 2>/dev/null)"; \
+		if [ $$code -ne 1 ] || [ "$${failed:-0}" -gt $(MAX_AGAIN) ]; then return $$code; fi; \
+		echo "==> once more, with the machine to themselves: the tests that failed"; \
+		$(BIN)/python -m pytest -o cache_dir=$$cache --last-failed --last-failed-no-failures=none -m "$$marks" $(ARGS); \
+		code=$$?; \
+		if [ $$code -eq 0 ]; then echo "==> passed alone after failing: a race to be found, its failure is above"; fi; \
+		return $$code; \
+	}; \
 	echo "==> tests, $(WORKERS) at a time"; \
-	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/make -n $(WORKERS) --dist worksteal \
-		-m "not gpu and not serial$(1)" $(2) $(ARGS); first=$$?; \
-	if [ $$first -eq 1 ] && [ "$$(grep -c '": true' $(FAILED))" -le $(MAX_AGAIN) ]; then \
-		echo "==> once more, with the machine to themselves: the tests that failed beside others"; \
-		$(BIN)/python -m pytest -o cache_dir=.pytest_cache/make --last-failed --last-failed-no-failures=none \
-			-m "not gpu and not serial$(1)" $(ARGS); first=$$?; \
-		if [ $$first -eq 0 ]; then echo "==> passed alone, after failing beside others: a race to be found (above)"; fi; \
-	fi; \
+	part "not gpu and not serial$(1)" -n $(WORKERS) --dist worksteal $(2); first=$$?; \
 	echo "==> tests that need the machine to themselves"; \
-	$(BIN)/python -m pytest -m "not gpu and serial$(1)" $(3) $(ARGS); second=$$?; \
+	part "not gpu and serial$(1)" $(3); second=$$?; \
 	if [ $$first -eq 5 ]; then exit $$second; fi; \
 	if [ $$first -ne 0 ]; then exit $$first; fi; \
 	if [ $$second -eq 5 ]; then exit 0; fi; \

@@ -10,12 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import leaks
 
 # A shell without job control starts what it puts in the background with Ctrl-C ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes tells of the machine. The same examples each time: no commit fails for another's.
+settings.register_profile("atoll", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("atoll")
 
 _TMP_ROOT = "ATOLL_TEST_TMPROOT"
 _folder = pytest.StashKey[Path]()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import leaks
+from atoll.pool.agent.procs import state
 from atoll.tasks import record, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.rows import JobRow
@@ -55,13 +59,20 @@ class LocalCluster:
 
     def wait_until_idle(self) -> None:
         """Until its supervisor has ended."""
-        until(lambda: not supervisor.is_running(self.folder), "the supervisor's end")
+        wait_until_idle(self.folder)
 
     def supervisor_pid(self) -> int:
         return int((self.folder / "supervisor.lock").read_text())
 
 
-def until(true: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
+def wait_until_idle(folder: Path) -> None:
+    """Until the supervisor of a cluster's folder has ended: it gives up its lock first, and its files after that."""
+    until(lambda: not supervisor.is_running(folder), f"the end of the supervisor of {folder}")
+    if (pid := supervisor.pid_of(folder)) is not None:
+        until(lambda: not leaks.is_running(pid), f"the end of the supervisor's process, {pid}")
+
+
+def until(true: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}"
@@ -87,7 +98,14 @@ def descendants(root: int) -> list[int]:
     todo = [root]
     while todo:
         for children in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            new = [int(each) for each in children.read_text().split()]
-            found += new
-            todo += new
+            with contextlib.suppress(OSError):  # that thread, or its process, has ended
+                new = [int(each) for each in children.read_text().split()]
+                found += new
+                todo += new
     return sorted(found)
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until the process has seen it: until then it goes on."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state(pid) == b"T", f"process {pid} to be stopped")

@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT, eventually
+from tests.pool.conftest import SOURCE_ROOT
 
 import atoll as sky
 from atoll.pool.named import end_pool, named_pools
 
 RUN = "from atoll.cli.main import main; main()"
+SAYS_WHEN_IT_WAITS = (
+    "from atoll.pool import detached; fetch = detached.result; "
+    "detached.result = lambda *asked: print('waits', flush=True) or fetch(*asked)"
+)
 COMMANDS = [[], ["pools"], ["pools", "ls"], ["pools", "down"], ["result"], ["gpus"]]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, code: str = RUN) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments],
+        [sys.executable, "-c", code, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -158,11 +162,11 @@ def test_result() -> None:
         code, out, err = atoll("result", running, "--timeout", "0.1")
         assert (code, out) == (101, "")
         assert "it goes on" in err
-        waiting = start("result", running)
-        eventually(lambda: "result" in Path(f"/proc/{waiting.pid}/cmdline").read_text(), "it runs")
-        time.sleep(0.5)
+        waiting = start("result", running, code=f"{SAYS_WHEN_IT_WAITS}; {RUN}")
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "waits\n"
         waiting.send_signal(signal.SIGINT)
-        out, err = waiting.communicate(timeout=20)
+        out, err = waiting.communicate(timeout=60)
         assert waiting.returncode == 130
         assert "Traceback" not in out + err
         pool.down()

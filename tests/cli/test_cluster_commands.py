@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import random
 import re
 import select
 import signal
@@ -14,6 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ import pytest
 from tests.pool.conftest import SOURCE_ROOT, eventually
 
 import atoll as sky
+import leaks
 from atoll.cli.main import main
-from atoll.tasks import clusters, lifecycle
+from atoll.tasks import clusters, lifecycle, supervisor
+from atoll.tasks.control import remove_tree
 
 RUN = "from atoll.cli.main import main; main()"
 COMMANDS = ["launch", "exec", "logs", "queue", "cancel", "status", "stop", "start", "down", "autostop", "ssh", "cp"]
@@ -83,13 +88,27 @@ def ssh(*arguments: str) -> tuple[int, str]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """One that nobody has, and that nobody gets meanwhile who asks for any: those come from a range above."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def task_file(path: Path, text: str) -> str:
     path.write_text(text)
     return str(path)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """What the files below a folder hold, less those that go away meanwhile, as SQLite's do when a supervisor ends."""
+    found = {}
+    for at, _, names in os.walk(folder):
+        for path in (Path(at, name) for name in names):
+            if path.is_file():
+                with contextlib.suppress(FileNotFoundError):
+                    found[path] = path.read_bytes()
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------- words
@@ -204,7 +223,7 @@ def test_detached_jobs_are_followed_and_cancelled(atoll: Atoll) -> None:
     code, out, _ = atoll("launch", "-c", "t", "-d", "-o", "json", "echo begun; sleep 60")
     assert code == 0
     assert json.loads(out)["job_id"] == 1
-    eventually(lambda: "begun" in atoll("logs", "t", "--no-follow")[1], "it runs")
+    eventually(lambda: "begun" in atoll("logs", "t", "--no-follow")[1], "it runs", 30)
     assert atoll("logs", "t", "--status") == (101, "Job 1: RUNNING\n", "")
     assert atoll("logs", "t", "--no-follow", "--tail", "5")[0] == 101
     rows = json.loads(atoll("queue", "t", "-o", "json")[1])
@@ -214,7 +233,7 @@ def test_detached_jobs_are_followed_and_cancelled(atoll: Atoll) -> None:
     following = start("logs", "t")
     code, out, _ = atoll("cancel", "t", "1")
     assert (code, out) == (0, "Job 1 of cluster t is being cancelled\n")
-    out, _ = following.communicate(timeout=30)
+    out, _ = following.communicate(timeout=60)
     assert following.returncode == 103
     assert "begun" in out
     assert atoll("cancel", "t", "1")[1] == "Job 1 of cluster t had ended already: CANCELLED\n"
@@ -231,7 +250,7 @@ def test_ctrl_c_only_detaches(atoll: Atoll) -> None:
     for _ in range(3):  # in impatience
         launched.send_signal(signal.SIGINT)
         time.sleep(0.02)
-    out, err = launched.communicate(timeout=20)
+    out, err = launched.communicate(timeout=60)
     assert (launched.returncode, err) == (101, "")
     assert "Job 1 goes on. Its log again: atoll logs t 1; to cancel it: atoll cancel t 1" in out
     assert atoll("logs", "t", "--status")[0] == 101
@@ -244,7 +263,7 @@ def test_a_job_outlives_its_terminal(atoll: Atoll) -> None:
     while "begun" not in launched.stdout.readline():
         pass
     launched.send_signal(signal.SIGHUP)
-    launched.communicate(timeout=20)
+    launched.communicate(timeout=60)
     assert launched.returncode == -signal.SIGHUP
     code, out, _ = atoll("logs", "t")
     assert code == 0
@@ -260,7 +279,7 @@ def test_a_reader_that_has_seen_enough(atoll: Atoll) -> None:
     logs.stdout.close()
     assert logs.stderr.read() == ""
     logs.stderr.close()
-    assert logs.wait(20) == 141
+    assert logs.wait(60) == 141
     for words, said in (
         (("queue",), ""),
         (("launch", "-c", "u", "true"), "atoll: standard output is closed: nothing was started on cluster u\n"),
@@ -270,7 +289,7 @@ def test_a_reader_that_has_seen_enough(atoll: Atoll) -> None:
         os.close(ours)
         process = start(*words, stdout=theirs)
         os.close(theirs)
-        err = process.communicate(timeout=30)[1]
+        err = process.communicate(timeout=60)[1]
         assert err.endswith(said) if said else not err
         assert process.returncode == 141, words
     assert clusters.all_names() == ["t"]
@@ -285,13 +304,13 @@ def test_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch, colour: bool) ->
     process = start("launch", "-c", "t", "echo hi; exit 2", stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
-    while select.select([ours], [], [], 30)[0]:
+    while select.select([ours], [], [], 60)[0]:
         try:
             seen += os.read(ours, 4096)
         except OSError:  # the other end is closed
             break
     os.close(ours)
-    assert process.wait(20) == 100
+    assert process.wait(60) == 100
     assert (re.search(rb"\033\[36m\(task, pid=\d+\) \033\[0mhi", seen) is not None) == colour
     assert (b"\033[31m\xe2\x9c\x97 Job 1 failed" in seen) == colour
     assert (b"\033[" in seen) == colour
@@ -361,7 +380,7 @@ def test_autostop(atoll: Atoll) -> None:
     atoll("autostop", "t", "-i", "0", "--down")
     assert json.loads(atoll("status", "t", "-o", "json")[1])[0]["status"] == "UP"  # not while a job goes on
     atoll("cancel", "t")
-    eventually(lambda: "no cluster is up" in atoll("status")[1], "it is down")
+    eventually(lambda: "no cluster is up" in atoll("status")[1], "it is down", 30)
     # What is taken up again has been idle from then on only.
     atoll("launch", "-c", "t", "-i", "0", "true")
     stopped = clusters.load("t")
@@ -459,10 +478,10 @@ def test_a_pipeline_goes_on_without_whoever_launched_it(atoll: Atoll, tmp_path: 
     code, out, _ = atoll("launch", "-c", "t", "-d", task)
     assert code == 0
     assert out.endswith("Jobs submitted, IDs: 1-3\nsee them: atoll queue t   end them: atoll cancel t 1 2 3\n")
-    eventually(lambda: atoll("logs", "t", "1", "--status")[1] == "Job 1: RUNNING\n", "the first one runs")
+    eventually(lambda: atoll("logs", "t", "1", "--status")[1] == "Job 1: RUNNING\n", "the first one runs", 30)
     assert re.search("PENDING +waiting for job 2, which comes before it, to succeed\n", atoll("queue", "t")[1])
     (clusters.node_home("t", 0) / "sky_workdir/go").touch()
-    eventually(lambda: atoll("logs", "t", "3", "--status")[1] == "Job 3: RUNNING\n", "the last one runs")
+    eventually(lambda: atoll("logs", "t", "3", "--status")[1] == "Job 3: RUNNING\n", "the last one runs", 30)
     assert "second" in atoll("logs", "t", "2")[1]
     # What is before the newest in its pipeline and has not ended is cancelled with it.
     (clusters.node_home("t", 0) / "sky_workdir/go").unlink()
@@ -525,9 +544,9 @@ def test_secrets_never_show(atoll: Atoll, home: Path, tmp_path: Path, monkeypatc
     code, _, err = atoll("exec", "t", "--sweep", "MY_KEY=a,b", "true")
     assert code == 100
     assert "a secret can't be swept" in err
-    files = [path for path in (home / "clusters").rglob("*") if path.is_file()]
+    files = contents(home / "clusters")
     assert any(path.name == "jobs.db" for path in files)
-    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    assert [path for path, held in files.items() if secret.encode() in held] == []
 
 
 # -------------------------------------------------------------------------------------------------- nodes and Python
@@ -554,7 +573,7 @@ def test_ctrl_c_belongs_to_the_shell(atoll: Atoll) -> None:
     assert shell.stdout is not None
     assert shell.stdout.readline() == "begun\n"
     os.killpg(shell.pid, signal.SIGINT)
-    out, err = shell.communicate(timeout=20)
+    out, err = shell.communicate(timeout=60)
     assert (shell.returncode, out, err) == (-signal.SIGINT, "", "")
 
 
@@ -568,7 +587,7 @@ def test_ssh_beside_a_running_job(atoll: Atoll) -> None:
     def answers() -> bool:
         return "served" in ssh("t", "--", "sh", "-c", seen)[1]
 
-    eventually(answers, "its server answers inside")
+    eventually(answers, "its server answers inside", 40)
     assert "SKYPILOT_TASK_ID=sky-" in ssh("t", "--", "env")[1]
     shell = start("ssh", "t", "-L", f"{outside}:{inside}", "--", "sleep", "60", start_new_session=True)
     try:
@@ -579,12 +598,12 @@ def test_ssh_beside_a_running_job(atoll: Atoll) -> None:
             except OSError:
                 return False
 
-        eventually(forwarded, "its server answers here")
+        eventually(forwarded, "its server answers here", 40)
     finally:
         atoll("cancel", "t", "--all")
         lifecycle.down("t")
         os.killpg(shell.pid, signal.SIGHUP)  # as when its terminal is closed
-        shell.communicate(timeout=20)
+        shell.communicate(timeout=60)
 
 
 def test_from_python(tmp_path: Path) -> None:
@@ -592,14 +611,14 @@ def test_from_python(tmp_path: Path) -> None:
     lines: list[str] = []
     job = sky.launch(task, "t", on_line=lines.append)
     assert lines == ["Cluster t on local: 1 node, no accelerator"]
-    assert (job.wait(30), job.status, job.exit_code) == (sky.JobStatus.SUCCEEDED, sky.JobStatus.SUCCEEDED, 0)
+    assert (job.wait(60), job.status, job.exit_code) == (sky.JobStatus.SUCCEEDED, sky.JobStatus.SUCCEEDED, 0)
     assert "hello" in job.logs()
     failed = sky.exec(sky.Task(run="exit 7"), "t")
     assert (failed.wait(), failed.exit_code) == (sky.JobStatus.FAILED, 7)
     slow = sky.exec(sky.Task(run="sleep 60"), "t")
     assert not slow.wait(0.05).ended
     slow.cancel()
-    assert slow.wait(30) is sky.JobStatus.CANCELLED
+    assert slow.wait(60) is sky.JobStatus.CANCELLED
     assert [row.id for row in sky.queue("t")] == [3, 2, 1]
     chunks: list[bytes] = []
     assert sky.tail_logs("t", 2, output_stream=chunks.append) == 100
@@ -618,11 +637,14 @@ def test_from_python(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- what one of them can't spoil
 @pytest.fixture
 def three(atoll: Atoll, home: Path) -> Iterator[Path]:
-    """Clusters a, b and c; whatever a test damages is removed."""
+    """Clusters a, b and c, whose supervisors have closed their files; whatever a test damages is removed."""
     for name in "abc":
         assert atoll("launch", "-d", "-c", name, "true")[0] == 0
     for name in "abc":
         assert atoll("logs", name)[0] == 0
+        pid = supervisor.pid_of(home / "clusters" / name)
+        assert pid is not None
+        eventually(lambda pid=pid: not leaks.is_running(pid), f"the supervisor of {name} has gone", 30)
     yield home / "clusters"
     for name in clusters.all_names():
         lifecycle.purge(name, lambda line: None)
@@ -664,7 +686,7 @@ def test_down_tells_of_each(atoll: Atoll, three: Path) -> None:
 
 def test_purge_of_a_damaged_cluster_ends_its_job(atoll: Atoll, three: Path) -> None:
     atoll("exec", "a", "-d", "echo $$ > ~/pid; exec sleep 600")
-    eventually((three / "a/nodes/0/home/pid").exists, "the job runs")
+    eventually((three / "a/nodes/0/home/pid").exists, "the job runs", 30)
     (three / "a/cluster.json").write_text("{")
     assert atoll("down", "--purge", "a")[0] == 0
     assert not (three / "a").exists()
@@ -679,6 +701,17 @@ def test_purge_of_a_folder_that_lies_elsewhere(atoll: Atoll, three: Path, tmp_pa
     (three / "d").symlink_to(tmp_path / "nowhere")
     assert atoll("down", "--purge", "d")[0] == 0
     assert not os.path.lexists(three / "d")
+
+
+def test_files_that_go_away_while_a_folder_is_removed(tmp_path: Path) -> None:
+    """As those of a store do, which its supervisor closes at that time."""
+    for number in range(2000):
+        (tmp_path / f"folder/{number % 20}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"folder/{number % 20}/{number}").touch()
+    with ThreadPoolExecutor(2) as threads:
+        for removed in [threads.submit(remove_tree, tmp_path / "folder") for _ in range(2)]:
+            removed.result()
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.parametrize(
@@ -709,7 +742,7 @@ def test_ctrl_c_before_the_job_is_there(home: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting for another launch on cluster t\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "nothing was started" in out + err
     assert not list(home.glob("clusters/*"))
@@ -726,7 +759,7 @@ def test_output_that_is_closed_or_knows_ascii_only(atoll: Atoll) -> None:
     assert (code.returncode, code.stderr) == (0, b"")
     with open("/dev/full", "w") as full:
         process = start("status", stdout=full)
-    assert (process.communicate(timeout=30)[1], process.returncode) == ("atoll: No space left on device\n", 100)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("atoll: No space left on device\n", 100)
     ascii_only = {**os.environ, "PYTHONPATH": SOURCE_ROOT, "PYTHONIOENCODING": "ascii"}
     words = [sys.executable, "-m", "atoll", "launch", "-c", "t", "--nodes", "2", "echo hi"]
     done = subprocess.run(words, env=ascii_only, capture_output=True, timeout=60)
@@ -804,7 +837,7 @@ def test_python_is_told_what_a_task_is(tmp_path: Path) -> None:
     with pytest.raises(sky.ConfigError, match="zero character"):
         sky.Task(run="a\0b")
     job = sky.launch(sky.Task(run="true", secrets={"API_TOKEN": "hidden-value"}), "t")
-    job.wait(30)
+    job.wait(60)
     said = f"{sky.queue('t')} {sky.status()}"
     assert "base_env" not in said
     assert "hidden-value" not in said

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.test_cluster_commands import contents
 from tests.leaks import is_running
-from tests.pool.conftest import SOURCE_ROOT, eventually
+from tests.pool.conftest import SOURCE_ROOT, descriptors, eventually
 
 from atoll.cli.main import app
 from atoll.tasks import clusters
@@ -212,8 +213,9 @@ def test_all_ranks_start_again_together_after_a_failure():
         "import os, time\n"
         "count, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']\n"
         "print('began', rank, count, flush=True)\n"
+        "open(f'began-{rank}', 'w').close()\n"
         "if count != '1':\n"
-        "    time.sleep(0.2)\n"
+        "    while not os.path.exists('began-0'):\n        time.sleep(0.02)\n"
         "    exit(9) if rank == '1' else time.sleep(300)\n"
         "print('checkpoint', open('checkpoint').read() if rank == '1' else '', flush=True)\n"
     )
@@ -230,11 +232,9 @@ def test_secrets_reach_the_ranks_and_nobody_else(monkeypatch, home):
     text = "import os; print(*(str(len(os.environ[n])) + os.environ[n] for n in ('WORD', 'HIDDEN', 'API_TOKEN')))"
     out, _ = run("--env", "WORD=shown", "--secret", "HIDDEN=swordfish", script(text))
     assert out == "5shown 9**** 17****\n"
-    for path in home.rglob("*"):
-        if path.is_file():
-            held = path.read_bytes()
-            assert b"swordfish" not in held, path
-            assert b"of-the-caller-123" not in held, path
+    for path, held in contents(home).items():
+        assert b"swordfish" not in held, path
+        assert b"of-the-caller-123" not in held, path
 
 
 SLEEPY = (
@@ -258,7 +258,8 @@ def tagged(word: str) -> list[int]:
 
 def begin(word: str, **more: Any) -> subprocess.Popen[str]:
     process = start("run", "--nproc", "2", script(SLEEPY), word, **more)
-    eventually(lambda: Path("up0").exists() and Path("up1").exists(), "both ranks run", 30)
+    eventually(lambda: Path("up0").exists() and Path("up1").exists(), "both ranks run", 60)
+    eventually(lambda: any(each.endswith("/run.log") for each in descriptors(process.pid)), "the log is followed", 30)
     return process
 
 
@@ -270,10 +271,10 @@ def test_a_signal_ends_the_ranks(number, kind):
     process = begin(word)
     process.send_signal(number)
     began = time.monotonic()
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 103
     assert not tagged(word)
-    assert time.monotonic() - began < 8  # 5 s on a machine that does nothing else
+    assert time.monotonic() - began < 15  # 5 s on a machine that does nothing else
     assert "was cancelled" in err
     assert out.count(") pid ") == 2
 
@@ -286,7 +287,7 @@ def test_a_reader_that_has_seen_enough_ends_the_ranks():
     process.stdout.close()
     with process.stderr as stderr:
         assert "atoll: standard output is closed: ending the ranks" in stderr.read()
-    assert process.wait(30) == 141
+    assert process.wait(60) == 141
     assert not tagged(word)
 
 
@@ -294,12 +295,12 @@ def test_nothing_survives_a_client_that_is_killed():
     word = f"orphan-{os.getpid()}"
     process = begin(word)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     eventually(lambda: not tagged(word), "its ranks end")
     name = clusters.all_names()[0]
     eventually(lambda: not clusters.unfinished(clusters.load(name)), "the job ends")
     with start("status") as status:
-        assert "no cluster is up" in status.communicate(timeout=30)[0]
+        assert "no cluster is up" in status.communicate(timeout=60)[0]
 
 
 def test_nothing_survives_a_terminal_that_is_closed():
@@ -308,7 +309,7 @@ def test_nothing_survives_a_terminal_that_is_closed():
     process = begin(word, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=_own_terminal)
     os.close(theirs)
     os.close(ours)
-    assert process.wait(30) != 0
+    assert process.wait(60) != 0
     eventually(lambda: not tagged(word), "its ranks end")
 
 
@@ -333,7 +334,7 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
     assert "run-000004" not in left
     assert "run-000005" in left
     with start("status") as status:
-        assert "no cluster is up" in status.communicate(timeout=30)[0]
+        assert "no cluster is up" in status.communicate(timeout=60)[0]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +394,7 @@ def test_a_rank_for_each_gpu_that_the_nodes_share(monkeypatch, tmp_path):
 
 def test_help_teaches_by_examples():
     for words in (("run", "-h"), ("run", "--help")):
-        out = start(*words).communicate(timeout=30)[0]
+        out = start(*words).communicate(timeout=60)[0]
         assert "atoll run --nodes 2 --nproc 2 train.py --lr 0.1" in out
         assert "103 after Ctrl-C" in out
         assert "--num_nodes" not in out

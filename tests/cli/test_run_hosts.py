@@ -31,7 +31,7 @@ def lab(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.chdir(tmp_path / "work")
     yield bed
     for host in bed.hosts:
-        eventually(lambda host=host: not host.command_lines(), f"nothing runs on {host.name}")
+        eventually(lambda host=host: not host.command_lines(), f"nothing runs on {host.name}", 20)
 
 
 def declare(*lines: str, hosts: str = '["h1", "h2"]') -> None:
@@ -111,11 +111,11 @@ def test_nothing_survives_on_hosts_the_end_of_the_client(lab, number):
     seen = [process.stdout.readline() for _ in range(2)]
     assert all("up" in line for line in seen)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == (103 if number == signal.SIGINT else -number)
     for host in lab.hosts:
         eventually(lambda host=host: not any("sleep.py" in line for line in host.command_lines()), "the ranks end")
-    eventually(lambda: "no cluster is up" in atoll("status")[0], "its cluster is gone", 20)
+    eventually(lambda: "no cluster is up" in atoll("status")[0], "its cluster is gone", 40)
 
 
 def test_a_rank_for_each_gpu_of_the_hosts(lab):

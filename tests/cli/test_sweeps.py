@@ -62,10 +62,13 @@ def most_at_once(folder: Path) -> int:
 
 
 def test_never_more_jobs_at_once_than_parallel_says_and_a_failing_one_stops_no_other(shared):
-    spans = shared / "spans"
+    spans, begun = shared / "spans", shared / "begun"
     spans.mkdir()
+    begun.mkdir()
+    # The first waits for the second, however slowly it starts; a third would have time to come beside them.
     task = (
-        "begin=$(date +%s.%N); sleep 0.3; "
+        f"begin=$(date +%s.%N); touch {begun}/$SKYPILOT_JOB_RANK; "
+        f"until [ -e {begun}/0 ] && [ -e {begun}/1 ]; do sleep 0.02; done; sleep 0.3; "
         f"echo $begin $(date +%s.%N) > {spans}/$SKYPILOT_JOB_RANK-$SKYPILOT_NODE_RANK; "
         "test $SKYPILOT_NODE_RANK = 1 && test $A$B = y2 && exit 7; "
         """echo '{"score": "'$A$B-$SKYPILOT_JOB_RANK/$SKYPILOT_NUM_JOBS'"}'"""
@@ -108,7 +111,7 @@ def test_ctrl_c_only_detaches_and_cancel_ends_all_that_are_left():
         if line.startswith("job 1 (N=1): SUCCEEDED"):
             break
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 101
     assert "The jobs go on" in out
     assert "atoll cancel t --all" in out
@@ -116,17 +119,17 @@ def test_ctrl_c_only_detaches_and_cancel_ends_all_that_are_left():
     def statuses() -> list[str]:
         return [row["status"] for row in json.loads(atoll("queue", "t", "-o", "json"))]
 
-    eventually(lambda: statuses() == ["RUNNING", "RUNNING", "SUCCEEDED"], "the others run", 20)
+    eventually(lambda: statuses() == ["RUNNING", "RUNNING", "SUCCEEDED"], "the others run", 40)
     atoll("cancel", "t", "-a")
-    eventually(lambda: statuses() == ["CANCELLED", "CANCELLED", "SUCCEEDED"], "they end", 20)
+    eventually(lambda: statuses() == ["CANCELLED", "CANCELLED", "SUCCEEDED"], "they end", 40)
 
 
 def test_a_sweep_that_is_cancelled_exits_as_such(shared):
     words = ("launch", "-c", "t", "--sweep", "N=1,2", f"touch {shared}/up; sleep 300")
     process = start(*words)
-    eventually((shared / "up").exists, "the first runs", 20)
+    eventually((shared / "up").exists, "the first runs", 40)
     atoll("cancel", "t", "--all")
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 103
     assert out.count("CANCELLED") >= 2
 

@@ -16,7 +16,8 @@ from atoll.providers.network import Network, NetworkUnavailable
 
 __all__ = ["fixed_ports", "repository"]
 
-pytestmark = pytest.mark.usefixtures("repository")
+# Where nodes have the machine's ports, a test's time is also that of those that it waits for.
+pytestmark = [pytest.mark.usefixtures("repository"), pytest.mark.timeout(300)]
 
 LOG = 'echo "$(basename "$0") $*" >> ~/called\n'  # what a stand-in for a program does
 
@@ -76,7 +77,8 @@ MAIN = """
 
 
 @pytest.fixture
-def mingpt(repository: Path) -> Path:
+def mingpt(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(repository.parent))  # the launch itself calls git too, and that is logged at home
     program("git", f"#!/bin/sh\n{LOG}exit 1\n")  # as in the second setup of a cluster
     program("pip", f"#!/bin/sh\n{LOG}")
     write(repository / "train.yaml", TORCHRUN)
@@ -261,10 +263,12 @@ TRAIN = """
     import os, pathlib, sys, urllib.parse, socket
     where = urllib.parse.urlsplit(os.environ["TORCHFT_LIGHTHOUSE"])
     with socket.create_connection((where.hostname, where.port)) as lighthouse:
-        print("the lighthouse says", lighthouse.recv(100).decode())
+        says = lighthouse.recv(100).decode()
     pathlib.Path("outputs").mkdir()
     rank, world, who = map(os.getenv, ("RANK", "WORLD_SIZE", "WHO"))
-    print("rank", rank, "of", world, "by", who, *sys.argv[1:], flush=True)
+    # At once: print would make it several writes, and torchrun reads the file meanwhile, and shows half a line as one.
+    line = " ".join(("rank", rank, "of", world, "by", who, *sys.argv[1:]))
+    os.write(1, f"the lighthouse says {says}\\n{line}\\n".encode())
 """
 
 

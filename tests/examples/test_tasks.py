@@ -11,7 +11,8 @@ from tests.examples.launched import atoll, examples, fixed_ports, last_job, loss
 
 __all__ = ["examples", "fixed_ports", "repository"]
 
-pytestmark = pytest.mark.usefixtures("examples", "fixed_ports")
+# Where nodes have the machine's ports, a test's time is also that of those that it waits for.
+pytestmark = [pytest.mark.usefixtures("examples", "fixed_ports"), pytest.mark.timeout(300)]
 
 TRAIN = "examples/torchrun/train.yaml"
 KNOWS_NOTHING = math.log(256)  # the loss of a model that gives every byte the same chance

@@ -19,12 +19,12 @@ def pool() -> Iterator[sky.ComputePool]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], None]:
-    """``until(lambda: path.exists())`` waits for it, and fails after 20 s."""
+    """``until(lambda: path.exists())`` waits for it, and fails after a minute."""
 
     def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while not condition():
-            assert time.monotonic() < deadline, "waited 20 s in vain"
+            assert time.monotonic() < deadline, "waited a minute in vain"
             time.sleep(0.01)
 
     return wait

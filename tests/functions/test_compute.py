@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -396,9 +397,17 @@ class Notebook:
 def notebook(jupyter_in_process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
     import nbclient
     import nbformat
+    from traitlets.config import Config
 
     monkeypatch.setenv("PYTHONPATH", SOURCE_ROOT)
-    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), allow_errors=True, timeout=60)
+    with tempfile.TemporaryDirectory() as folder:  # short, as a socket's path has to be
+        # A port would be chosen while it is free, and might be somebody's when the kernel has started.
+        config = Config({"KernelManager": {"transport": "ipc", "connection_file": f"{folder}/k.json"}})
+        client = nbclient.NotebookClient(nbformat.v4.new_notebook(), allow_errors=True, timeout=100, config=config)
+        yield from started(client)
+
+
+def started(client: Any) -> Iterator[Notebook]:
     with client.setup_kernel():
         book = Notebook(client)
         book.run("import atoll as sky\npool = sky.ComputePool(nodes=2, logs='quiet').up()")

@@ -247,9 +247,9 @@ def test_a_call_that_was_never_dispatched_warns_with_its_line() -> None:
         warnings.simplefilter("always")
         whoami()  # line of the warning
         gc.collect()
-    (warning,) = [w for w in caught if w.category is sky.NeverDispatched]
-    assert warning.filename == __file__
-    assert "# line of the warning" in Path(__file__).read_text().splitlines()[warning.lineno - 1]
+    lines = Path(__file__).read_text().splitlines()
+    here = [w for w in caught if w.category is sky.NeverDispatched and w.filename == __file__]
+    (warning,) = [w for w in here if "whoami()  # line of the warning" in lines[w.lineno - 1]]
     assert "whoami(...) was never dispatched" in str(warning.message)
 
 
@@ -338,7 +338,7 @@ def test_a_running_call_is_cancelled(
     assert future.running()
     assert future.cancel()
     with pytest.raises(CancelledError):
-        future.result(timeout=3)
+        future.result(timeout=5)
     assert future.cancelled()
     assert future.done()
     assert not future.cancel()
@@ -358,11 +358,11 @@ def test_a_broadcast_and_a_queued_call_are_cancelled(pool: sky.ComputePool, tmp_
     until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     assert queued.cancel()
     with pytest.raises(CancelledError):
-        queued.result(timeout=1)
+        queued.result(timeout=5)
     assert running.cancel()
     with pytest.raises(CancelledError):
-        running.result(timeout=3)
-    assert after.result(timeout=10) == 5
+        running.result(timeout=5)
+    assert after.result(timeout=60) == 5
     assert not ran.exists()
 
 
@@ -375,13 +375,17 @@ def test_timeouts_of_function_and_pool() -> None:
     def slower() -> None:
         time.sleep(1000)
 
+    @sky.compute(timeout=60)
+    def rank() -> int:
+        return sky.instance_info().rank
+
     with sky.ComputePool(nodes=2, timeout=0.5, logs="quiet") as pool:
         with pytest.raises(sky.CallTimeout, match=r"timeout=0.3 s: ranks 0 and 1 still running") as caught:
             slow() @ pool
         assert caught.value.ranks == (0, 1)
         with pytest.raises(TimeoutError, match=r"timeout=0.5 s"):
             slower() >> pool
-        assert [r[1] for r in whoami() @ pool] == [0, 1]
+        assert rank() @ pool == [0, 1]
 
 
 def test_metrics_arrive_while_the_call_runs(pool: sky.ComputePool, tmp_path: Path, until: Any) -> None:
@@ -412,10 +416,10 @@ def test_futures_are_concurrent_futures(pool: sky.ComputePool) -> None:
     event = threading.Event()
     future = pool.submit(plain, 7)
     future.add_done_callback(lambda f: (called.append(f.result()), event.set()))
-    assert event.wait(10)
+    assert event.wait(60)
     assert called == [7]
     failed = pool.submit(lambda: 1 / 0)
-    assert isinstance(failed.exception(timeout=10), ZeroDivisionError)
+    assert isinstance(failed.exception(timeout=60), ZeroDivisionError)
     assert not failed.cancelled()
     every = pool.submit(whoami, "e", everywhere=True).result()
     assert [r[1] for r in every] == [0, 1]

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
@@ -21,6 +21,9 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 from atoll.core.context import CallContext, Peer, current, set_current
 from atoll.core.errors import UsageError
 from atoll.functions.sampler import DistributedSampler, _permutation_numpy, _permutation_python, permutation
+
+# A busy machine may take its time for any example.
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def on_ranks(world: int, function: Callable[[], Any]) -> list[Any]:
@@ -72,6 +75,7 @@ def test_shuffled_has_torchs_lengths_and_cover(world: int, drop_last: bool) -> N
         assert [list(sampler) for sampler in samplers] == parts
 
 
+@calm
 @given(n=st.integers(0, 60), world=st.integers(1, 9), seed=st.one_of(st.none(), st.integers()), epoch=st.integers(0))
 def test_ranks_are_disjoint_apart_from_padding(n: int, world: int, seed: int | None, epoch: int) -> None:
     samplers = on_ranks(world, lambda: DistributedSampler(range(n), seed=seed))
@@ -174,6 +178,7 @@ def test_torchs_positional_rank_and_world_are_refused() -> None:
 # --- the order ---
 
 
+@calm
 @given(n=st.integers(0, 300), start=st.integers(0, 2**64 - 1))
 def test_order_is_the_same_with_and_without_numpy(n: int, start: int) -> None:
     order = _permutation_numpy(n, start)

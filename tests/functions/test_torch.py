@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -106,8 +107,9 @@ def test_only_some_ranks_import_torch() -> None:
         assert total() @ pool == [(True, 3.0, 2)] * 2
 
 
-def test_no_rank_goes_on_before_all_have_joined(pool: sky.ComputePool) -> None:
+def test_no_rank_goes_on_before_all_have_joined(pool: sky.ComputePool, tmp_path: Path) -> None:
     """One that is done at once closed connections that another was still making, on a busy machine."""
+    mark = tmp_path / "joined"
 
     def linger(seconds: float) -> None:
         import torch.distributed.distributed_c10d as c10d
@@ -118,14 +120,15 @@ def test_no_rank_goes_on_before_all_have_joined(pool: sky.ComputePool) -> None:
         def joined(*args: Any, **options: Any) -> Any:
             group = join(*args, **options)
             time.sleep(seconds)
+            mark.touch()
             return group
 
         c10d._new_process_group_helper = joined if seconds and sky.instance_info().rank == 1 else join
 
     pool.run(linger, 0.5)
-    first, second = pool.run(time.monotonic)
+    mark.unlink(missing_ok=True)
+    assert pool.run(mark.exists) == [True, True]
     pool.run(linger, 0.0)
-    assert first > second - 0.4
 
 
 def test_the_group_is_gone_after_the_call(pool: sky.ComputePool) -> None:
@@ -154,11 +157,14 @@ def test_two_pools_at_once_each_with_its_group(pool: sky.ComputePool) -> None:
 
 # -- the caller's own group -------------------------------------------------------------------------------------------
 def free_port() -> int:
+    """One that the kernel gives nobody for a connection of his own before it is used."""
     import socket
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in range(20000 + os.getpid() % 1000 * 10, 32768):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port below 32768 is free")
 
 
 def own(**how: Any) -> tuple[float, int, int]:
@@ -308,7 +314,7 @@ def test_a_rank_that_raises_while_the_other_sits_in_a_barrier(pool: sky.ComputeP
         dist.barrier()
 
     future = pool.submit(uneven, everywhere=True)
-    error = future.exception(timeout=30)
+    error = future.exception(timeout=60)
     assert type(error) is LookupError
     assert "rank 0 is to blame" in str(error)
     assert isinstance(error.__cause__, sky.RemoteTraceback)
@@ -343,15 +349,15 @@ def test_the_error_comes_while_the_other_rank_would_wait_for_ever(pool: sky.Comp
         import torch.distributed as dist
 
         if sky.instance_info().rank == 1:
-            (tmp_path / "raised").write_text(str(time.time()))
+            (tmp_path / "raised").write_text(str(time.monotonic()))
             raise LookupError("mine")
         dist.barrier()
 
     total() @ pool
     with pytest.raises(LookupError, match="mine"):
         uneven() @ pool
-    # A gloo barrier waits 30 minutes; three times the promised second is far from that.
-    assert time.time() - float((tmp_path / "raised").read_text()) < 3.0
+    # A gloo barrier waits 30 minutes; a few times the promised second is far from that.
+    assert time.monotonic() - float((tmp_path / "raised").read_text()) < 5.0
 
 
 def test_groups_come_back_after_a_rank_was_killed(pool: sky.ComputePool) -> None:

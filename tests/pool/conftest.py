@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def pool() -> Iterator[sky.ComputePool]:
         yield started
 
 
+def up_with_ttl(**options: Any) -> sky.ComputePool:
+    """A pool that ends by itself after a second; where the machine is too busy to start one in that, after more."""
+    for ttl in (1.0, 5.0, 25.0):
+        with contextlib.suppress(sky.PoolClosed, sky.ProvisionError):
+            return sky.ComputePool(ttl=ttl, **options).up()
+    pytest.fail("no pool comes up within 25 s")
+
+
 @sky.compute
 def ranks_answer() -> int:
     return sky.instance_info().rank
@@ -76,7 +85,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "home"
     for pool in named_pools():
         end_pool(pool["name"])
-    assert os.listdir(tmp_path / "home" / "pools") == [] if (tmp_path / "home" / "pools").exists() else True
+    pools = tmp_path / "home" / "pools"
+    eventually(lambda: not pools.exists() or os.listdir(pools) == [], "no state of a pool")
 
 
 # ------------------------------------------------------------------------------------- processes as the host sees them
@@ -116,7 +126,7 @@ def rank_pid(pool: sky.ComputePool, rank: int) -> int:
                 return pid
         return None
 
-    return int(eventually(find, f"a process of rank {rank} in pool {pool.id}"))
+    return int(eventually(find, f"a process of rank {rank} in pool {pool.id}", 60))
 
 
 def agent_pid(pool: sky.ComputePool, rank: int) -> int:
@@ -134,14 +144,49 @@ def with_marker(marker: str) -> list[int]:
     return [pid for pid in all_pids() if any(marker in word for word in command(pid)) and leaks.is_running(pid)]
 
 
-def eventually(condition: Callable[[], Any], what: str, seconds: float = 5.0) -> Any:
-    """Wait until it holds; ``seconds`` is the promise, or long enough to never be the reason."""
+def own_processes() -> list[int]:
+    """Running descendants of this test process, less the trackers that Python starts once in a process and keeps."""
+    return [pid for pid in leaks.descendants() if "resource_tracker" not in " ".join(command(pid))]
+
+
+def descriptors(pid: int | str) -> list[str]:
+    """What a process holds open; a descriptor that it closes meanwhile is none, and one that is gone has none."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(entry))
+    return found
+
+
+def eventually(condition: Callable[[], Any], what: str, seconds: float = 15.0) -> Any:
+    """Wait until it holds; three times the promise that nothing is left after five seconds, for a busy machine.
+
+    For what has to start first, give it longer: that costs nothing where all is well.
+    """
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"not within {seconds:g} s: {what}")
         time.sleep(0.02)
     return result
+
+
+def read_terminal(ours: int) -> str:
+    """All that was written to a terminal whose other ends are closed; a terminal hands it on bit by bit."""
+    text = b""
+    with contextlib.suppress(OSError):  # EIO: that was all
+        while data := os.read(ours, 1 << 16):
+            text += data
+    os.close(ours)
+    return text.decode(errors="replace")
+
+
+def no_swap(group: Path, limit: int) -> None:
+    """Have a memory cgroup kill at its limit, also on a machine that would swap instead."""
+    for name, text in (("memory.memsw.limit_in_bytes", str(limit)), ("memory.swap.max", "0")):
+        if (group / name).exists():  # the kernel may not count swap
+            (group / name).write_text(text)
 
 
 # --------------------------------------------------------------------------------------------------- drivers as scripts

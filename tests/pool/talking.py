@@ -33,7 +33,7 @@ class Talk:
         self._parser = Parser()
         self._got: list[Frame] = []
 
-    def next(self, kind: int, number: int | None = None, seconds: float = 20.0) -> Frame:
+    def next(self, kind: int, number: int | None = None, seconds: float = 60.0) -> Frame:
         """The next frame of a kind, of one process if a number is given; others are kept. EOFError at the end."""
         deadline = time.monotonic() + seconds
         while True:
@@ -48,7 +48,7 @@ class Talk:
 
     def send(self, kind: int, number: int = 0, meta: dict[str, Any] | None = None) -> None:
         """One frame to the agent."""
-        self.channel.settimeout(20)
+        self.channel.settimeout(60)
         send_all(self.channel, pack(kind, number, meta=meta))
 
     def start(self, script: str, number: int = 0, *, cwd: str = "/", env: dict[str, str] | None = None) -> int:
@@ -67,7 +67,7 @@ class Talk:
         """The next output of a process, which is one line where it prints and then waits."""
         return bytes(self.next(frames.LOG, number).rest).decode().rstrip("\n")
 
-    def end(self, number: int = 0, seconds: float = 20.0) -> tuple[int | None, int | None, str]:
+    def end(self, number: int = 0, seconds: float = 60.0) -> tuple[int | None, int | None, str]:
         """Exit code, signal and output of a process that ends."""
         frame = self.next(frames.EXIT, number, seconds)
         return frame.meta["exit_code"], frame.meta["signal"], self.output(number)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT, environ, eventually, with_marker
+from tests.pool.conftest import SOURCE_ROOT, descriptors, environ, eventually, with_marker
 
 import leaks
+from atoll.pool.agent.main import _LOG_BACKLOG_BYTES
 from atoll.pool.agent.procs import OomCounter, kill_tree, shared_memory_names, tree
 from atoll.pool.agent.rank import Output
 from atoll.pool.members import _BOOT, agent_command
@@ -69,7 +70,7 @@ class Agent:
             },
         )
 
-    def next(self, kind: int, seconds: float = 10.0) -> Frame:
+    def next(self, kind: int, seconds: float = 60.0) -> Frame:
         """The next frame of a kind; others are kept."""
         self.channel.settimeout(seconds)
         while True:
@@ -90,7 +91,7 @@ class Agent:
     def close(self) -> None:
         self.channel.close()
         try:
-            self.process.wait(5)
+            self.process.wait(30)
         finally:
             self.process.kill()
             self.process.wait()
@@ -140,8 +141,7 @@ def test_a_call_for_a_rank_that_is_gone_is_dropped(agent: Agent) -> None:
     agent.send(frames.CANCEL, 0, 1)
     agent.send(frames.SPAWN, 0)
     assert agent.next(frames.EXIT).meta["exit_code"] == 9
-    held = [os.readlink(f"/proc/{agent.process.pid}/fd/{n}") for n in os.listdir(f"/proc/{agent.process.pid}/fd")]
-    assert not any("memfd:test" in target for target in held)
+    assert not any("memfd:test" in target for target in descriptors(agent.process.pid))
 
 
 def test_an_interpreter_that_is_not_there(agent: Agent) -> None:
@@ -149,11 +149,11 @@ def test_an_interpreter_that_is_not_there(agent: Agent) -> None:
     exit_ = agent.next(frames.EXIT)
     assert exit_.meta["exit_code"] == 127
     assert "/no/such/python" in exit_.meta["tail"][0]
-    before = len(os.listdir(f"/proc/{agent.process.pid}/fd"))
+    before = len(descriptors(agent.process.pid))
     for _ in range(20):
         agent.send(frames.SPAWN, 0)
         agent.next(frames.EXIT)
-    assert len(os.listdir(f"/proc/{agent.process.pid}/fd")) == before
+    eventually(lambda: len(descriptors(agent.process.pid)) <= before, "no more descriptors than before")
 
 
 def test_many_deaths_leave_no_descriptor_and_no_zombie(agent: Agent) -> None:
@@ -161,13 +161,14 @@ def test_many_deaths_leave_no_descriptor_and_no_zombie(agent: Agent) -> None:
     agent.next(frames.EXIT)
 
     def fds() -> int:
-        return len(os.listdir(f"/proc/{agent.process.pid}/fd"))
+        return len(descriptors(agent.process.pid))
 
-    few = eventually(lambda: fds() if fds() < 16 else 0, "a rank's descriptors closed")
+    eventually(lambda: fds() < 16, "a rank's descriptors closed")
+    few = fds()  # or a few more: it may be in the middle of closing them
     for _ in range(20):
         agent.send(frames.SPAWN, 0)
         agent.next(frames.EXIT)
-    eventually(lambda: fds() == few, "no more descriptors than before")
+    eventually(lambda: fds() <= few, "no more descriptors than before")
     eventually(lambda: not _children(agent.process.pid), "no child, dead or alive")
 
 
@@ -194,8 +195,9 @@ def test_a_driver_that_does_not_read_bounds_the_agents_memory(agent: Agent) -> N
         status = Path(f"/proc/{agent.process.pid}/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
 
-    size, seen = -1, 0
     out = agent.logs / "rank0.out"
+    eventually(lambda: out.exists() and out.stat().st_size > _LOG_BACKLOG_BYTES, "it is held up", 60)
+    size, seen = -1, out.stat().st_size
     while size != seen:  # until the rank has stopped writing
         size = seen
         time.sleep(0.5)
@@ -212,14 +214,20 @@ def test_a_driver_that_does_not_read_bounds_the_agents_memory(agent: Agent) -> N
 def test_stacks_are_asked_of_busy_ranks_only(agent: Agent) -> None:
     program = "import faulthandler, signal\nfaulthandler.register(signal.SIGRTMIN, file=4)\n"
     program += "signal.signal(signal.SIGRTMIN + 2, signal.SIG_IGN)  # as if it sat in C code\n"
+    program += "print('up', flush=True)\n"
     program += ECHO.replace("sock.sendall", "0 and sock.sendall")
     agent.set_up(program, ranks=2)
+    for _ in range(2):  # before its interpreter is up, the question would end it
+        agent.next(frames.LOG)
     agent.send(frames.CALL, 1, 5)
-    time.sleep(0.5)  # the interpreter has to come up before it can be asked
-    agent.send(frames.STACKS, 0, 5)
-    stacks = agent.next(frames.STACKS).meta["stacks"]
-    assert list(stacks) == ["1"]
-    assert 'File "<string>"' in stacks["1"]
+
+    def stack() -> str:
+        agent.send(frames.STACKS, 0, 5)
+        stacks = agent.next(frames.STACKS).meta["stacks"]
+        assert list(stacks) == ["1"]
+        return str(stacks["1"])
+
+    assert 'File "<string>"' in eventually(stack, "an answer in time, which on a busy machine takes several questions")
 
 
 # ---------------------------------------------------------------------------------------------------------- its end
@@ -235,7 +243,7 @@ time.sleep(300)
 def sit(agent: Agent, tmp_path: Path) -> str:
     marker = f"marker-{agent.tag}"
     agent.set_up(SITS.format(marker=marker, ready=str(tmp_path / "ready")))
-    eventually(lambda: (tmp_path / "ready").exists() and with_marker(marker), "a rank with a child")
+    eventually(lambda: (tmp_path / "ready").exists() and with_marker(marker), "a rank with a child", 60)
     return marker
 
 
@@ -287,7 +295,7 @@ open({ready!r}, "w").close()
 time.sleep(300)
 """
     agent.set_up(program.format(ready=str(tmp_path / "ready")))
-    eventually((tmp_path / "ready").exists, "a rank")
+    eventually((tmp_path / "ready").exists, "a rank", 60)
     agent.send(frames.SHUTDOWN)
     eventually(agent.ended, "nothing left")
 
@@ -326,7 +334,9 @@ time.sleep(300)
     )
     try:
         # The root and four sleepers, once the shells between them are gone.
-        eventually(lambda: len(with_marker(marker)) == 5 and set(with_marker(marker)) <= set(tree(root.pid, tag)), "5")
+        eventually(
+            lambda: len(with_marker(marker)) == 5 and set(with_marker(marker)) <= set(tree(root.pid, tag)), "5", 60
+        )
         found = tree(root.pid, tag)
         assert found[0] == root.pid
         assert os.getpid() not in found
@@ -353,7 +363,7 @@ def test_a_tree_that_keeps_forking_is_killed() -> None:
         start_new_session=True,
         env={"ATOLL_RANK_TAG": marker},
     )
-    time.sleep(0.2)
+    eventually(lambda: len(with_marker(marker)) > 3, "it forks", 60)
     kill_tree(root.pid, f"ATOLL_RANK_TAG={marker}")
     root.wait()
     eventually(lambda: not with_marker(marker), "nothing left")

@@ -17,6 +17,7 @@ from tests.pool.conftest import (
     assert_usable,
     environ,
     eventually,
+    no_swap,
     rank_pid,
     with_marker,
 )
@@ -38,7 +39,9 @@ def die(how: str, rank: int = 1) -> None:
     print("started", flush=True)
     if sky.instance_info().rank != rank:
         time.sleep(60)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Of 1, not 0: where a program takes the dumps (Ubuntu's apport) 0 does not keep it from being started.
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (1 if most else 0, most))
     print(f"about to {how}", file=sys.stderr)
     if how == "sys.exit 3":
         sys.exit(3)
@@ -110,7 +113,7 @@ def test_a_rank_dies(pool: sky.ComputePool, how: str, exit_code: int | None, num
     began = time.monotonic()
     with pytest.raises(sky.WorkerDied) as caught:
         die(how) @ pool
-    assert time.monotonic() - began < 3.0  # a second is promised; the machine may be busy
+    assert time.monotonic() - began < 5.0  # a second is promised; the machine may be busy, and the other sleeps 60
     died = caught.value
     assert (died.rank, died.node, died.exit_code, died.signal, died.oom) == (1, 1, exit_code, number, False)
     assert f"about to {how}" in "\n".join(died.log_tail)
@@ -168,7 +171,7 @@ def test_a_rank_is_killed_while_idle(mode: str) -> None:
     with sky.ComputePool(nodes=2, on_event=seen.append) as pool:
         first = rank_pid(pool, 1)
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: [e for e in seen if isinstance(e, events.RankStarted) and e.restarts == 1], "a new rank 1")
+        eventually(lambda: [e for e in seen if isinstance(e, events.RankStarted) and e.restarts == 1], "a new one", 60)
         died = next(e for e in seen if isinstance(e, events.RankDied))
         assert (died.rank, died.node) == (1, 1)
         assert "SIGKILL" in died.reason
@@ -220,6 +223,7 @@ def small_cgroup() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"no memory cgroup can be made here: {error}")
     (group / "memory.limit_in_bytes").write_text(str(200 << 20))
+    no_swap(group, 200 << 20)
     yield group
     for pid in (group / "cgroup.procs").read_text().split():
         with contextlib.suppress(ProcessLookupError):
@@ -240,6 +244,7 @@ def fill_memory() -> int:
     return len(blocks)
 
 
+@pytest.mark.serial  # the kernel counts such kills for the whole machine: who is killed meanwhile would be counted in
 def test_out_of_memory(pool: sky.ComputePool, small_cgroup: Path) -> None:
     (small_cgroup / "cgroup.procs").write_text(str(rank_pid(pool, 1)))
     with pytest.raises(sky.WorkerDied) as caught:
@@ -310,10 +315,10 @@ def test_an_agent_is_killed_during_a_call(pool: sky.ComputePool, mode: str) -> N
         time.sleep(60)
 
     future = pool.submit(wait, marker, everywhere=True)
-    eventually(lambda: len(with_marker(marker)) >= 2, "children of both ranks")
+    eventually(lambda: len(with_marker(marker)) >= 2, "children of both ranks", 60)
     os.kill(agent_pid(pool, 1), signal.SIGKILL)
     with pytest.raises(sky.NodeLost) as caught:
-        future.result(10)
+        future.result(30)
     assert caught.value.node == 1
     assert_usable(pool)
     if mode == SUBREAPER:  # the other node's sleeper lives on: it belongs to a rank that was only stopped
@@ -345,10 +350,16 @@ def test_a_rank_that_can_not_come_back_ends_the_pool(mode: str, tmp_path: Path) 
 
 
 def test_sigterm_to_the_agent_ends_its_ranks(pool: sky.ComputePool) -> None:
-    os.kill(agent_pid(pool, 0), signal.SIGTERM)
+    agent = agent_pid(pool, 0)
+    os.kill(agent, signal.SIGTERM)
     future = pool.submit(lambda: None, everywhere=True)
     with contextlib.suppress(sky.NodeLost, sky.WorkerDied):
-        future.result(10)
+        future.result(30)
+    eventually(lambda: not leaks.is_running(agent), "it ends")
+    for _ in range(3):  # the call may have come through before, and the next meet the node before its loss was noticed
+        with contextlib.suppress(sky.NodeLost, sky.WorkerDied):
+            assert_usable(pool)
+            break
     assert_usable(pool)
 
 

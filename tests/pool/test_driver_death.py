@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import pty
-import select
 import shutil
 import signal
 import subprocess
@@ -29,8 +28,10 @@ from tests.pool.conftest import (
     of_pool,
     rank_pid,
     ranks_answer,
+    read_terminal,
     script,
     start_script,
+    up_with_ttl,
     with_marker,
 )
 
@@ -93,11 +94,10 @@ class Driver:
         eventually(
             self.gone,
             f"nothing left; still there: {of_pool(self.pool_id)} {with_marker(self.marker)} {os.listdir(self.tmp)}",
-            5.0,
         )
 
     def close(self) -> str:
-        out, err = self.process.communicate(timeout=10) if self.process.stderr else ("", "")
+        out, err = self.process.communicate(timeout=30) if self.process.stderr else ("", "")
         shutil.rmtree(self.tmp)  # empty, unless the agents were killed too
         return str(out) + str(err)
 
@@ -105,7 +105,7 @@ class Driver:
 def test_a_killed_driver(mode: str, tmp_path: Path) -> None:
     driver = Driver(tmp_path)
     driver.process.kill()
-    driver.process.wait(10)
+    driver.process.wait(30)
     driver.assert_nothing_left()
     driver.close()
 
@@ -114,7 +114,7 @@ def test_a_killed_driver(mode: str, tmp_path: Path) -> None:
 def test_a_signal_ends_the_driver(tmp_path: Path, number: signal.Signals) -> None:
     driver = Driver(tmp_path)
     driver.process.send_signal(number)
-    driver.process.wait(10)
+    driver.process.wait(30)
     driver.assert_nothing_left()
     text = driver.close()
     if number == signal.SIGINT:
@@ -131,7 +131,7 @@ def test_the_drivers_agent_is_killed_with_it(mode: str, tmp_path: Path) -> None:
     for pid in [driver.process.pid, *agents]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    driver.process.wait(10)
+    driver.process.wait(30)
     eventually(lambda: not of_pool(driver.pool_id) and not with_marker(driver.marker), "no process")
     driver.close()
 
@@ -152,15 +152,12 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path, presses: int) -> None:
         for _ in range(presses):
             os.write(ours, b"\x03")
             time.sleep(0.2)
-        driver.process.wait(10)
+        driver.process.wait(30)
         driver.assert_nothing_left()
-        text = ""
-        while select.select([ours], [], [], 0.2)[0]:  # a terminal hands on what was written bit by bit
-            text += os.read(ours, 1 << 16).decode(errors="replace")
         driver.close()
     finally:
-        os.close(ours)
         os.close(theirs)
+        text = read_terminal(ours)
     assert "KeyboardInterrupt" in text
     assert "WorkerDied" not in text
 
@@ -177,10 +174,10 @@ threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
     time.sleep(300)
 """
     driver = Driver(tmp_path, before=before, during=during.strip())
-    child = int(eventually(lambda: _read(tmp_path / "driver.py.child"), "the forked child"))
+    child = int(eventually(lambda: _read(tmp_path / "driver.py.child"), "the forked child", 60))
     try:
         driver.process.kill()
-        driver.process.wait(10)
+        driver.process.wait(30)
         driver.assert_nothing_left()
         assert leaks.is_running(child)
     finally:
@@ -196,7 +193,7 @@ LOADERS = """
 import torch
 
 class Numbers(torch.utils.data.Dataset):
-    def __len__(self): return 1000
+    def __len__(self): return 10**6  # hours
     def __getitem__(self, i):
         time.sleep(0.01)
         return torch.full((50_000,), float(i))
@@ -217,7 +214,7 @@ def test_dataloader_children_of_a_killed_driver(tmp_path: Path) -> None:
     driver = Driver(tmp_path, before=LOADERS.format(ready=str(tmp_path / "ready-")), env={"OMP_NUM_THREADS": "1"})
     assert sum("worker.main" in " ".join(command(pid)) for pid in of_pool(driver.pool_id)) >= 6
     driver.process.kill()
-    driver.process.wait(10)
+    driver.process.wait(30)
     driver.assert_nothing_left()
     driver.close()
 
@@ -247,7 +244,7 @@ def test_the_script_ends(tmp_path: Path, how: str) -> None:
     program, code, traceback = ENDS[how]
     head = "import os, sys, threading, time\nimport atoll as sky\n@sky.compute\ndef f(): return 1\n"
     process = start_script(script(tmp_path, head + program), tmp_path / "tmp")
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     pool_id, _, result = out.strip().partition(" ")
     assert result == "[1, 1]", err
     assert process.returncode == code
@@ -262,7 +259,7 @@ def test_down_while_calls_run(pool: sky.ComputePool) -> None:
         eventually(lambda: pool._backend._calls.running, "a running call")  # type: ignore[union-attr]
         pool.down()
         for future in waiting:
-            assert isinstance(future.exception(10), sky.PoolClosed)
+            assert isinstance(future.exception(30), sky.PoolClosed)
     with pytest.raises(sky.PoolClosed):
         ranks_answer() @ pool
 
@@ -296,7 +293,7 @@ def test_down_from_many_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive()
     assert not of_pool(pool.id)
 
@@ -344,7 +341,7 @@ def test_ttl(busy: bool) -> None:
         while True:
             pool.run(time.sleep, 60 if busy else 0.01)
 
-    with sky.ComputePool(nodes=2, ttl=1.0) as pool:
+    with up_with_ttl(nodes=2) as pool:
         pool_id = pool.id
         with pytest.raises(sky.PoolClosed, match="ttl"):
             use_for_ever()
@@ -357,14 +354,14 @@ def test_an_agent_that_does_not_answer_is_ended_by_force(mode: str) -> None:
     with sky.ComputePool(nodes=2) as pool:
         os.kill(agent_pid(pool, 1), signal.SIGSTOP)
         pool_id = pool.id
-    eventually(lambda: not of_pool(pool_id), "nothing left", 5.0)
+    eventually(lambda: not of_pool(pool_id), "nothing left")
 
 
 def test_a_stopped_rank_is_ended_by_force(mode: str) -> None:
     with sky.ComputePool(nodes=1) as pool:
         os.kill(rank_pid(pool, 0), signal.SIGSTOP)
         pool_id = pool.id
-    eventually(lambda: not of_pool(pool_id), "nothing left", 5.0)
+    eventually(lambda: not of_pool(pool_id), "nothing left")
 
 
 def test_exit_handlers_of_ranks_run(tmp_path: Path) -> None:

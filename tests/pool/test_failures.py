@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.pool.conftest import assert_usable
+from tests.pool.conftest import assert_usable, eventually
 
 import atoll as sky
 from atoll.core.errors import RemoteTraceback
@@ -190,7 +191,7 @@ def test_one_rank_raises_while_the_other_sits(pool: sky.ComputePool, place: str)
     began = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 gives up") as caught:
         one_raises(place) @ pool
-    assert time.monotonic() - began < 3.0  # a second is promised; the machine may be busy
+    assert time.monotonic() - began < 5.0  # a second is promised; the machine may be busy, and the other sits 60
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert caught.value.__cause__.rank == 1
     assert_usable(pool)
@@ -222,15 +223,14 @@ def all_raise() -> None:
 
 
 def test_all_ranks_raise(pool: sky.ComputePool) -> None:
-    notes: list[str] = []
-    for _ in range(10):  # on a busy machine rank 1 may come after it was told to stop
-        with pytest.raises(ValueError, match="from rank 0") as caught:
+    def both_are_told() -> bool:
+        with pytest.raises(ValueError, match=r"from rank [01]") as caught:
             all_raise() @ pool
-        notes = getattr(caught.value, "__notes__", [])
-        if any("rank 1 raised too: ValueError: from rank 1" in note for note in notes):
-            break
-    else:
-        pytest.fail(f"rank 1's error is never mentioned: {notes}")
+        other = 1 - int(str(caught.value)[-1])  # on a busy machine either may come first,
+        said = f"rank {other} raised too: ValueError: from rank {other}"
+        return any(said in note for note in getattr(caught.value, "__notes__", []))  # or after it was told to stop
+
+    eventually(both_are_told, "the other's error is mentioned")
     assert_usable(pool)
 
 
@@ -239,21 +239,32 @@ def finally_runs(path: str) -> None:
     import pathlib
     import time
 
+    file = pathlib.Path(path)
     if sky.instance_info().rank == 1:
-        time.sleep(0.2)
+        while not file.exists():
+            time.sleep(0.01)
         raise ValueError("stop")
     try:
+        file.write_text("working")
         time.sleep(60)
     finally:
-        pathlib.Path(path).write_text("cleaned up")
+        file.write_text("cleaned up")
 
 
 def test_a_stopped_rank_runs_its_finally_blocks_and_stays_warm(pool: sky.ComputePool, tmp_path: Any) -> None:
-    pids = pool.run(lambda: __import__("os").getpid())
-    with pytest.raises(ValueError, match="stop"):
-        finally_runs(str(tmp_path / "f")) @ pool
-    assert (tmp_path / "f").read_text() == "cleaned up"
-    assert pool.run(lambda: __import__("os").getpid()) == pids
+    names = (tmp_path / f"f{number}" for number in itertools.count())
+
+    def is_warm() -> bool:
+        pids = pool.run(lambda: __import__("os").getpid())
+        file = next(names)
+        with pytest.raises(ValueError, match="stop"):
+            finally_runs(str(file)) @ pool
+        same = pool.run(lambda: __import__("os").getpid()) == pids
+        assert file.read_text() == "cleaned up" or not same
+        return same
+
+    # One that a busy machine does not let come to it within a third of a second is killed.
+    eventually(is_warm, "a rank that was stopped and lives on")
 
 
 def test_failures_of_calls_side_by_side_stay_apart(pool: sky.ComputePool) -> None:
@@ -353,10 +364,9 @@ def test_a_thousand_calls_leave_no_descriptor() -> None:
         for _ in range(20):
             with pytest.raises(ZeroDivisionError):
                 pool.run_one(lambda block: 1 / 0, block)
-        after = fds(), pool.run_one(fds)
         # The arena keeps a few files warm on purpose.
-        assert after[0] <= before[0] + 2
-        assert after[1] <= before[1] + 2
+        eventually(lambda: fds() <= before[0] + 2, "no more descriptors in the driver")
+        eventually(lambda: pool.run_one(fds) <= before[1] + 2, "nor in the rank")
         assert len(pool._backend._reader._timers) < 100  # type: ignore[union-attr]
 
 

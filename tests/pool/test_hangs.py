@@ -92,17 +92,17 @@ def slow(how: str, seconds: float) -> str:
 
     end = time.monotonic() + seconds
 
-    def one() -> None:
-        time.sleep(0.03)
-
-    def two() -> None:
-        time.sleep(0.03)
+    def dive(depth: int) -> None:
+        if depth:
+            dive(depth - 1)
+        else:
+            time.sleep(0.03)
 
     if sky.instance_info().rank == 1 or how == "every rank prints":
         while time.monotonic() < end:
             if how == "stack":
-                one()
-                two()
+                for depth in range(10):  # so many that it is hardly ever met twice at the same one
+                    dive(depth)
                 continue
             time.sleep(0.1)
             if how == "report":
@@ -118,18 +118,18 @@ def test_slow_is_no_hang() -> None:
     with ExitStack() as pools:  # at the same time: each of them takes as long as a hang would
         calls = []
         for how in ways:
-            pool = sky.ComputePool(nodes=2, hang_timeout=1, on_event=seen.append, logs="quiet")
-            calls.append(pools.enter_context(pool).submit(slow, how, 2.5, everywhere=True))
-        assert [call.result(30) for call in calls] == [[how, how] for how in ways]
+            pool = sky.ComputePool(nodes=2, hang_timeout=2, on_event=seen.append, logs="quiet")
+            calls.append(pools.enter_context(pool).submit(slow, how, 3.0, everywhere=True))
+        assert [call.result(60) for call in calls] == [[how, how] for how in ways]
     assert not any(isinstance(event, events.HangSuspected) for event in seen)
 
 
 def test_idle_is_no_hang() -> None:
     import time
 
-    with sky.ComputePool(nodes=1, hang_timeout=0.5) as pool:
+    with sky.ComputePool(nodes=1, hang_timeout=1) as pool:
         assert_usable(pool)
-        time.sleep(1.2)
+        time.sleep(1.5)
         assert_usable(pool)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.shared_memory
 import os
 import signal
@@ -24,7 +25,7 @@ def run_script(text: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", textwrap.dedent(text)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         env={**os.environ, **env},
     )
 
@@ -63,6 +64,7 @@ def test_shared_memory_of_a_task_is_gone_with_its_pool(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "exit":
             os._exit(1)
+        sys.modules["kept"] = memory  # type: ignore[assignment]  # held, or tests beside this one take it for a leak
         return memory.name
 
     name_file = Path(os.environ["TMPDIR"]) / f"shm-{how}"
@@ -88,11 +90,11 @@ def test_exit_handlers_that_take_long_do_not_hold_the_error_up() -> None:
         started = time.monotonic()
         with pytest.raises(sky.WorkerDied) as caught:
             pool.run(leave)
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 10.0
     assert caught.value.exit_code == 3
 
 
-def test_waiting_in_a_callback_is_refused() -> None:
+def test_waiting_in_a_callback_is_refused(tmp_path: Path) -> None:
     heard: list[object] = []
     done = threading.Event()
 
@@ -103,9 +105,14 @@ def test_waiting_in_a_callback_is_refused() -> None:
             heard.append(error)
         done.set()
 
+    def until_it_may(gate: Path) -> None:
+        while not gate.exists():
+            time.sleep(0.01)
+
     with sky.ComputePool(logs="quiet") as pool:
-        pool.submit(time.sleep, 0.2).add_done_callback(nested)
-        assert done.wait(10)
+        pool.submit(until_it_may, tmp_path / "gate").add_done_callback(nested)
+        (tmp_path / "gate").touch()  # a callback of one that is done already would run in this thread
+        assert done.wait(60)
         assert "callback" in str(heard[0])
         assert pool.run_one(int) == 0
 
@@ -124,12 +131,12 @@ def test_an_exception_in_the_waiting_thread_cancels_the_call() -> None:
     try:
         with sky.ComputePool(logs="quiet") as pool:
             pool.run_one(int)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(LookupError):
+            with pytest.raises(LookupError):  # noqa: PT012 - the signal may come sooner than the call is made
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
                 pool.run_one(time.sleep, 60)
             started = time.monotonic()
             assert pool.run_one(int) == 0
-            assert time.monotonic() - started < 5.0
+            assert time.monotonic() - started < 30.0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -178,7 +185,7 @@ def test_a_stream_that_is_left_behind_runs_its_finally(leave: str, tmp_path: Pat
 
 def test_a_frozen_agent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes_module, "_DEAF_S", 2.0)
-    with sky.ComputePool(nodes=2, hang_timeout=60, logs="quiet") as pool:
+    with sky.ComputePool(nodes=2, hang_timeout=100, logs="quiet") as pool:
         pool._backend._hangs.period_s = 0.2  # type: ignore[union-attr]
         future = pool.submit(time.sleep, 300, everywhere=True)
         time.sleep(0.5)
@@ -186,9 +193,9 @@ def test_a_frozen_agent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(victim, signal.SIGSTOP)
         try:
             with pytest.raises(sky.NodeLost, match="has not answered"):
-                future.result(timeout=30)
+                future.result(timeout=60)
         finally:
-            if Path(f"/proc/{victim}").exists():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGCONT)
         assert pool.run(int) == [0, 0]
 
@@ -231,7 +238,7 @@ def test_a_relative_home_is_the_same_for_everybody(tmp_path: Path) -> None:
         import atoll as sky
         with sky.ComputePool(name="relative", idle=30) as pool:
             job = pool.submit(int, "7", detach=True)
-            assert sky.result(job, timeout=30) == 7
+            assert sky.result(job, timeout=60) == 7
             pool.down()
         print("fine")
     """)
@@ -239,7 +246,7 @@ def test_a_relative_home_is_the_same_for_everybody(tmp_path: Path) -> None:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         cwd=tmp_path,
         env={**os.environ, "ATOLL_HOME": "here"},
     )

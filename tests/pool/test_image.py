@@ -288,7 +288,9 @@ def test_a_changed_local_package_is_built_again(home: Path, wheels: Path, tmp_pa
     seen_by_ranks(second, "import atoll_t_local, atoll_t_added")
 
 
-def test_a_repository_is_built_at_the_commit_that_was_found(home: Path, wheels: Path, tmp_path: Path) -> None:
+def test_a_repository_is_built_at_the_commit_that_was_found(
+    home: Path, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository = tmp_path / "repository"
     (repository / "sub").mkdir(parents=True)
     wheel = make_wheel(repository / "sub", "atoll_t_repo", "1.0")
@@ -299,6 +301,8 @@ def test_a_repository_is_built_at_the_commit_that_was_found(home: Path, wheels: 
         f"import shutil\nname = {wheel.name!r}\n"
         "def build_wheel(folder, *rest):\n    shutil.copy(name, folder)\n    return name\n"
     )
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # it may sign commits, or have hooks
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     git = ["git", "-C", str(repository), "-c", "user.name=t", "-c", "user.email=t@example.org"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         subprocess.run([*git, *command], check=True)
@@ -346,6 +350,7 @@ def test_a_network_that_is_not_there_is_said(home: Path, wheels: Path, monkeypat
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")  # nothing listens on the discard port
     monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(ImageError, match="package index could not be reached"):
         resolve(Image(pip=["atoll-t-far"]), has_gpu=False)
 

@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.pool.conftest import OwnError, double, eventually, script, start_script
+from tests.pool.conftest import (
+    OwnError,
+    descriptors,
+    double,
+    eventually,
+    own_processes,
+    script,
+    start_script,
+    up_with_ttl,
+)
 
 import atoll as sky
 import leaks
@@ -44,6 +53,13 @@ def pid() -> int:
 def touch_and_sleep(path: str, seconds: float) -> None:
     Path(path).touch()
     time.sleep(seconds)
+
+
+@sky.compute
+def touch_and_wait(path: str, gate: str) -> None:
+    Path(path).touch()
+    while not Path(gate).exists():
+        time.sleep(0.01)
 
 
 def start(folder: Path, text: str, **options: Any) -> subprocess.Popen[str]:
@@ -72,14 +88,6 @@ def family() -> list[int]:
 
 def all_gone(pids: Sequence[int]) -> bool:
     return not any(leaks.is_running(pid) for pid in pids)
-
-
-def descriptors(pid: int | str) -> list[str]:
-    found = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(entry))
-    return found
 
 
 def memory_files(pid: int | str) -> set[int]:
@@ -152,10 +160,14 @@ class TestSameOnBoth:
         def fail() -> None:
             raise OwnError(sky.instance_info().rank, "both")
 
-        with pytest.raises(OwnError) as caught:
-            fail() @ crew.pool
-        other = 1 - caught.value.code
-        assert any(f"rank {other} raised too: OwnError" in note for note in getattr(caught.value, "__notes__", []))
+        def both_are_told() -> bool:
+            with pytest.raises(OwnError) as caught:
+                fail() @ crew.pool
+            said = f"rank {1 - caught.value.code} raised too: OwnError"
+            return any(said in note for note in getattr(caught.value, "__notes__", []))
+
+        # On a busy machine one may come after it was told to stop.
+        eventually(both_are_told, "the other's error is mentioned")
 
     def test_death(self, crew: Crew) -> None:
         @sky.compute
@@ -203,7 +215,7 @@ class TestSameOnBoth:
         stream = endless(str(tmp_path)) >> crew.pool
         assert [next(stream) for _ in range(3)] == [0, 1, 2]
         time.sleep(0.3)
-        assert int((tmp_path / "produced").read_text()) < 200
+        assert int((tmp_path / "produced").read_text() or 0) < 200  # it may just be written
         stream.close()
         eventually((tmp_path / "closed").exists, "the generator is closed")
         assert double(1) @ crew.pool == [(2, 0), (2, 1)]
@@ -292,14 +304,14 @@ class TestSameOnBoth:
 
     def test_cancel(self, crew: Crew, tmp_path: Path) -> None:
         future = crew.pool.submit(touch_and_sleep, str(tmp_path / "runs"), 60.0, everywhere=True)
-        eventually((tmp_path / "runs").exists, "the call runs", 20)
+        eventually((tmp_path / "runs").exists, "the call runs", 60)
         queued = crew.pool.submit(double, 1, everywhere=True)
         assert queued.cancel()
         assert future.cancel()
         with pytest.raises(CancelledError):
-            future.result(5)
+            future.result(15)
         with pytest.raises(CancelledError):
-            queued.result(5)
+            queued.result(15)
         assert double(1) @ crew.pool == [(2, 0), (2, 1)]
 
     def test_map_and_gather(self, crew: Crew) -> None:
@@ -346,7 +358,7 @@ class TestSameOnBoth:
         for _ in range(20):
             assert first(array) @ crew.pool == [(2.0, True)] * 2
         assert memory_files("self") == memory  # the very same
-        assert len(descriptors("self")) == num_open
+        eventually(lambda: len(descriptors("self")) <= num_open, "no more descriptors than before")
         if crew.pool.name is not None:
             end = keeper()
             eventually(lambda: not memory_files(end), "the keeper holds none")
@@ -496,11 +508,12 @@ def test_ends_when_idle_and_not_before(home: Path, tmp_path: Path) -> None:
         pids = family()
         time.sleep(1.2)
         assert double(1) >> pool == (2, 0)  # an attached process keeps it up, whatever it does
-        job = pool.submit(touch_and_sleep, str(tmp_path / "runs"), 1.5, detach=True)
-    eventually((tmp_path / "runs").exists, "the detached call runs", 20)
+        job = pool.submit(touch_and_wait, str(tmp_path / "runs"), str(tmp_path / "gate"), detach=True)
+    eventually((tmp_path / "runs").exists, "the detached call runs", 60)
     time.sleep(0.8)
     assert not all_gone(pids)  # so does a detached call
-    assert sky.result(job, timeout=30) is None
+    (tmp_path / "gate").touch()
+    assert sky.result(job, timeout=60) is None
     eventually(lambda: all_gone(pids), "it ends by itself")
     assert named_pools() == []
     assert os.listdir(home / "pools") == []
@@ -509,14 +522,14 @@ def test_ends_when_idle_and_not_before(home: Path, tmp_path: Path) -> None:
 def test_down_ends_it_for_everybody(home: Path, tmp_path: Path) -> None:
     with sky.ComputePool(name=NAME) as pool:
         running = pool.submit(touch_and_sleep, str(tmp_path / "runs"), 60.0)
-        eventually((tmp_path / "runs").exists, "the call runs", 20)
+        eventually((tmp_path / "runs").exists, "the call runs", 60)
         own, *ranks = family()
         sky.ComputePool(name=NAME).down()  # never attached
         assert all_gone(ranks)
         eventually(lambda: all_gone([own]), "the keeper ends")
         assert os.listdir(home / "pools") == []
         with pytest.raises(sky.PoolClosed):
-            running.result(5)
+            running.result(15)
         with pytest.raises(sky.PoolClosed):
             double(1) >> pool
         with pytest.raises(sky.PoolClosed):
@@ -532,8 +545,8 @@ def test_the_name_is_free_at_once(home: Path) -> None:
 
 
 def test_ttl(home: Path) -> None:
-    with sky.ComputePool(name=NAME, ttl=1.5) as pool:
-        pids = family()
+    with up_with_ttl(name=NAME) as pool:
+        pids = own_processes()  # the keeper and all that it runs
         with pytest.raises(sky.PoolClosed, match="ttl"):
             touch_and_sleep(os.devnull, 60.0) >> pool
         eventually(lambda: all_gone(pids), "it ends")
@@ -566,10 +579,10 @@ SLEEP = """
 def test_a_killed_client_takes_its_call_along(home: Path, tmp_path: Path) -> None:
     with sky.ComputePool(name=NAME, nodes=2) as pool:
         client = start(tmp_path / "a", SLEEP, env={"MARK": str(tmp_path / "runs")})
-        eventually((tmp_path / "runs").exists, "the call runs", 20)
+        eventually((tmp_path / "runs").exists, "the call runs", 60)
         client.kill()
         client.communicate()
-        assert pool.submit(double, 1, everywhere=True).result(5) == [(2, 0), (2, 1)]
+        assert pool.submit(double, 1, everywhere=True).result(30) == [(2, 0), (2, 1)]
 
 
 def test_a_client_that_stops_reading_blocks_nobody(home: Path, tmp_path: Path) -> None:
@@ -585,7 +598,7 @@ def test_a_client_that_stops_reading_blocks_nobody(home: Path, tmp_path: Path) -
     """
     with sky.ComputePool(name=NAME, nodes=2) as pool:
         client = start(tmp_path / "a", text, env={"MARK": str(tmp_path / "runs")}, stdout=subprocess.DEVNULL)
-        eventually((tmp_path / "runs").exists, "the call runs", 20)
+        eventually((tmp_path / "runs").exists, "the call runs", 60)
         client.send_signal(signal.SIGSTOP)
         try:
             for _ in range(3):
@@ -600,11 +613,11 @@ def test_a_killed_keeper(home: Path, tmp_path: Path, round_: int) -> None:
     with sky.ComputePool(name=NAME, nodes=2) as pool:
         assert double(1) @ pool == [(2, 0), (2, 1)]
         future = pool.submit(touch_and_sleep, str(tmp_path / "runs"), 60.0, everywhere=True)
-        eventually((tmp_path / "runs").exists, "the call runs", 20)
+        eventually((tmp_path / "runs").exists, "the call runs", 60)
         pids = family()
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(sky.PoolClosed, match="crew"):
-            future.result(1.0 if round_ < 2 else 2.0)
+            future.result(5)
         eventually(lambda: all_gone(pids), "no rank and no agent survives")
         with pytest.raises(sky.PoolClosed):
             double(1) >> pool
@@ -634,7 +647,7 @@ class Failing:
 def nothing_left(home: Path) -> None:
     assert named_pools() == []
     assert not (home / "pools").exists() or os.listdir(home / "pools") == []
-    eventually(lambda: not leaks.descendants(), "no process is left")
+    eventually(lambda: not own_processes(), "no process is left")
 
 
 def bad_image() -> sky.ComputePool:
@@ -662,7 +675,7 @@ def test_a_start_that_fails(home: Path, make: Callable[[], sky.ComputePool], kin
     with pytest.raises(kind, match=match):
         make().up()
     nothing_left(home)
-    assert sorted(descriptors("self")) == before
+    eventually(lambda: sorted(descriptors("self")) == before, "no descriptor is left")
     with sky.ComputePool(name=NAME) as pool:
         assert double(1) >> pool == (2, 0)
 
@@ -689,11 +702,11 @@ def test_a_client_that_leaves_while_the_pool_starts(home: Path, tmp_path: Path, 
         SLOW_START.replace("os.environ", "__import__('os').environ"),
         env={"MARK": str(tmp_path / "starts")},
     )
-    eventually((tmp_path / "starts").exists, "its second node starts", 20)
+    eventually((tmp_path / "starts").exists, "its second node starts", 60)
     client.send_signal(number)
-    client.communicate(timeout=20)
+    client.communicate(timeout=60)
     assert client.returncode != 0
-    eventually(lambda: not leaks.descendants(), "no process is left")
+    eventually(lambda: not own_processes(), "no process is left")
     eventually(lambda: os.listdir(home / "pools") == [], "no state is left")
     with sky.ComputePool(name=NAME) as pool:
         assert double(1) >> pool == (2, 0)
@@ -733,7 +746,8 @@ def test_the_keeper_holds_nothing_of_who_started_it(home: Path, tmp_path: Path) 
     finish(start(tmp_path / "a", text))
     held = descriptors(keeper())
     assert str(secret) not in held
-    assert not any(target.startswith("pipe:") for target in held)
+    # Those of its start are closed by a thread, a moment later.
+    eventually(lambda: not any(each.startswith("pipe:") for each in descriptors(keeper())), "no pipe is left")
     assert os.readlink(f"/proc/{keeper()}/fd/0") == "/dev/null"
     assert os.readlink(f"/proc/{keeper()}/fd/1").endswith("keeper.log")
     assert os.readlink(f"/proc/{keeper()}/cwd") == "/"
@@ -747,7 +761,7 @@ def test_strange_bytes_end_their_client_only(home: Path) -> None:
         for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, frames.pack(frames.SUBMIT, 0, 1, {"no": "sense"})):
             with socket.socket(socket.AF_UNIX) as stranger, short_path(folder_of(NAME), "sock") as path:
                 stranger.connect(path)
-                stranger.settimeout(10)
+                stranger.settimeout(30)
                 stranger.sendall(data)
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(1) == b""

@@ -45,6 +45,14 @@ def test_a_port_that_can_be_reached_and_one_that_cannot(capsys):
     assert "refused" in reach("127.0.0.1", port, 5.0)["error"]
 
 
+def test_nobody_listens_for_one_who_has_gone():
+    wish = json.dumps({"address": "127.0.0.1", "port": 0, "num_peers": 1, "wait_s": 300})
+    command = [sys.executable, "-m", "atoll.pool.preflight", "listen", wish]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
+        assert json.loads(listener.stdout.readline())["port"] > 0
+        assert listener.communicate(timeout=60)[0] == '{"seen": 0, "interface": ""}\n'
+
+
 def test_a_port_that_somebody_else_holds_is_told():
     import socket
 

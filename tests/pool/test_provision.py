@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pool.conftest import agent_pid, assert_usable, command, eventually, of_pool, rank_pid
+from tests.pool.conftest import (
+    agent_pid,
+    assert_usable,
+    command,
+    descriptors,
+    eventually,
+    of_pool,
+    own_processes,
+    rank_pid,
+)
 
 import atoll as sky
 import leaks
@@ -72,13 +82,16 @@ class Replaced(Wrapped):
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools that wait two seconds for their ranks."""
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """``hasty(2)``: pools started from now on wait two seconds for their ranks."""
 
-    def short(*args: Any, **kwargs: Any) -> GangSpec:
-        return GangSpec(*args, **{**kwargs, "start_timeout_s": 2.0})
+    def wait_for(seconds: float) -> None:
+        def short(*args: Any, **kwargs: Any) -> GangSpec:
+            return GangSpec(*args, **{**kwargs, "start_timeout_s": seconds})
 
-    monkeypatch.setattr(compute_pool, "GangSpec", short)
+        monkeypatch.setattr(compute_pool, "GangSpec", short)
+
+    return wait_for
 
 
 @pytest.mark.parametrize("bad", [0, 2, 3])
@@ -89,15 +102,20 @@ def test_a_node_that_can_not_be_started(bad: int) -> None:
     assert caught.value.node == bad
     assert len(provider.started) == bad
     provider.assert_released()
-    eventually(lambda: not leaks.descendants(), "no process")
+    eventually(lambda: not own_processes(), "no process")
 
 
-def test_a_node_that_never_says_hello(mode: str, hasty: None) -> None:
-    provider = Replaced(1, "import time; time.sleep(300)")
-    with pytest.raises(sky.ProvisionError, match=r"rank 1 did not come up within 2 s"):
-        sky.ComputePool(provider, nodes=3).up()
-    provider.assert_released()
-    eventually(lambda: not leaks.descendants(), "no process")
+def test_a_node_that_never_says_hello(mode: str, hasty: Callable[[float], None]) -> None:
+    for limit in (1, 5, 25):  # the others have to come up in that, on a busy machine too
+        provider = Replaced(1, "import time; time.sleep(300)")
+        hasty(limit)
+        with pytest.raises(sky.ProvisionError, match=rf" did not come up within {limit} s") as caught:
+            sky.ComputePool(provider, nodes=3).up()
+        provider.assert_released()
+        eventually(lambda: not own_processes(), "no process")
+        if str(caught.value).startswith("rank 1 did"):
+            return
+    pytest.fail(str(caught.value))
 
 
 def test_a_node_whose_agent_ends_at_once() -> None:
@@ -145,11 +163,17 @@ def test_ctrl_c_while_it_starts() -> None:
     )
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def press() -> None:
+        eventually(lambda: len(provider.started) == 2, "two agents", 60)
+        time.sleep(0.3)  # one of its ranks comes up
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - from wherever it may come
+        thread.start()
         sky.ComputePool(provider, nodes=2).up()
-    timer.join()
+    thread.join()
     provider.assert_released()
 
 
@@ -164,9 +188,11 @@ def test_a_lost_node_that_can_not_be_started_again() -> None:
             pool.run(time.sleep, 30)
 
 
-def test_a_lost_node_that_never_comes_back(hasty: None) -> None:
+def test_a_lost_node_that_never_comes_back() -> None:
     provider = Replaced(-1, "import time; time.sleep(300)")
     with sky.ComputePool(provider, nodes=2) as pool:
+        gang: Any = pool._backend
+        gang.spec = dataclasses.replace(gang.spec, start_timeout_s=2.0)  # it is up; the next start has to be quick
         provider.bad = 1
         os.kill(agent_pid(pool, 1), 9)
         with pytest.raises((sky.PoolClosed, sky.NodeLost)):
@@ -246,16 +272,8 @@ def test_nothing_listens_and_nothing_is_inherited(mode: str) -> None:
             assert [port for pid in pids for port in leaks.listening_ports(pid)] == []
             links = pool.run_one(lambda: sorted(int(fd) for fd in __import__("os").listdir("/proc/self/fd")))
             inode = os.readlink(f"/proc/self/fd/{own.fileno()}")
-            held = [os.readlink(f"/proc/{pid}/fd/{fd}") for pid in pids for fd in _fds(pid)]
-            assert inode not in held
+            assert inode not in [target for pid in pids for target in descriptors(pid)]
             assert {0, 1, 2, 3, 4, 5} <= set(links)
-
-
-def _fds(pid: int) -> list[str]:
-    try:
-        return [fd for fd in os.listdir(f"/proc/{pid}/fd") if os.path.lexists(f"/proc/{pid}/fd/{fd}")]
-    except OSError:
-        return []
 
 
 def test_events_in_order() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atoll.pool.scheduler import Scheduler
@@ -91,7 +91,7 @@ def test_what_waits_can_be_taken_back() -> None:
 STEP = st.tuples(st.sampled_from(["single", "broadcast", "finish", "lose", "return", "cancel"]), st.integers(0, 63))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(world_size=st.integers(1, 5), steps=st.lists(STEP, max_size=60))
 def test_random_histories(world_size: int, steps: list[tuple[str, int]]) -> None:
     """First come, first served; a rank runs one call at a time; a broadcast has all ranks; everything ends."""

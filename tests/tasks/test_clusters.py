@@ -147,8 +147,12 @@ def test_names_that_cannot_be(name: str) -> None:
 
 def test_a_fresh_name_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "Jo.Doe-with-a-very-long-name" * 3)
-    assert clusters.check_name(clusters.fresh_name()).startswith("atoll-")
-    assert clusters.fresh_name() != clusters.fresh_name()
+    codes = iter(("00ff", "00ff", "ff00"))
+    monkeypatch.setattr("secrets.token_hex", lambda num_bytes: next(codes))
+    first = clusters.check_name(clusters.fresh_name())
+    assert first.startswith("atoll-00ff-JoDoe")
+    make(have(name=first))
+    assert clusters.fresh_name().startswith("atoll-ff00-")  # no other cluster's
 
 
 def test_nodes_by_name() -> None:

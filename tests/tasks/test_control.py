@@ -19,7 +19,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.tasks import control, supervisor
 from atoll.tasks.remote_control import ProgramControl
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
-from local_cluster import LocalCluster, processes_with, until
+from local_cluster import LocalCluster, processes_with, stop, until
 
 SUCCEEDED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.CANCELLED
 PROGRAM = [sys.executable, "-m", "atoll.tasks.control"]
@@ -103,10 +103,11 @@ def test_no_line_of_a_flood_is_lost_or_torn(home: Path) -> None:
 
 def test_a_progress_bar_does_not_flood(home: Path) -> None:
     cluster = LocalCluster.make(home)
+    began = time.monotonic()
     _, log = cluster.run(r"for i in $(seq 300); do printf '\r%d/300' $i; sleep 0.003; done; echo; printf 'a\r\nb\r\n'")
     lines = [line.partition(") ")[2] for line in log.splitlines() if line.startswith("(")]
     assert lines[-3:] == ["300/300", "a", "b"]
-    assert len(lines) < 15
+    assert len(lines) < 10 + 4 * (time.monotonic() - began)  # two a second, and some where it is quiet for long
     assert "\r" not in log
 
 
@@ -147,8 +148,8 @@ def test_stop_and_down_end_what_runs(home: Path) -> None:
     file = cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "file"
     assert file.read_text() == "kept\n"
     cluster.control.change(status=ClusterStatus.UP)
-    job = cluster.submit("cat file; mkdir -p shut/in; chmod 500 shut; sleep 300")
-    cluster.wait_for(job, "kept")
+    job = cluster.submit("cat file; mkdir -p shut/in; chmod 500 shut; echo made; sleep 300")
+    cluster.wait_for(job, ") made")
     cluster.control.remove_nodes()
     assert not (cluster.folder / "nodes").exists()
     assert cluster.control.job(job).status is CANCELLED
@@ -186,6 +187,7 @@ def test_nodes_that_start_in_any_order(home: Path) -> None:
     os.close(lock)
     with open(home / "err", "w") as errors:
         process = subprocess.Popen([sys.executable, "-c", program, str(cluster.folder)], stderr=errors)
+    until(lambda: supervisor.pid_of(cluster.folder) == process.pid, "this supervisor to be the one")
     status, log = cluster.follow(job)
     assert process.wait() == 0
     assert status is SUCCEEDED
@@ -246,7 +248,7 @@ def test_a_reader_that_goes_away_ends_the_program(home: Path, quiet: bool) -> No
     follower.stdin.close()
     assert follower.stdout.readline()
     follower.stdout.close()
-    assert follower.wait(10) == 120
+    assert follower.wait(60) == 120
     assert follower.stderr.read() == b""
     follower.stderr.close()
     assert cluster.control.job(job).status is JobStatus.RUNNING  # it only watched
@@ -284,7 +286,7 @@ def test_a_supervisor_that_is_stopped_is_named(home: Path, monkeypatch: pytest.M
     job = cluster.submit("echo going; sleep 300")
     cluster.wait_for(job, "going")
     pid = cluster.supervisor_pid()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.raises(AtollError, match=rf"its supervisor, process {pid}, is stopped: kill -CONT {pid}"):
             cluster.control.remove_nodes()
@@ -316,9 +318,9 @@ def test_more_than_the_kernel_takes(home: Path, spec: dict[str, Any], message: s
 def test_a_log_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
     fill = f"cat /dev/zero > {tmp_path}/rest 2>/dev/null"
-    begun = time.monotonic()
     said = inside(
         f"mount -t tmpfs -o size=12m none {tmp_path}",
+        "date +at=%s.%N",
         ["launch", "-c", "t", "head -c 30000000 /dev/zero | tr '\\0' x | fold; exit 5"],
         fill,
         ["queue", "t", "-o", "json"],
@@ -326,11 +328,13 @@ def test_a_log_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ["logs", "t", "--tail", "8"],
         ["cancel", "t"],
         ["down", "t", "--purge"],
-        f"rm {tmp_path}/rest",
+        f"rm {tmp_path}/rest; date +at=%s.%N",
         ["launch", "-c", "t", "echo works"],
+        "date +at=%s.%N",
         ["down", "t", "--purge"],
     )
-    assert time.monotonic() - begun < 50
+    began, full, ended = (float(at) for at in re.findall(r"^at=(\d+\.\d+)$", "".join(text for _, text in said), re.M))
+    assert full - began < 25 + 10 * (ended - full)  # nothing was tried for long, however slow the machine is
     codes = [code for code, _ in said]
     assert codes == [100, 0, 0, 100, 0, 0, 0, 0], [text[-300:] for _, text in said]
     assert "exited with code 5" in said[0][1][-900:]

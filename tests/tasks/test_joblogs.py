@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from atoll.tasks import logs
+from atoll.tasks import logs, supervisor
+from atoll.tasks.control import LocalControl
 from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, follow_log, only_rank, tail_start
+from atoll.tasks.spec import JobSpec, JobStatus
+from atoll.tasks.store import Store
+from atoll.tasks.transitions import SetStatus
 
 
 def lines_of(prefixer: Prefixer, *chunks: bytes, now: float = 100.0) -> bytes:
@@ -227,6 +231,25 @@ def test_following_misses_nothing_and_ends(tmp_path: Path) -> None:
         follow_log(follower, over.is_set, time.sleep)
     writer.join()
     assert b"".join(got) == b"".join(data)
+
+
+def test_a_log_that_is_read_once_has_all_that_led_to_the_status_given_with_it(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.add(JobSpec(run="true"), task_id_for=str, user="ada")
+        store.apply(1, [SetStatus(JobStatus.RUNNING)], 1.0)
+    log = LogFile(tmp_path / "jobs/1/run.log")
+    log.write(b"begun\n")
+    lock = supervisor.open_lock(tmp_path)
+    assert supervisor.take_lock(lock, 0.0)  # else its supervisor would be taken for dead
+
+    def ends_meanwhile(_data: bytes) -> None:
+        with Store(tmp_path) as store:
+            store.apply(1, [SetStatus(JobStatus.SUCCEEDED)], 2.0)
+
+    assert LocalControl(tmp_path).follow(1, ends_meanwhile, follow=False) is JobStatus.RUNNING
+    assert LocalControl(tmp_path).follow(1, lambda data: None, follow=False) is JobStatus.SUCCEEDED
+    log.close()
+    os.close(lock)
 
 
 def test_one_rank_of_several(tmp_path: Path) -> None:

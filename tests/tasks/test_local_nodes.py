@@ -214,7 +214,7 @@ def test_a_node_whose_agent_was_killed_leaves_nothing(mode: str, source: Callabl
     with started(source(), 0) as ((node, talk),):
         talk.start("setsid sleep 302 & echo up; sleep 302", env=node.env)
         talk.line()
-        below = eventually(lambda: len(found := list(filter(_tagged, leaks.descendants()))) >= 3 and found, "3 of it")
+        below = eventually(lambda: len(found := list(filter(_tagged, leaks.descendants()))) >= 3 and found, "3", 30)
         node.handle._node.process.kill()  # type: ignore[attr-defined]  # the agent, or unshare which takes it along
         with pytest.raises(EOFError):
             talk.next(frames.EXIT)
@@ -244,12 +244,12 @@ def test_64_nodes_start_quickly(source: Callable[..., LocalNodes]) -> None:
     began = time.monotonic()
     with started(nodes, *range(64)) as found:
         for _, talk in found:
-            talk.next(frames.AGENT)
+            talk.next(frames.AGENT, seconds=60)
         took_s = time.monotonic() - began
         for node, talk in found:
             talk.send(frames.START, meta={"argv": ["true"], "env": {**BASE_ENV, **node.env}, "cwd": "/"})
-        assert all(talk.end()[0] == 0 for _, talk in found)
-    assert took_s < 20, "64 agents in 3 s is the aim on an idle machine"
+        assert all(talk.end(seconds=60)[0] == 0 for _, talk in found)
+    assert took_s < 60, "64 agents in 3 s is the aim on an idle machine"
 
 
 DRIVER = """
@@ -310,8 +310,7 @@ def test_nothing_outlives_the_driver(mode: str, tmp_path: Path, number: int) -> 
         for _ in range(2):
             while not opened(driver.stdout).readline().endswith("up\n"):
                 assert driver.poll() is None
-        below = leaks.descendants(driver.pid)
-        assert len(below) >= 6
+        below = eventually(lambda: len(found := leaks.descendants(driver.pid)) >= 6 and found, "all of it runs", 30)
         driver.send_signal(number)
         driver.wait()
         eventually(lambda: not any(map(leaks.is_running, below)), "nodes, network and all they ran gone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from atoll.core.errors import AtollError
 from atoll.tasks import control, supervisor
 from atoll.tasks.spec import JobStatus
-from local_cluster import LocalCluster, until
+from local_cluster import LocalCluster, stop, until
 from testbed.fixtures import MakeBed
 
 ATOLL = str(Path(sys.executable).parent / "atoll")
@@ -35,7 +35,7 @@ def declare(*hosts: str) -> None:
 
 
 def atoll(*words: str, code: int = 0) -> str:
-    done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=100)
     said = done.stdout + done.stderr
     assert done.returncode == code, said
     assert "Traceback" not in said, said
@@ -50,6 +50,7 @@ def numbers() -> list[int]:
     return [row["job_id"] for row in json.loads(atoll("queue", "c", "-o", "json"))]
 
 
+@pytest.mark.timeout(300)  # many commands, on a machine that may be busy
 def test_jobs_of_a_cluster_that_goes_from_head_to_head(make_bed: MakeBed, tmp_path: Path) -> None:
     bed = make_bed(2, shared_home=False)
     second = bed.hosts[1]
@@ -101,6 +102,43 @@ def test_jobs_of_a_cluster_that_goes_from_head_to_head(make_bed: MakeBed, tmp_pa
         until(lambda host=host: not host.command_lines(), f"nothing runs on {host.name}")
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_client_killed_on_the_way_and_a_full_disk_here(make_bed: MakeBed, tmp_path: Path) -> None:
+    bed = make_bed(2, shared_home=False)
+    second = bed.hosts[1]
+    declare("h1")
+    launch("head -c 1500000 /dev/urandom | base64 -w 100; echo said by 1")
+    atoll("down", "c")
+    declare("h2")
+
+    # Jobs pass through a file of this machine, whose disk is full.
+    here = Path(os.environ["ATOLL_HOME"], "clusters", "c")
+    kept = shutil.copytree(here, tmp_path / "kept")
+    full = f"mount -t tmpfs -o size=256k,mode=700 none {here} && cp -a {kept}/. {here} && exec {ATOLL} launch -c c"
+    full += " --infra ssh/lab true"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", full], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "past jobs of cluster c can't be brought to h2: this machine: " in done.stderr, done.stderr
+    assert "No space left on device: free some space there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    # The client dies while they arrive.
+    second.slow(8)
+    client = subprocess.Popen([ATOLL, "launch", "-c", "c", "--infra", "ssh/lab", "true"], stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: ".arriving" in second.run(f"ls -A {FOLDER} || true"), "jobs arrive", within_s=60)
+    finally:
+        client.kill()
+        client.wait(10)
+    second.slow(10_000)
+    until(lambda: not second.command_lines(), "nothing runs on h2", within_s=30)
+    launch("true")
+    assert numbers() == [2, 1]
+    assert "said by 1" in atoll("logs", "--tail", "2", "c", "1")
+    assert ".arriving" not in second.run(f"ls -A {FOLDER}")
+
+
 def test_a_supervisor_whose_store_was_removed_ends_its_jobs(home: Path) -> None:
     cluster = LocalCluster.make(home)
     job = cluster.submit("exec sleep 1000")
@@ -117,7 +155,7 @@ def test_a_supervisor_that_does_not_end_is_killed(home: Path, monkeypatch: pytes
     cluster = LocalCluster.make(home)
     job = cluster.submit("exec sleep 1000")
     cluster.wait_for_status(job, JobStatus.RUNNING)
-    os.kill(cluster.supervisor_pid(), signal.SIGSTOP)
+    stop(cluster.supervisor_pid())
     with pytest.raises(AtollError, match="is stopped: kill -CONT"):
         cluster.control.remove_nodes()
     assert cluster.control.end() == [job]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from testbed.hosts import Testbed
 from testbed.terminal import log_out, only_by_password, talk
 
+pytestmark = pytest.mark.timeout(300)  # many commands each, on a machine that may be busy
 ATOLL = str(Path(sys.executable).parent / "atoll")
 PYTHON = os.path.realpath(sys.executable)  # not of an environment that has torch, which a preflight would try
 
@@ -63,7 +65,7 @@ def atoll(*words: str, code: int = 0, cwd: Path | None = None, timeout: float = 
     return done.stdout + done.stderr
 
 
-def eventually(condition: object, what: str, seconds: float = 10.0) -> None:
+def eventually(condition: object, what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]  # any callable
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
@@ -123,7 +125,7 @@ def test_a_head_that_can_log_in_to_the_others_supervises_and_this_machine_may_le
     )  # fmt: skip
     assert "the supervisor runs on h1: this machine may sleep or leave" in said
     subprocess.run(["ssh", "-O", "exit", "h1"], capture_output=True)
-    assert json.loads(atoll("queue", "away", "-o", "json"))[0]["status"] in ("INIT", "RUNNING")
+    assert json.loads(atoll("queue", "away", "-o", "json"))[0]["status"] in ("PENDING", "INIT", "RUNNING")
     lab.hosts[0].run("touch /home/sky/go")
     shown = atoll("logs", "away")
     assert shown.count("gone on") == 2
@@ -133,15 +135,29 @@ def test_a_head_that_can_log_in_to_the_others_supervises_and_this_machine_may_le
         "test $SKYPILOT_NODE_RANK = 0 && exec sleep 300; sleep 1; kill -9 $$", code=100,
     )  # fmt: skip
     assert "rank 1 on worker1 was killed by SIGKILL" in said
-    started = time.monotonic()
     atoll("launch", "-d", "-c", "away", "--num-nodes", "2", "setsid sleep 1000 & sleep 1000")
     eventually(lambda: "RUNNING" in atoll("queue", "away"), "it runs")
     atoll("cancel", "away", "-y", "-a")
     eventually(lambda: "CANCELLED" in atoll("queue", "away"), "it is cancelled")
     assert "away" in atoll("status")
-    atoll("down", "-y", "away")
-    assert time.monotonic() - started < 60
+    atoll("down", "-y", "away", timeout=60)
     assert "gone on" in atoll("logs", "away", "1")
+
+
+def test_a_supervisor_with_a_job_does_not_move(lab: Testbed) -> None:
+    """The head can no longer log in to the other host, so that the next job would be supervised from here."""
+    trust(lab)
+    two = ["launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2"]
+    atoll(*two, "-d", "exec sleep 1000")
+    for host in lab.hosts:
+        eventually(lambda host=host: "sleep 1000" in host.command_lines(), "the job runs")
+    (lab.folder / "home" / "sky" / ".ssh" / "id_ed25519").unlink()
+    Path(os.environ["ATOLL_HOME"], "ssh-preflight.json").unlink()
+    said = atoll(*two, "true", code=100)
+    assert "job 1 has not ended, and is supervised from h1; the next one would be from this machine" in said
+    assert [row["status"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == ["RUNNING"]
+    assert all("sleep 1000" in host.command_lines() for host in lab.hosts)
+    atoll("down", "c")
 
 
 def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
@@ -220,7 +236,7 @@ def test_a_password_is_typed_once_a_host_and_a_launch(lab: Testbed, tmp_path: Pa
         only_by_password(host, "open sesame")
     words = ["launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "--workdir", str(tmp_path), "cat file"]
     asked = [f"sky@{host.addr}'s password: " for host in lab.hosts]
-    said = talk([ATOLL, *words], dict.fromkeys(asked, "open sesame\n"), 60)
+    said = talk([ATOLL, *words], dict.fromkeys(asked, "open sesame\n"), 120)
     assert [said.count(question) for question in asked] == [1, 1], said
     assert said.count("from here") == 2, said
     assert ") h2\n" in atoll("exec", "c", "--num-nodes", "2", "hostname")  # through the same logins
@@ -230,7 +246,7 @@ def test_a_password_is_typed_once_a_host_and_a_launch(lab: Testbed, tmp_path: Pa
 
 
 def refused(*words: str, cwd: Path | None = None) -> str:
-    done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=60, cwd=cwd)
+    done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=100, cwd=cwd)
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
@@ -252,7 +268,7 @@ def test_secrets_are_seen_nowhere(either: Testbed, tmp_path: Path) -> None:
     finally:
         del os.environ["HF_TOKEN"]
     home = either.hosts[0]
-    eventually(lambda: "up-1" in home.run("ls /home/sky"), "it runs", 20)
+    eventually(lambda: {"up-0", "up-1"} <= {*home.run("ls /home/sky").split()}, "it runs")
     for host in either.hosts:
         seen = "\n".join(host.command_lines())
         assert "run.sh" in seen
@@ -263,5 +279,5 @@ def test_secrets_are_seen_nowhere(either: Testbed, tmp_path: Path) -> None:
     places = [either.folder / "home", Path(os.environ["ATOLL_HOME"])]
     for folder in places:
         for path in folder.rglob("*"):
-            if path.is_file():
-                assert not any(value.encode() in path.read_bytes() for value in values), path
+            with contextlib.suppress(FileNotFoundError):  # the supervisor is about to end, and clears up
+                assert not (path.is_file() and any(value.encode() in path.read_bytes() for value in values)), path

@@ -158,15 +158,16 @@ def test_a_thousand_past_jobs_are_listed_at_once(tmp_path: Path) -> None:
         for _ in range(1000):
             job_id = add(store, spec)
             store.apply(job_id, [RUNNING, *[Log("note")] * 20, SetStatus(JobStatus.SUCCEEDED)], 1.0)
-        begun = time.perf_counter()
+        begun = time.thread_time()  # of ours alone, whatever else the machine is busy with
         assert len(store.jobs()) == 1000
-        listed_s = time.perf_counter() - begun
-        begun = time.perf_counter()
-        assert store.jobs(unfinished=True) == []
-        assert store.cancel_asked() == set()
-        unfinished_s = time.perf_counter() - begun
+        listed_s = time.thread_time() - begun
+        begun = time.thread_time()
+        for _ in range(10):
+            assert store.jobs(unfinished=True) == []
+            assert store.cancel_asked() == set()
+        unfinished_s = (time.thread_time() - begun) / 10
     assert listed_s < 0.5  # 25 ms on a quiet machine
-    assert unfinished_s < 0.1
+    assert unfinished_s < listed_s / 5
 
 
 # ------------------------------------------------------------------------------------------------- cancelling

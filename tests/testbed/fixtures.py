@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from atoll.providers.ssh.connection import connections
+from local_cluster import until, wait_until_idle
 from testbed.hosts import Testbed, missing
 
 MakeBed = Callable[..., Testbed]
@@ -28,19 +29,30 @@ def make_bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBe
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with contextlib.ExitStack() as ends:
-        ends.callback(shutil.rmtree, home)
+        ends.callback(until, lambda: _removed(home), f"the end of {home}")
+
+        def let_end() -> None:
+            for folder in (home / "clusters").glob("*"):  # after their last job supervisors here still log out
+                wait_until_idle(folder)
+            connections.close_idle()
 
         def make(num_hosts: int, *, shared_home: bool = True, delay_ms: float | None = None) -> Testbed:
             folder = tmp_path / f"bed{num_hosts}"
             folder.mkdir()
             bed = ends.enter_context(Testbed.start(num_hosts, folder, shared_home=shared_home, delay_ms=delay_ms))
-            ends.callback(connections.close_idle)  # before the hosts end
+            ends.callback(let_end)  # before the hosts end
             for name, value in bed.environ.items():
                 monkeypatch.setenv(name, value)
             return bed
 
         yield make
     assert not os.path.exists(tmp_path / "bed2" / "state" / "h1" / "root"), "a mount of a host is seen outside"
+
+
+def _removed(folder: Path) -> bool:
+    """Remove it, beside logins that end by themselves and take their sockets out of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 @pytest.fixture

@@ -45,11 +45,11 @@ pivot_root . oldroot
 cd /
 umount -l /oldroot
 ip link set lo up
-for _ in $(seq 400); do ip link show eth0 > /dev/null 2>&1 && break; sleep .01; done
+until [ -e /sys/class/net/eth0 ]; do sleep .01; done  # who waits for us has the deadline
 ip addr add "$address/24" dev eth0
 ip link set eth0 up
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
-/usr/sbin/sshd  # is back before it listens
-for _ in $(seq 400); do grep -q ' 00000000:0016 00000000:0000 0A ' /proc/net/tcp && break; sleep .01; done
+/usr/sbin/sshd  # is back before it listens; its pid it writes down after that
+until [ -s /run/sshd.pid ]; do sleep .01; done
 : > /run/ready
 exec tini -s -- sleep infinity

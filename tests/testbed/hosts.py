@@ -2,13 +2,14 @@
 
 ``Testbed.start(2)`` gives two, on a switch of their own; nothing of it is reachable from outside. Programs that see
 ``testbed.environ`` find an ``ssh`` that reaches them, with a home folder that holds its config, key and known hosts.
-Needs root, sshd, iproute2 and tini: ``missing()`` says what this machine lacks.
+Needs root, sshd, iproute2, nftables and tini: ``missing()`` says what this machine lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,9 +23,13 @@ from pathlib import Path
 _KEPT = sorted({path for path in (str(Path(__file__).resolve().parents[2]), sys.prefix) if path.startswith("/tmp/")})
 _INIT = Path(__file__).with_name("host_init.sh")
 _CABLE = Path(__file__).with_name("cable.py")
-_PROGRAMS = ("unshare", "nsenter", "ip", "tc", "tini", "ssh", "ssh-keygen", "ssh-keyscan", "/usr/sbin/sshd")
+_PROGRAMS = ("unshare", "nsenter", "ip", "tc", "tini", "ssh", "ssh-keygen", "ssh-keyscan", "nft", "/usr/sbin/sshd")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BARE = {"PATH": _PATH, "LANG": "C.UTF-8"}
+_MAC = "02:00:0a:4d:00:01"
+_SSHD = re.compile(r"(/\S*/)?sshd\b")  # as of OpenSSH 9.8 also sshd-session and sshd-auth
+_LAST_STARTED = "sleep infinity"  # of a host, by its init
+_LIMIT_S = 60.0  # never the reason that something fails
 USER = "sky"  # who logs in; an ordinary user
 
 
@@ -33,7 +38,8 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "the testbed makes namespaces and mounts: it needs root"
     lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
-    return f"the testbed needs {', '.join(lacking)}: apt-get install openssh-server iproute2 tini" if lacking else None
+    packages = "openssh-server iproute2 tini nftables"
+    return f"the testbed needs {', '.join(lacking)}: apt-get install {packages}" if lacking else None
 
 
 @dataclass
@@ -62,21 +68,31 @@ class Host:
 
     def kill(self) -> None:
         """End its PID 1, and with it everything on it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self.process.wait(10)
+        if self.process.poll() is None:  # else its pid may be somebody else's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.process.wait(_LIMIT_S)
 
     def freeze(self) -> None:
-        """Stop every process: the network still answers, nobody else does."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
+        """Stop every process: the network still answers, nobody else does. Nothing runs there any more afterwards."""
+        self._bring(signal.SIGSTOP, lambda state: state in "TtZX")
 
     def thaw(self) -> None:
         """Let them go on."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        self._bring(signal.SIGCONT, lambda state: state not in "Tt")
+
+    def _bring(self, number: int, there: Callable[[str], bool]) -> None:
+        """Signal processes until all are in a state that is ``there``: some have forked while they were listed."""
+
+        def rest() -> list[int]:
+            others = [pid for pid in self.pids() if not there(_state(pid))]
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            return others
+
+        # Twice, as one may have forked between the list and its own stop.
+        _until(lambda: not rest() and not rest(), f"every process of {self.name} gets signal {number}")
 
     def slow(self, mbit: float) -> None:
         """Limit its line, in both directions, to so many Mbit/s."""
@@ -93,6 +109,8 @@ class Host:
 
     def pids(self) -> list[int]:
         """Its processes, as seen from here."""
+        if self.process.poll() is not None:  # its pid may be somebody else's by now
+            return []
         try:
             own = os.readlink(f"/proc/{self.pid}/ns/pid_for_children")
         except OSError:
@@ -106,15 +124,10 @@ class Host:
 
     def command_lines(self) -> list[str]:
         """What its processes were started as, without its own init and sshd."""
-        lines = []
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if line and not line.startswith(("tini ", "sleep infinity", "sshd: ", "/usr/sbin/sshd")):
-                    lines.append(line)
-        return lines
+        lines = filter(None, map(_command, self.pids()))
+        return [line for line in lines if not line.startswith(("tini ", _LAST_STARTED)) and not _SSHD.match(line)]
 
-    def run(self, command: str, *, user: str = "root", timeout_s: float = 20.0) -> str:
+    def run(self, command: str, *, user: str = "root", timeout_s: float = 60.0) -> str:
         """Run a shell command on it, past ssh; returns what it printed. Raises where it fails."""
         who = [] if user == "root" else ["setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
         home = "HOME=/root" if user == "root" else f"HOME=/home/{user}"
@@ -162,22 +175,23 @@ class Testbed:
     def close(self) -> None:
         """End everything; namespaces, links and mounts go with the processes that hold them."""
         for host in self.hosts:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(host.pid, signal.SIGKILL)
+            if host.process.poll() is None:  # else its pid may be somebody else's by now
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(host.pid, signal.SIGKILL)
         for host in self.hosts:
             host.process.kill()  # one that did not get as far as telling its pid
-            host.process.wait(10)
+            host.process.wait(_LIMIT_S)
             if host.cable is not None and host.cable.stdin is not None:
                 host.cable.kill()
-                host.cable.wait(10)
+                host.cable.wait(_LIMIT_S)
                 host.cable.stdin.close()
         self.switch.kill()
-        self.switch.wait(10)
+        self.switch.wait(_LIMIT_S)
 
     def _start(self, num_hosts: int, shared_home: bool, delay_ms: float | None) -> None:
         switch = self.switch.pid
         own = os.readlink("/proc/self/ns/net")
-        _until(lambda: os.readlink(f"/proc/{switch}/ns/net") != own, "the switch")
+        _until(lambda: os.readlink(f"/proc/{switch}/ns/net") != own, "the switch starts")
         names = [f"h{number}" for number in range(1, num_hosts + 1)]
         addrs = {name: f"10.77.0.{10 + number}" for number, name in enumerate(names, 1)}
         self._write_files(addrs)
@@ -196,17 +210,25 @@ class Testbed:
             self.hosts.append(Host(name, addrs[name], switch, process.pid, process))
         for host in self.hosts:
             told = self.folder / "state" / f"{host.name}.pid"
-            host.pid = int(_until(lambda told=told: told.exists() and told.read_text().strip(), host.name))
+            host.pid = int(
+                _until(lambda told=told: told.exists() and told.read_text().strip(), f"{host.name} tells its pid")
+            )
         if delay_ms is None:
             link = "link add eth0 netns {} type veth peer name p-{} netns {}"
             links = [link.format(host.pid, host.name, switch) for host in self.hosts]
             _check(["ip", "-batch", "-"], text="\n".join(links))
         else:
             self._lay_cables(delay_ms)
-        bridge = ["link set lo up", "link add br0 type bridge", "addr add 10.77.0.1/24 dev br0", "link set br0 up"]
+        # With an address of its own: else it has one of its ports', and another one when that host is gone.
+        bridge = [
+            "link set lo up",
+            f"link add br0 address {_MAC} type bridge",
+            "addr add 10.77.0.1/24 dev br0",
+            "link set br0 up",
+        ]
         _in_switch(switch, *bridge, *(f"link set p-{host.name} master br0 up" for host in self.hosts))
         for host in self.hosts:
-            _until(lambda host=host: self._ready(host), host.name)
+            _until(lambda host=host: self._ready(host), f"{host.name} starts")
 
     def _lay_cables(self, delay_ms: float) -> None:
         for host in self.hosts:
@@ -215,12 +237,14 @@ class Testbed:
             host.delay(delay_ms)
         devices = f"/proc/{self.switch.pid}/net/dev"
         for host in self.hosts:
-            _until(lambda host=host: f"p-{host.name}:" in Path(devices).read_text(), f"the cable of {host.name}")
+            _until(lambda host=host: f"p-{host.name}:" in Path(devices).read_text(), f"{host.name} gets its cable")
 
     def _ready(self, host: Host) -> bool:
         if host.process.poll() is not None:
             raise RuntimeError(f"{host.name} did not start: {(self.folder / f'{host.name}.log').read_text()}")
-        return os.path.exists(f"/proc/{host.pid}/root/run/ready")
+        if not os.path.exists(f"/proc/{host.pid}/root/run/ready"):
+            return False
+        return _LAST_STARTED in map(_command, host.pids())
 
     def _write_files(self, addrs: dict[str, str]) -> None:
         ssh = self.home / ".ssh"
@@ -261,17 +285,33 @@ def _in_switch(switch: int, *lines: str) -> None:
     _check(["nsenter", "-t", str(switch), "-n", "ip", "-batch", "-"], text="\n".join(lines))
 
 
-def _check(command: list[str], *, text: str = "", timeout_s: float = 20.0) -> str:
+def _check(command: list[str], *, text: str = "", timeout_s: float = 60.0) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, env=_BARE)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}: {done.stderr or done.stdout}")
     return done.stdout
 
 
-def _until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> str:
-    deadline = time.monotonic() + seconds
+def _state(pid: int) -> str:
+    """One letter, as ``ps`` has it; X where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][0]
+    except OSError:
+        return "X"
+
+
+def _command(pid: int) -> str:
+    """What a process was started as; nothing where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _until(condition: Callable[[], object], what: str) -> str:
+    deadline = time.monotonic() + _LIMIT_S
     while not (found := condition()):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} did not start within {seconds:g} s")
+            raise RuntimeError(f"not within {_LIMIT_S:g} s: {what}")
         time.sleep(0.005)
     return str(found)

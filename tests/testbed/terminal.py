@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pty
 import select
+import signal
 import subprocess
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from testbed.hosts import Host
 
 
-def talk(command: list[str], answers: dict[str, str], seconds: float = 20.0) -> str:
+def talk(command: list[str], answers: dict[str, str], seconds: float = 60.0) -> str:
     """Run a program on a terminal of its own, and type the answer to each question, once, when it is seen."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(command[0], command)
+    terminal, theirs = os.openpty()
+    # setsid makes it the controlling one, where ssh asks; no fork() of ours, as pytest may have other threads.
+    process = subprocess.Popen(["setsid", "--ctty", *command], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
     said, left = b"", dict(answers)
     deadline = time.monotonic() + seconds
     try:
@@ -34,8 +38,33 @@ def talk(command: list[str], answers: dict[str, str], seconds: float = 20.0) -> 
                 os.write(terminal, left.pop(question).encode())
     finally:
         os.close(terminal)
-        os.waitpid(pid, 0)
+        process.wait()
     return said.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def interrupted_when(it_is_time: Callable[[], object], ends_in_s: float = 10.0) -> Iterator[None]:
+    """Ctrl-C once something is the case; what runs inside has to end soon after that."""
+    pressed_s: list[float] = []
+
+    def press() -> None:
+        deadline = time.monotonic() + 60
+        while not it_is_time():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+        pressed_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended_s = time.monotonic()
+        thread.join()
+        assert pressed_s, "that was never the case"
+        assert ended_s - pressed_s[0] < ends_in_s
 
 
 def log_out(home: Path) -> None:
@@ -51,5 +80,7 @@ def only_by_password(host: Host, password: str) -> None:
     host.run(
         f"sed -i 's|^sky:[^:]*|sky:{hashed.strip()}|' /etc/shadow; : > /etc/ssh/authorized_keys; "
         "sed -i 's/^PasswordAuthentication no/PasswordAuthentication yes/' /etc/ssh/sshd_config; "
-        "sshd=$(cat /run/sshd.pid); kill $sshd; while kill -0 $sshd 2>/dev/null; do sleep 0.01; done; /usr/sbin/sshd"
+        # It says its pid only after it listens, and is back from its start before it does.
+        "sshd=$(pgrep -ox sshd); kill $sshd; while kill -0 $sshd 2>/dev/null; do sleep 0.01; done; /usr/sbin/sshd; "
+        "until grep -q ' 00000000:0016 00000000:0000 0A ' /proc/net/tcp; do sleep 0.01; done"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from testbed.fixtures import MakeBed, bed, make_bed
@@ -21,9 +22,16 @@ def ping(bed: Testbed, number: int) -> float:
     return min(float(bed.hosts[0].run(f'python3 -c "{code % bed.hosts[number].addr}"')) for _ in range(3))
 
 
-def ssh(host: str, command: str, *options: str) -> subprocess.CompletedProcess[str]:
-    quick = ["-o", "ConnectTimeout=2", "-o", "BatchMode=yes"]
-    return subprocess.run(["ssh", *quick, *options, host, command], capture_output=True, text=True, timeout=20)
+def ssh(host: str, command: str, connect_s: int = 20) -> subprocess.CompletedProcess[str]:
+    options = ["-o", f"ConnectTimeout={connect_s}", "-o", "BatchMode=yes"]
+    return subprocess.run(["ssh", *options, host, command], capture_output=True, text=True, timeout=60)
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"not within 60 s: {what}"
+        time.sleep(0.02)
 
 
 def test_hosts_are_apart_and_reach_each_other(bed: Testbed) -> None:
@@ -32,7 +40,7 @@ def test_hosts_are_apart_and_reach_each_other(bed: Testbed) -> None:
     assert said == ["h1\nsky\n1\n/tmp/mine\n", "h2\nsky\n1\n/tmp/mine\n"]
     bed.hosts[0].run("touch ~/here && echo shared > /home/sky/note")
     assert bed.hosts[1].run("ls ~/here 2>&1 || cat /home/sky/note").endswith("shared\n")
-    assert ping(bed, 1) < 100
+    eventually(lambda: ping(bed, 1) < 100, "a short way")  # how long it takes others on this machine decide
 
 
 def test_a_started_host_listens(bed: Testbed) -> None:
@@ -42,19 +50,49 @@ def test_a_started_host_listens(bed: Testbed) -> None:
 
 def test_a_cut_host_is_silent_and_comes_back(bed: Testbed) -> None:
     bed.hosts[1].cut()
-    assert "timed out" in ssh("h2", "true").stderr or "No route" in ssh("h2", "true").stderr
+    said = ssh("h2", "true", connect_s=2).stderr
+    assert "timed out" in said or "No route" in said
     assert ssh("h1", "true").returncode == 0
     bed.hosts[1].heal()
-    deadline = time.monotonic() + 15
-    while ssh("h2", "true").returncode:  # "no route" for as long as the last question for its address is open
-        assert time.monotonic() < deadline
+    # "No route" for as long as the last question for its address is open.
+    eventually(lambda: ssh("h2", "true", connect_s=2).returncode == 0, "h2 is back")
 
 
 def test_a_frozen_host_takes_connections_and_says_nothing(bed: Testbed) -> None:
     bed.hosts[1].freeze()
-    assert "banner exchange" in ssh("h2", "true").stderr
+    assert "banner exchange" in ssh("h2", "true", connect_s=3).stderr
     bed.hosts[1].thaw()
     assert ssh("h2", "true").returncode == 0
+
+
+def test_a_frozen_host_is_still_whatever_it_was_doing(bed: Testbed) -> None:
+    """What forks all the time is never on a list of processes as it is a moment later."""
+    host = bed.hosts[1]
+    host.run("for _ in 1 2 3; do (while :; do (:); echo x >> /tmp/count; done) > /dev/null 2>&1 & done")
+    eventually(lambda: int(host.run("wc -l < /tmp/count || echo 0")) > 20, "they count")
+    for _ in range(5):
+        host.freeze()
+        count = Path(f"/proc/{host.pid}/root/tmp/count")
+        before = (count.stat().st_size, host.pids())
+        time.sleep(0.1)
+        assert (count.stat().st_size, host.pids()) == before
+        host.thaw()
+        eventually(lambda: count.stat().st_size > before[0], "they go on")  # noqa: B023  # it is called at once
+
+
+def test_a_host_that_ends_changes_nothing_for_the_others(bed: Testbed) -> None:
+    """A switch whose address went with it would leave them without an answer until they ask for it again."""
+    bridge = ["nsenter", "-t", str(bed.switch.pid), "-n", "ip", "-o", "link", "show"]
+
+    def links() -> str:
+        return subprocess.run(bridge, capture_output=True, text=True, check=True).stdout
+
+    (before,) = (line for line in links().splitlines() if "br0:" in line)
+    for host in bed.hosts:
+        host.kill()
+    eventually(lambda: "p-h" not in links(), "their ports are gone")
+    (after,) = (line for line in links().splitlines() if "br0:" in line)
+    assert before.split("link/ether ")[1] == after.split("link/ether ")[1]
 
 
 def test_a_slow_line(bed: Testbed) -> None:
@@ -66,7 +104,7 @@ def test_a_slow_line(bed: Testbed) -> None:
 
 def test_a_long_cable(make_bed: MakeBed) -> None:
     bed = make_bed(2, delay_ms=10)
-    assert 38 <= ping(bed, 1) < 150  # two cables, there and back
+    assert ping(bed, 1) >= 38  # two cables, there and back
+    eventually(lambda: ping(bed, 1) < 98, "no longer than that")
     bed.hosts[1].delay(40)
-    time.sleep(0.3)
-    assert 98 <= ping(bed, 1) < 300
+    eventually(lambda: 98 <= ping(bed, 1) < 300, "a longer cable")

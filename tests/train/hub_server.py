@@ -37,6 +37,7 @@ class Hub:
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
+    asked: int = 0  # how often somebody wanted to know what a model consists of
     transfers: list[str] = field(default_factory=list)  # "name/file", one for each GET of a file
     ranges: list[str] = field(default_factory=list)  # the Range headers of those that had one
     break_after: dict[str, int] = field(default_factory=dict)  # file -> bytes, once; -1 for "at once, for ever"
@@ -78,7 +79,7 @@ def serve() -> Iterator[Hub]:
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
-    timeout = 3
+    timeout = 20  # of a client that has stopped reading or asking
 
     def log_message(self, *_: Any) -> None:
         """Nothing on stderr."""
@@ -132,6 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     # --------------------------------------------------------------------------------------------- downloads
     def _about(self, name: str, revision: str) -> None:
+        with self.hub.lock:
+            self.hub.asked += 1
         repository = self._visible(name, revision)
         if repository is None:
             return
@@ -192,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, file: str, data: bytes) -> None:
         if self.hub.hold is not None:
-            self.hub.hold.wait(30)
+            self.hub.hold.wait(60)
         limit = self.hub.break_after.get(file)
         if limit is None:
             self.wfile.write(data)

@@ -70,9 +70,8 @@ class ObjectStore:
         from moto.backends import get_backend
 
         backends: Any = get_backend("s3")
-        keys = [
-            key for account in backends.values() for each in account.values() for key in each.buckets["bucket"].keys
-        ]
+        stores = [each for account in backends.values() for each in account.values()]
+        keys = [key for each in stores for key in list(each.buckets["bucket"].keys)]  # at once: the server changes them
         return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
 
     def clear(self) -> None:

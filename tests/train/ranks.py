@@ -263,7 +263,7 @@ def _send_bytes(channel: socket.socket, data: bytes) -> None:
     channel.sendall(struct.pack("<Q", len(data)) + data)
 
 
-def _receive(channel: socket.socket, timeout: float = 60.0) -> Any:
+def _receive(channel: socket.socket, timeout: float = 100.0) -> Any:
     return pickle.loads(_receive_bytes(channel, timeout))
 
 

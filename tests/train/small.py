@@ -185,7 +185,7 @@ class Forked:
         """Whether a process of it has not ended."""
         return any(leaks.is_running(pid) for pid in self.pids)
 
-    def finish(self, timeout: float = 60.0) -> list[tuple[int, str]]:
+    def finish(self, timeout: float = 90.0) -> list[tuple[int, str]]:
         """By rank, the exit code and what it said."""
         outcomes = self._gang.outcomes(timeout)
         codes = [value if kind == "returned" else (kind, value) for kind, value in outcomes]

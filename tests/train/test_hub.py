@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,13 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_serv
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         yield running
         huggingface_hub.close_session()
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    """Until it does, or for a minute."""
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def fetch(name: str = NAME) -> Path:
@@ -97,7 +104,7 @@ def test_ranks_that_ask_at_once_transfer_once(server: hub_server.Hub) -> None:
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ)
         for _ in range(4)
     ]
-    time.sleep(2.0)  # all four ask while the first transfer stands still
+    _until(lambda: server.asked == 4 and bool(server.transfers))  # all ask while the first transfer stands still
     server.hold.set()
     outputs = {rank.communicate(timeout=60)[0] for rank in ranks}
     assert [rank.returncode for rank in ranks] == [0] * 4
@@ -118,9 +125,7 @@ def test_a_killed_transfer_leaves_a_cache_that_works(server: hub_server.Hub) -> 
     server.hold = threading.Event()
     program = f"from atoll.train import hub\nhub.fetch({NAME!r}, patterns=hub.WEIGHTS)"
     with subprocess.Popen([sys.executable, "-c", program], env=os.environ) as process:
-        deadline = time.monotonic() + 30
-        while not server.transfers and time.monotonic() < deadline:
-            time.sleep(0.02)
+        _until(lambda: bool(server.transfers))
         process.kill()
     server.hold.set()
     assert server.transfers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -316,25 +315,29 @@ def test_a_damaged_cache_is_made_again_and_said(ready: Any, told: Told, tmp_path
 
 
 _PREPARE = """
-import json, sys, threading, time
+import json, os, resource, sys, time
 from pathlib import Path
 from atoll.train.data import formats, prepare
 from atoll.train.recipe.schema import DataSection
-path, cache, pause_s, tokenizer = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]
-if pause_s:  # a long build: stand still after some documents
+path, cache, stands, most_bytes, tokenizer = sys.argv[1:]
+if int(most_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(most_bytes),) * 2)
+if stands == "True":  # a long build: stand still after some documents
     reading = formats.read_jsonl
     def slow(*arguments):
         for number, each in enumerate(reading(*arguments)):
             if number == 200:
                 Path(cache, "standing").touch()
-                time.sleep(pause_s)
+                while not Path(cache, "go").exists():
+                    time.sleep(0.01)
             yield each
     formats.read_jsonl = slow
 prepare._BATCH_DOCUMENTS = 50
 said = []
 def report(event):
     if event.phase.startswith("waiting"):
-        Path(cache, "waiting").write_text(event.phase)
+        Path(cache, "waiting.part").write_text(event.phase)
+        os.replace(Path(cache, "waiting.part"), Path(cache, "waiting"))
         said.append(event.phase)
 prepared = prepare.prepare(
     DataSection(path=path, cache=cache, tokenizer=tokenizer), seq_len=4, progress=report, note=lambda line: None
@@ -351,9 +354,11 @@ class Runs:
         cache.mkdir(exist_ok=True)
         self.all: list[subprocess.Popen[str]] = []
 
-    def start(self, pause_s: float = 0, tokenizer: str = "bytes", **more: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _PREPARE, str(self.path), str(self.cache), str(pause_s), tokenizer]
-        self.all.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more))
+    def start(self, *, stands: bool = False, most_bytes: int = 0, tokenizer: str = "bytes") -> subprocess.Popen[str]:
+        """One that ``stands`` waits half-way for a file ``go``; none that it writes gets larger than ``most_bytes``."""
+        about = [self.path, self.cache, stands, most_bytes, tokenizer]
+        command = [sys.executable, "-c", _PREPARE, *map(str, about)]
+        self.all.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return self.all[-1]
 
     def result(self, run: subprocess.Popen[str]) -> list[Any]:
@@ -363,9 +368,9 @@ class Runs:
         return result
 
     def wait_for(self, name: str) -> str:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (self.cache / name).exists():
-            assert time.monotonic() < deadline, f"no {name} within 30 s"
+            assert time.monotonic() < deadline, f"no {name} within 60 s"
             assert all(each.poll() is None for each in self.all), self.all[0].communicate()
             time.sleep(0.01)
         return (self.cache / name).read_text()
@@ -389,16 +394,17 @@ def test_several_processes_at_once_make_it_once(runs: Runs, tmp_path: Path) -> N
 
 
 def test_the_others_wait_and_say_for_whom(runs: Runs) -> None:
-    builder = runs.start(pause_s=1.0)
+    builder = runs.start(stands=True)
     runs.wait_for("standing")
     waiter = runs.start()
     waiting = runs.wait_for("waiting")
+    (runs.cache / "go").touch()
     assert waiting == f"waiting for pid {builder.pid} on host {os.uname().nodename} to prepare the data"
     assert runs.result(waiter)[:2] == runs.result(builder)[:2]
 
 
 def test_a_builder_that_is_killed_half_way_is_replaced(runs: Runs, tmp_path: Path) -> None:
-    builder = runs.start(pause_s=60)
+    builder = runs.start(stands=True)
     runs.wait_for("standing")
     waiter = runs.start()
     runs.wait_for("waiting")
@@ -410,10 +416,10 @@ def test_a_builder_that_is_killed_half_way_is_replaced(runs: Runs, tmp_path: Pat
 
 
 def test_ctrl_c_leaves_nothing_half_done(runs: Runs, tmp_path: Path) -> None:
-    builder = runs.start(pause_s=60)
+    builder = runs.start(stands=True)
     runs.wait_for("standing")
     builder.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in builder.communicate(timeout=30)[1]
+    assert "KeyboardInterrupt" in builder.communicate(timeout=60)[1]
     assert built(tmp_path / "cache") == set()
 
 
@@ -437,12 +443,8 @@ def test_a_disk_that_fills_is_told_and_cleared(runs: Runs, by: str) -> None:
         file.writelines(json.dumps({"text": "x" * 4000}) + "\n" for _ in range(500))
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(runs.cache)]
     mounted = by == "disk" and subprocess.run(mount, capture_output=True).returncode == 0
-    limit = (256 << 10, 256 << 10)
     try:
-        if mounted:
-            run = runs.start()
-        else:
-            run = runs.start(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+        run = runs.start(most_bytes=0 if mounted else 256 << 10)
         err = run.communicate(timeout=60)[1]
         left = sorted(each.name for each in runs.cache.iterdir() if each.suffix != ".lock")
     finally:

@@ -318,7 +318,7 @@ def test_a_typo_is_told_once_and_without_a_traceback(tmp_path: Path) -> None:
 def test_a_tracker_that_cannot_start_is_an_error_of_every_rank(tmp_path: Path) -> None:
     """Rank 0 alone has trackers, and the others don't wait for it."""
     tree = small.tree(tmp_path, metrics__trackers=["tensorboard"], parallel__shard=2)
-    told = ranks.run(2, _refusal_without_tensorboard, tree, timeout=40)
+    told = ranks.run(2, _refusal_without_tensorboard, tree, timeout=55)
     assert told[0] == told[1]
     assert told[0][0] == "ConfigError"
     assert "tensorboard" in told[0][1]

@@ -296,6 +296,7 @@ def test_a_folder_that_may_not_be_read_is_said() -> None:
         (folder / "a.txt").write_text("a")
         (folder / "closed").mkdir()
         (folder / "closed/b.txt").write_text("b")
+        assert read(folder) == ["a", "b"]  # and all that it imports is there: another user may not find it
         (folder / "closed").chmod(0)
         try:
             if user == 0:  # who may read everything

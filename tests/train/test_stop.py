@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -23,7 +23,7 @@ from atoll.core.errors import ConfigError, NonFiniteError
 from atoll.train.events import Note, Progress, StepDone
 from atoll.train.metrics.journal import VALIDATIONS, read
 
-pytestmark = pytest.mark.usefixtures("torch_in_process")
+pytestmark = [pytest.mark.usefixtures("torch_in_process"), pytest.mark.timeout(300)]
 
 LAYOUT = {"parallel__shard": 2}
 
@@ -90,8 +90,8 @@ def _stop_when(recipe: dict[str, Any], when: Callable[[Any], bool], victim: int,
 def test_stopped_while_data_are_prepared(tmp_path: Path, slow_url: str, victim: int) -> None:
     tree = small.tree(tmp_path, data__path=slow_url, data__document_end="END", **LAYOUT)
     started = time.monotonic()
-    outcomes = ranks.run(2, _stop_when, tree, lambda event: isinstance(event, Progress), victim, timeout=40)
-    assert time.monotonic() - started < 30
+    outcomes = ranks.run(2, _stop_when, tree, lambda event: isinstance(event, Progress), victim, timeout=90)
+    assert time.monotonic() - started < 50, "sooner than a collective that nobody joins ends"
     assert [result.status for result, _, _ in outcomes] == ["stopped", "stopped"]
     assert outcomes[0][0].checkpoint is None
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -102,7 +102,7 @@ def test_stopped_while_data_are_prepared(tmp_path: Path, slow_url: str, victim: 
 def test_the_next_run_of_the_same_ranks_is_not_stopped_with_it(tmp_path: Path, slow_url: str) -> None:
     first = small.tree(tmp_path, data__path=slow_url, data__document_end="END", **LAYOUT)
     second = small.changed(first, data__path=str(tmp_path / "text.txt"))
-    assert ranks.run(2, _stop_the_first, first, second, timeout=40) == [("stopped", "finished")] * 2
+    assert ranks.run(2, _stop_the_first, first, second) == [("stopped", "finished")] * 2
 
 
 def _stop_the_first(first: dict[str, Any], second: dict[str, Any]) -> tuple[str, str]:
@@ -297,7 +297,7 @@ def _nonfinite(recipe: dict[str, Any], folder: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------ ranks that fail alone
 def test_what_fails_on_one_rank_alone_is_told_on_all(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, **LAYOUT)
-    outcomes = ranks.start(2, _without_data_on_rank_1, tree, patient=True).outcomes(timeout=40)
+    outcomes = ranks.start(2, _without_data_on_rank_1, tree, patient=True).outcomes(timeout=55)
     for kind, text in outcomes:
         assert kind == "raised"
         assert "ConfigError" in text
@@ -313,22 +313,44 @@ def _without_data_on_rank_1(recipe: dict[str, Any]) -> Any:
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, train__steps=10_000, **LAYOUT)
-    outcomes = ranks.start(2, small.train_and_stop, tree, 3, "SIGKILL", 1, patient=True).outcomes(timeout=40)
+    outcomes = ranks.start(2, small.train_and_stop, tree, 3, "SIGKILL", 1, patient=True).outcomes(timeout=55)
     assert outcomes[1] == ("died", -signal.SIGKILL)
     assert outcomes[0][0] == "raised"
 
 
 # ------------------------------------------------------------------------------------------------ atoll train itself
-def _driver(*arguments: str | Path, stderr: IO[str] | int = subprocess.STDOUT) -> subprocess.Popen[str]:
-    """``atoll train`` in a process group of its own."""
-    return subprocess.Popen(
-        [str(Path(sys.executable).with_name("atoll")), "train", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        env=small.environment(),
-        start_new_session=True,
-    )
+class _Driver:
+    """``atoll train`` in a process group of its own; what it says goes into a file, or ``stdout`` into a pipe."""
+
+    def __init__(self, folder: Path, *arguments: str | Path, stdout: int | None = None) -> None:
+        self._said = folder / "said"
+        with self._said.open("w") as file:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("atoll")), "train", *map(str, arguments)],
+                stdout=stdout or file,
+                stderr=file,
+                text=True,
+                env=small.environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_for(self, text: str) -> None:
+        """Until it has said this: what it shows it knows, and what its ranks did it may not know yet."""
+        _until(lambda: text in self.said, self.is_running)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def finish(self) -> int:
+        """The exit code."""
+        return self.process.wait(90)
 
 
 @pytest.fixture
@@ -337,11 +359,12 @@ def endless(tmp_path: Path) -> Path:
     return small.write_toml(tree, tmp_path / "tree.toml")
 
 
-def _running(run: Path, *arguments: str | Path, stderr: IO[str] | int = subprocess.STDOUT) -> subprocess.Popen[str]:
-    """``atoll train`` once the run in that folder has done some steps."""
-    process = _driver(*arguments, stderr=stderr)
-    _until(lambda: _lines(run) > 3, lambda: process.poll() is None)
-    return process
+def _running(folder: Path, run: Path, *arguments: str | Path) -> _Driver:
+    """``atoll train`` once the run in the folder ``run`` has done some steps, and it has heard of one."""
+    driver = _Driver(folder, *arguments)
+    driver.wait_for("step 1/")
+    _until(lambda: _lines(run) > 3, driver.is_running)
+    return driver
 
 
 @pytest.mark.parametrize(("whom", "name"), [("group", "run-2"), pytest.param("driver", "run", marks=pytest.mark.long)])
@@ -350,73 +373,66 @@ def test_ctrl_c_saves_and_says_so(tmp_path: Path, endless: Path, whom: str, name
     run = tmp_path / name
     if name == "run-2":
         small.train(small.tree(tmp_path, train__steps=2))
-    process = _running(run, endless, *(["--no-resume"] if name == "run-2" else []))
+    driver = _running(tmp_path, run, endless, *(["--no-resume"] if name == "run-2" else []))
     if whom == "group":
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(driver.process.pid, signal.SIGINT)
     else:
-        os.kill(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 101, said
-    assert "Ctrl-C: saving a checkpoint, then stopping" in said
+        driver.interrupt()
+    assert driver.finish() == 101, driver.said
+    assert "Ctrl-C: saving a checkpoint, then stopping" in driver.said
     assert small.saved_step(run) == len(small.steps(run))
     assert not (run / "stop").exists()
 
 
 @pytest.mark.long
 def test_a_notice_to_the_driver_alone_saves(tmp_path: Path, endless: Path) -> None:
-    process = _running(tmp_path / "run", endless, "--nodes", "2")
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 101, said
+    driver = _running(tmp_path, tmp_path / "run", endless, "--nodes", "2")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.finish() == 101, driver.said
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 
 def test_a_reader_that_has_seen_enough_stops_the_run(tmp_path: Path, endless: Path) -> None:
-    with (tmp_path / "errors").open("w+") as errors:
-        process = _running(tmp_path / "run", endless, stderr=errors)
-        assert process.stdout is not None
-        process.stdout.close()  # what comes next is written to nobody
-        assert process.wait(60) == 141
-        errors.seek(0)
-        assert errors.read() == (
-            "atoll: standard output is closed: saving a checkpoint, then stopping; Ctrl-C stops at once\n"
-        )
+    driver = _Driver(tmp_path, endless, stdout=subprocess.PIPE)
+    assert driver.process.stdout is not None
+    assert any("step 1/" in line for line in driver.process.stdout)
+    driver.process.stdout.close()  # what comes next is written to nobody
+    assert driver.finish() == 141
+    assert driver.said == (
+        "atoll: standard output is closed: saving a checkpoint, then stopping; Ctrl-C stops at once\n"
+    )
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 
 def test_ctrl_c_before_anything_began_ends_at_once(tmp_path: Path, endless: Path) -> None:
     (tmp_path / "run").mkdir()
-    process = _driver(endless)
-    assert process.stdout is not None
-    time.sleep(1.0)  # it starts its ranks
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode in (130, 101, -signal.SIGINT)
+    driver = _Driver(tmp_path, endless)
+    _until(lambda: bool(leaks.descendants(driver.process.pid)), driver.is_running)  # it starts its ranks
+    driver.interrupt()
+    assert driver.finish() in (130, 101, -signal.SIGINT), driver.said
     assert not (tmp_path / "run" / "stop").exists()
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, endless: Path) -> None:
-    process = _running(tmp_path / "run", endless)
-    for rank in leaks.descendants(process.pid):
+    driver = _running(tmp_path, tmp_path / "run", endless)
+    for rank in leaks.descendants(driver.process.pid):
         command = Path(f"/proc/{rank}/cmdline").read_bytes()
         if b"worker" in command:
             os.kill(rank, signal.SIGSTOP)  # it can't save any more
-    os.kill(process.pid, signal.SIGINT)
-    time.sleep(0.3)
-    os.kill(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "once more stops at once" in said
+    driver.interrupt()
+    driver.wait_for("once more stops at once")
+    driver.interrupt()
+    assert driver.finish() == 130, driver.said
 
 
 @pytest.mark.long
 def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path, endless: Path) -> None:
-    process = _running(tmp_path / "run", endless)
-    _until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), lambda: process.poll() is None)
-    family = leaks.descendants(process.pid)
-    process.kill()
-    process.communicate(timeout=30)
-    deadline = time.monotonic() + 10
+    driver = _running(tmp_path, tmp_path / "run", endless)
+    _until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), driver.is_running)
+    family = leaks.descendants(driver.process.pid)
+    driver.process.kill()
+    driver.finish()
+    deadline = time.monotonic() + 30
     while any(leaks.is_running(pid) for pid in family):
         assert time.monotonic() < deadline
         time.sleep(0.05)

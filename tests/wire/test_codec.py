@@ -48,7 +48,7 @@ def trip(obj: Any) -> Any:
 
 def in_other_process(script: str, data: bytes) -> bytes:
     """Run a script file (whose ``__main__`` is its own) that reads a payload from stdin and writes one."""
-    done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=110)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout
 
@@ -116,7 +116,7 @@ def test_num_bytes_counts_head_and_buffers() -> None:
 def test_importing_the_codec_imports_no_framework() -> None:
     script = "import sys, atoll.wire.codec as c, atoll.wire.exceptions; c.loads(c.dumps(((1,), {'a': b'x'})).head)\n"
     script += "print([m for m in ('torch', 'numpy', 'cloudpickle') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -440,6 +440,7 @@ def test_optimizers_keep_their_state() -> None:
     assert schedule_back.optimizer is optimizer_back
 
 
+@pytest.mark.usefixtures("torch_in_process")
 def test_ddp_modules_arrive_as_the_module_inside(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -558,7 +559,7 @@ def test_a_class_of_main_comes_back_as_itself(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
     assert done.stdout.strip() == "(5, 2)", done.stderr
 
 

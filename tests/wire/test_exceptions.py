@@ -535,7 +535,7 @@ def test_an_exception_of_main_raised_in_another_process_is_caught_by_its_class(t
             """
         )
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
     assert done.stdout.strip() == "outside 2 RemoteTraceback 1 True", done.stderr
 
 

@@ -18,7 +18,7 @@ import typer
 
 from atoll.cli.output import OutputClosed
 from atoll.core.errors import AtollError, ProvisionError, RemoteTraceback
-from atoll.core.paths import DRIVER_PID, shown_path
+from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
 
 if TYPE_CHECKING:
     from atoll.cli.train_hosts import TrainHosts
@@ -269,7 +269,7 @@ class _LocalStop:
         self._file = folder / STOP_FILE
 
     def ask_to_stop(self, reason: str) -> None:
-        self._file.write_text(reason)
+        write_atomic(self._file, reason.encode(), mode=0o644)  # never seen without its reason
 
     def forget(self) -> None:
         with contextlib.suppress(OSError):

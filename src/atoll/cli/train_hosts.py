@@ -23,7 +23,8 @@ from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import Group, Target, declared_groups, find_group
 from atoll.providers.ssh.provider import SSH, AcceleratorsLacking
 
-_WRITE = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
+# Never seen without its reason.
+_WRITE = "import os, sys; p = sys.argv[1]; open(p + '.tmp', 'w').write(sys.argv[2]); os.replace(p + '.tmp', p)"
 
 
 @dataclass

@@ -21,8 +21,9 @@ from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import Target
 
 _BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.pool.preflight import main; main(sys.argv[1:])"
+_ANSWER_S = 60.0  # with the start of a Python from a cold or shared disk
 _REACH_S = 5.0
-_SUM_S = 30.0
+_SUM_S = 60.0  # its ranks wait so long for one another, whose torch may come from such a disk too
 _FRESH_S = 600.0  # hosts whose all-reduce passed so lately are not asked for another
 _PASSED = "ssh-preflight.json"
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000
@@ -74,7 +75,7 @@ class _Host:
         code = _BOOT.format(code=self.plan.import_path[0])
         return python_command(self.plan.python, code, operation, json.dumps(arguments))
 
-    def ask(self, operation: str, *, limit_s: float = 60.0, **arguments: Any) -> dict[str, Any]:
+    def ask(self, operation: str, *, limit_s: float = _ANSWER_S, **arguments: Any) -> dict[str, Any]:
         answer = self.connection.run(self.command(operation, arguments), limit_s=limit_s)
         try:
             said: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
@@ -107,7 +108,7 @@ def _ship(hosts: Sequence[_Host], connection: Connection) -> None:
 
 def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) -> tuple[list[Finding], list[str]]:
     """Can every host connect to a port of the head's? And each one's interface on that way, the head's first."""
-    wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": _REACH_S}
+    wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": _ANSWER_S}
     server = head.connection.open(head.command("listen", wish), subprocess.PIPE)
     assert server.stdout is not None
     try:

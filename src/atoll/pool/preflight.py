@@ -8,9 +8,11 @@ and try the port that ranks will meet at, ``all_reduce`` what ranks will do. Sta
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -56,10 +58,11 @@ def _interface_of(address: str) -> str:
     return ""
 
 
-def listen(address: str, port: int, num_peers: int, wait_s: float) -> dict[str, Any]:
+def listen(address: str, port: int, num_peers: int, wait_s: float, asker: int | None = None) -> dict[str, Any]:
     """Take a connection from each peer at the port that ranks will meet at; 0 takes any.
 
-    Prints it first. Returns how many came, and over which interface the last of them.
+    Prints it first. Returns how many came, and over which interface the last of them. The end of ``asker``, a
+    descriptor, means that nobody waits for that any more.
     """
     seen, interface = 0, ""
     try:
@@ -67,11 +70,14 @@ def listen(address: str, port: int, num_peers: int, wait_s: float) -> dict[str, 
     except OSError as error:
         return {"error": f"{error.strerror or error}", "port": port}
     with server:
-        server.settimeout(wait_s)
         print(json.dumps({"port": server.getsockname()[1]}), flush=True)
         deadline = time.monotonic() + wait_s
-        with contextlib.suppress(OSError):
-            while seen < num_peers and time.monotonic() < deadline:
+        watched = [server.fileno()] if asker is None else [server.fileno(), asker]
+        while seen < num_peers and (left_s := deadline - time.monotonic()) > 0:
+            ready = select.select(watched, [], [], left_s)[0]
+            if asker in ready:
+                break
+            if ready:
                 peer, _ = server.accept()
                 with peer:
                     interface = _interface_of(peer.getsockname()[0])
@@ -206,7 +212,7 @@ def unreachable(host: str, peer: str, address: str, port: int, ours: str | None,
 
 
 _OPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "listen": listen,
+    "listen": functools.partial(listen, asker=0),
     "reach": reach,
     "all_reduce": all_reduce,
 }

@@ -23,7 +23,7 @@ from atoll.providers.gpus import Gpu, local_gpus
 # The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
 _AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
 _NAMESPACES = ("pid", "mnt", "uts", "net")
-_REASON_S = 0.2  # a channel ends a moment before its agent can be asked how that ended
+_REASON_S = 1.0  # a channel ends before its agent can be asked how that ended: what is below it ends in between
 _END_S = 2.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
 
 

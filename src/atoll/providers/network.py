@@ -15,7 +15,7 @@ from typing import IO
 
 from atoll.core.errors import death_reason
 
-_START_S = 5.0
+_START_S = 30.0  # on a busy machine; without it a cluster has the machine's ports
 _END_S = 2.0
 _MTU = "65520"
 _RESOLVER = "10.0.2.3"  # where slirp4netns answers, with what this machine resolves

@@ -56,8 +56,10 @@ def check_name(name: str) -> str:
 
 def fresh_name() -> str:
     """A name for a cluster that the user didn't name: ``atoll-3f0a-user``."""
-    name = f"atoll-{secrets.token_hex(2)}-{re.sub('[^a-zA-Z0-9]+', '', user_name()) or 'user'}"
-    return name[:LONGEST_NAME]
+    user, taken = re.sub("[^a-zA-Z0-9]+", "", user_name()) or "user", all_names()
+    while (name := f"atoll-{secrets.token_hex(2)}-{user}"[:LONGEST_NAME]) in taken:
+        pass
+    return name
 
 
 def user_name() -> str:

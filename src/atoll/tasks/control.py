@@ -151,9 +151,9 @@ class LocalControl:
                 follower.skip(_position_of_tail(path, tail, only) if tail else skip_bytes)
                 if follow:
                     follow_log(follower, watched.has_ended, self._wait)
-                else:
-                    follower.drain()
-            return store.job(job_id).status
+                status = store.job(job_id).status  # before the last look: what led to it is in the log by then
+                follower.drain()
+            return status
 
     def _reconcile(self, store: Store) -> None:
         with contextlib.suppress(NoRoom):  # what there is can be read all the same
@@ -305,7 +305,9 @@ def _only(job: JobRow, rank: int | None) -> re.Pattern[bytes] | None:
 def remove_tree(folder: Path) -> None:
     """Remove a folder also where its owner may not write into parts of it."""
 
-    def insist(function: Callable[..., Any], path: str, _info: object) -> None:
+    def insist(function: Callable[..., Any], path: str, info: tuple[object, BaseException, object]) -> None:
+        if isinstance(info[1], FileNotFoundError):  # a supervisor that ends removes files of its store, too
+            return
         with contextlib.suppress(OSError):
             os.chmod(os.path.dirname(path), 0o700)
             os.chmod(path, 0o700)

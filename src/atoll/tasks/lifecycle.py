@@ -130,7 +130,7 @@ def take_back(name: str, before: ClusterSpec | None) -> None:
         return
     for each in folder.iterdir():
         if each.name != clusters.LOCK:
-            remove_tree(each) if each.is_dir() else each.unlink()
+            remove_tree(each) if each.is_dir() else each.unlink(missing_ok=True)
 
 
 def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:

@@ -41,7 +41,7 @@ class StopRequest:
         """Whether the run is to end. Looks for the file at most twice a second."""
         if self.reason is None and self._file is not None and time.monotonic() - self._looked > _LOOK_EVERY_S:
             self._looked = time.monotonic()
-            if self._file.exists():
+            with contextlib.suppress(FileNotFoundError):
                 # Whoever makes it may say why.
                 why = self._file.read_text(errors="replace").strip()[:200]
                 self.ask(why or f"{shown_path(str(self._file))} was made")

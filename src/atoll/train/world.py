@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from atoll.core.errors import AtollError, ConfigError
 
 _POLL_S = 0.05
-_PATIENCE_S = 1.0
+_PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class World:
             time.sleep(_POLL_S)
 
     def is_known(self, text: str) -> bool:
-        """Whether rank 0 says this too. Other ranks give it a second to do so."""
+        """Whether rank 0 says this too. Other ranks give it three seconds to do so."""
         content = text.encode(errors="backslashreplace")  # it may quote what is no Unicode
         key = f"said-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
         try:

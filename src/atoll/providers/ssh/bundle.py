@@ -45,8 +45,11 @@ except OSError as error:
     sys.exit(str(error))
 for name in os.listdir(folder):
     other = os.path.join(folder, name)
-    if os.stat(other).st_mtime < time.time() - float(old_s):
-        os.unlink(other)
+    try:
+        if os.stat(other).st_mtime < time.time() - float(old_s):
+            os.unlink(other)
+    except FileNotFoundError:  # another host's, which has its name now or was old too
+        pass
 """
 
 

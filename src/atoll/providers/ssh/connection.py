@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 LOGIN_S = 15.0  # what logging in, or a short command, may take
 _PROMPT_S = 180.0  # the same where a person types
+_LOGOUT_S = 5.0
 _LOOK_S = 0.2
 _CONNECT_S = 5  # two more tries of TCP, after 1 and 3 s
 _ALIVE_S, _ALIVE_COUNT = 2, 3  # a host that is silent for their product is given up by ssh
@@ -180,13 +181,20 @@ class Connection:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._socket.exists() and not self._was_typed_for(descriptor):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    subprocess.run(
-                        [self._ssh, "-o", f"ControlPath={self._socket}", "-O", "exit", "--", self.target.host],
-                        stdin=subprocess.DEVNULL,
-                        capture_output=True,
-                        timeout=5,
-                    )
+                    self._log_out()
         os.close(descriptor)
+
+    def _log_out(self) -> None:
+        """End the login, and wait for that: it removes its socket last, by name, also if a later login made that."""
+        answer = subprocess.run(
+            [self._ssh, "-o", f"ControlPath={self._socket}", "-O", "exit", "--", self.target.host],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LOGOUT_S,
+        )
+        deadline = time.monotonic() + _LOGOUT_S
+        while answer.returncode == 0 and self._socket.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _was_typed_for(self, lock_file: int) -> bool:
         """Is the login one that somebody typed something for, here or in another process?"""
@@ -269,8 +277,9 @@ def on_each(open_ones: Sequence[Connection], work: Callable[[Connection], R]) ->
     if not open_ones:
         return []
     with ThreadPoolExecutor(len(open_ones), thread_name_prefix="atoll-ssh") as threads:
-        futures = [threads.submit(work, connection) for connection in open_ones]
+        futures: list[Future[R]] = []
         try:
+            futures.extend(threads.submit(work, connection) for connection in open_ones)
             wait(futures)
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
