@@ -109,9 +109,11 @@ def cuda_in_process() -> None:
 @pytest.fixture(scope="session")
 def jupyter_in_process() -> None:
     """For tests that run notebooks: ZeroMQ keeps its first context for good."""
-    with leaks.keep():
+    with leaks.keep(), tempfile.TemporaryDirectory() as folder:
         import nbclient
         import nbformat
+        from traitlets.config import Config
 
+        config = Config({"KernelManager": {"transport": "ipc", "connection_file": f"{folder}/k.json"}})
         cell = nbformat.v4.new_code_cell("1")
-        nbclient.NotebookClient(nbformat.v4.new_notebook(cells=[cell])).execute()
+        nbclient.NotebookClient(nbformat.v4.new_notebook(cells=[cell]), config=config).execute()
