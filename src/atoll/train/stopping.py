@@ -14,7 +14,7 @@ from atoll.core.paths import shown_path
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOOK_EVERY_S = 0.5
-_SAME_REQUEST_S = 1.0
+_SAME_REQUEST_S = 3.0  # a launcher on a busy machine passes it on late; what it costs is a second Ctrl-C so soon
 
 STOP_FILE = "stop"
 
