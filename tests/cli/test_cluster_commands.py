@@ -26,6 +26,7 @@ from tests.pool.conftest import SOURCE_ROOT, eventually
 import atoll as sky
 import leaks
 from atoll.cli.main import main
+from atoll.cli.task_flags import as_typed
 from atoll.tasks import clusters, lifecycle, supervisor
 from atoll.tasks.control import remove_tree
 
@@ -488,6 +489,20 @@ def test_a_pipeline_goes_on_without_whoever_launched_it(atoll: Atoll, tmp_path: 
     atoll("launch", "-c", "t", "-d", task)
     assert atoll("cancel", "t")[1].splitlines() == [f"Job {job} of cluster t is being cancelled" for job in (4, 5, 6)]
     assert atoll("logs", "t", "3", "--status")[0] == 101
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["echo $RANK; echo 'a  b'"], "7\na  b\n"),  # one word is the line itself
+        (["echo", "$RANK", "&&", "echo", "b"], "7\nb\n"),
+        (["bash", "-c", 'echo node $RANK; echo "$0"', "a  b"], "node 7\na  b\n"),
+        (["printf", "%s,", "(", "a\nb", "it's", '"', "`", "a;b", "\\", "", "x"], "(,a\nb,it's,\",`,a;b,\\,,x,"),
+    ],
+)
+def test_words_of_a_command_arrive_as_they_were_typed(words: list[str], printed: str) -> None:
+    done = subprocess.run(["bash", "-c", as_typed(words)], capture_output=True, text=True, env={"RANK": "7"})
+    assert (done.stdout, done.stderr) == (printed, "")
 
 
 def test_tasks_of_a_pipeline_that_need_different_files_run_one_by_one(atoll: Atoll, tmp_path: Path) -> None:

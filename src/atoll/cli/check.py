@@ -40,6 +40,7 @@ def check(
         atoll check
         atoll check ssh/lab
         atoll check local ssh/lab -o json
+
     ssh hosts are logged in to, asked what they have, and looked at as before a job: driver, disk, clock, the way
     from each to the head, an all-reduce. The exit code is 100 where something can't be used.
     """

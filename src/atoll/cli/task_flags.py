@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import shlex
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from atoll.tasks.task import Task
 
 _NODE_FLAGS = ("--num-nodes", "--nodes", "--nnodes", "--num_nodes")
+_PLAIN_WORD = re.compile(r"""[^\s()<>|;&'"`\\]+|[|&;<>]+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +149,15 @@ def tasks_of(entrypoint: Sequence[str], flags: TaskFlags) -> list[Task]:
     own = {each.name: getattr(flags, each.name) for each in fields(flags) if each.name not in ("strict", "of_clouds")}
     own["accelerators"] = shown.last_of("--gpus", flags.accelerators)
     own |= {name: tuple(own[name] or ()) for name in lists}
-    return load_entrypoint(" ".join(entrypoint), Overrides(**own, **flags.of_clouds))
+    return load_entrypoint(as_typed(entrypoint), Overrides(**own, **flags.of_clouds))
+
+
+def as_typed(words: Sequence[str]) -> str:
+    """A command line again, of the words that a shell here made of it.
+
+    One word is the line itself. Of several, those that would fall apart or fail on the node are quoted; ``$NAME``,
+    ``*`` and operators that are words of their own (``"&&"``) are the node's shell's, as SkyPilot has it.
+    """
+    if len(words) == 1:
+        return words[0]
+    return " ".join(word if _PLAIN_WORD.fullmatch(word) else shlex.quote(word) for word in words)

@@ -33,14 +33,19 @@ def register(app: typer.Typer) -> None:
 
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.")],
-    dest: Annotated[Path, typer.Argument(help="Folder to make.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
     dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp16.")] = "bf16",
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, too.")] = None,
     private: Annotated[bool, typer.Option("--private", help="With --push: nobody else sees it.")] = False,
     max_shard: MaxShard = "5GB",
     force: Force = False,
 ) -> None:
-    """Write a trained model as a Hugging Face folder."""
+    """Write a trained model as a Hugging Face folder.
+
+    \b
+        atoll export outputs/austen outputs/austen-hf
+        atoll export outputs/austen/checkpoints/step-00000300 fp32 --dtype fp32
+    """
     from atoll.train import hub
     from atoll.train.runs import find_checkpoint
 
@@ -60,13 +65,18 @@ def export(
 
 
 def import_(
-    source: Annotated[str, typer.Argument(help="A Hugging Face folder, owner/name on the hub, or a GGUF file.")],
-    dest: Annotated[Path, typer.Argument(help="Folder to make.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A Hugging Face folder, owner/name, or a GGUF file.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
     dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; the source's by default.")] = None,
     max_shard: MaxShard = "5GB",
     force: Force = False,
 ) -> None:
-    """Turn published weights into a folder to train from."""
+    """Turn published weights into a folder to train from.
+
+    \b
+        atoll import meta-llama/Llama-3.1-8B llama
+        atoll train llama3_8b --model.init llama --data.tokenizer llama --data.path notes.txt
+    """
     _convert(source, dest, dtype, max_shard, force)
     print(f"to train from it: --model.init {dest} --data.tokenizer {dest}")
 
@@ -87,9 +97,12 @@ def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: 
 
 def generate(
     source: Annotated[
-        str, typer.Argument(help="A run's folder, a checkpoint, a Hugging Face folder, owner/name, or a GGUF file.")
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A run's folder, a checkpoint, a Hugging Face folder, owner/name, or a GGUF file."
+        ),
     ],
-    prompt: Annotated[str, typer.Argument(help="Text to go on with.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on with.")],
     num_tokens: Annotated[int, typer.Option("--num-tokens", "-n", min=1, help="New tokens at most.")] = 120,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from that many likeliest tokens.")] = None,
@@ -98,7 +111,12 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU where there is one.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Where the source has none: a folder, file or name.")] = None,
 ) -> None:
-    """Go on with a prompt, as the text comes."""
+    """Go on with a prompt, as the text comes.
+
+    \b
+        atoll generate outputs/austen "It is a truth"
+        atoll generate outputs/austen "It is a truth" --temperature 0 -n 40
+    """
     import torch
 
     from atoll.train.models import registry
