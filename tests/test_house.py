@@ -21,7 +21,7 @@ import typer
 
 import atoll
 import leaks
-from atoll.cli.main import app
+from atoll.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"

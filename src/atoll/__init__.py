@@ -6,7 +6,10 @@ Names resolve lazily, so that ``import atoll`` stays fast and pulls in no framew
 from __future__ import annotations
 
 import importlib
-from typing import Any
+
+TYPE_CHECKING = False  # `typing` takes longer to import than all else up to the command's first line
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

@@ -27,11 +27,13 @@ import atoll as sky
 import leaks
 from atoll.cli.main import main
 from atoll.cli.task_flags import as_typed
-from atoll.tasks import clusters, lifecycle, supervisor
+from atoll.tasks import clusters, control, lifecycle, supervisor
 from atoll.tasks.control import remove_tree
+from atoll.tasks.spec import ClusterSpec
 
 RUN = "from atoll.cli.main import main; main()"
 COMMANDS = ["launch", "exec", "logs", "queue", "cancel", "status", "stop", "start", "down", "autostop", "ssh", "cp"]
+LISTS = "`atoll queue t` lists its jobs"
 HINT = "(Ctrl-C to exit log streaming; job will not be killed)"
 Atoll = Callable[..., tuple[int, str, str]]
 
@@ -143,6 +145,9 @@ def test_help_teaches_with_an_example(atoll: Atoll, command: str) -> None:
         (["start", "absent"], 102, "no cluster 'absent'"),
         (["down", "absent*"], 102, "no cluster matches"),
         (["down"], 2, "--all"),
+        (["launch", "-c", "t", "--cpus", "9" * 400, "echo"], 100, "--cpus"),
+        (["launch", "-c", "t", "--memory", "9" * 400, "echo"], 100, "--memory"),
+        (["launch", "-c", "t", "-i", "9" * 30, "echo"], 100, "idle minutes: expected"),
         (["autostop", "absent"], 102, "no cluster 'absent'"),
         (["ssh", "absent"], 102, "no cluster 'absent'"),
         (["cp", "absent:a", "."], 102, "no cluster 'absent'"),
@@ -175,7 +180,7 @@ def test_nothing_yet(atoll: Atoll) -> None:
 
 # ------------------------------------------------------------------------------------------------ launch and logs
 def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
-    code, out, err = atoll("launch", "-c", "t", "--num_nodes", "2", "--gpus", "L4:2", "echo", "hi $SKYPILOT_NODE_RANK")
+    code, out, err = atoll("launch", "-c", "t", "--num_nodes", "2", "--gpus", "L4:2", "echo hi $SKYPILOT_NODE_RANK")
     lines = [line for line in out.splitlines() if "nodes share" not in line]  # where there are no namespaces
     assert (code, err) == (0, "")
     assert lines[:5] == [
@@ -197,6 +202,17 @@ def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
     assert out.startswith("Cluster t on local: 1 node of 2, none of its L4:2 a node, simulated\nJob submitted, ID: 2\n")
     assert "exited with code 3" in out
     assert re.search(r"^\(one, pid=\d+\) bad$", out, re.M)
+
+
+@pytest.mark.parametrize("number", ["9" * 25, str(2**63), "0"])
+def test_numbers_that_no_job_has(atoll: Atoll, number: str) -> None:
+    with clusters.locked("t", "launch", print):
+        clusters.save(ClusterSpec("t"))
+    for words in (("logs", "t", number), ("logs", "t", number, "--status"), ("logs", "t", number, "-s")):
+        assert (atoll(*words)[0], atoll(*words)[2]) == (102, f"atoll: cluster t has no job {number}; {LISTS}\n")
+    assert atoll("cancel", "t", number)[0] == 102
+    with pytest.raises(sky.UnknownCluster, match="no job"):
+        sky.Job("t", int(number)).logs()
 
 
 def test_logs_of_a_job_that_has_ended(atoll: Atoll) -> None:
@@ -752,15 +768,68 @@ def test_a_launch_that_starts_nothing_leaves_nothing(atoll: Atoll, home: Path, w
 
 
 def test_ctrl_c_before_the_job_is_there(home: Path) -> None:
-    with clusters.locked("t"):
+    with clusters.locked("t", "launch", print):
         process = start("launch", "-c", "t", "echo", "hi")
         assert process.stdout is not None
-        assert process.stdout.readline() == "waiting for another launch on cluster t\n"
+        assert process.stdout.readline() == f"waiting for another command on cluster t: launch, process {os.getpid()}\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "nothing was started" in out + err
     assert not list(home.glob("clusters/*"))
+
+
+# -------------------------------------------------------------------------------------- while a launch is under way
+def test_what_changes_a_cluster_waits_and_says_so(home: Path) -> None:
+    for name in ("t", "u"):
+        with clusters.locked(name, "launch", print):
+            clusters.save(ClusterSpec(name))
+    with clusters.locked("t", "launch", print):
+        alone = [("start", "t"), ("stop", "t"), ("down", "t"), ("down", "--purge", "t")]
+        processes = [start(*words) for words in [*alone, ("stop", "u", "t")]]
+        line = f"waiting for another command on cluster t: launch, process {os.getpid()}\n"
+        for process in processes:
+            assert process.stderr is not None
+            assert process.stderr.readline() == line
+        assert processes[-1].stdout is not None
+        assert processes[-1].stdout.readline().startswith("Cluster u is stopped")  # it waits for no other
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        for process in processes:
+            out, err = process.communicate(timeout=60)
+            # One that comes while the line is being written has it written again.
+            assert (out, err.replace(line, ""), process.returncode) == ("", "", 130)
+    assert clusters.load("t").status == "UP"
+
+
+def test_looking_waits_for_nobody(atoll: Atoll) -> None:
+    assert atoll("launch", "-c", "t", "echo hi")[0] == 0
+    assert atoll("autostop", "t", "-i", "0")[0] == 0
+    with clusters.locked("t", "launch", print):  # a cluster that is copied to is not idle
+        for words in (
+            ("status",),
+            ("status", "t"),
+            ("queue",),
+            ("queue", "t"),
+            ("logs", "t"),
+            ("logs", "t", "--status"),
+        ):
+            code, out, err = atoll(*words)
+            assert (code, err) == (0, ""), words
+            assert "STOPPED" not in out
+    assert "STOPPED" in atoll("status")[1]
+
+
+def test_a_job_is_named_once_though_its_supervisor_had_to_be_killed(
+    atoll: Atoll, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_END_S", 0.3)
+    atoll("launch", "-d", "-c", "t", "sleep 600")
+    eventually(lambda: "RUNNING" in atoll("queue", "t")[1], "the job runs", 30)
+    pid = supervisor.pid_of(home / "clusters/t")
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    assert atoll("down", "--purge", "t")[1] == "Cluster t is down and forgotten (job 1 was cancelled)\n"
 
 
 # ---------------------------------------------------------------------------------------------------- surroundings

@@ -19,7 +19,7 @@ from tests.cli.test_cluster_commands import contents
 from tests.leaks import is_running
 from tests.pool.conftest import SOURCE_ROOT, descriptors, eventually
 
-from atoll.cli.main import app
+from atoll.cli.app import app
 from atoll.tasks import clusters
 from atoll.tasks.placing import Wish, decide
 from atoll.tasks.spec import ClusterStatus
@@ -325,7 +325,7 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
     monkeypatch.setattr("sys.argv", ["atoll"])
     for number in range(24):
         name = f"run-{number:06x}"
-        with clusters.locked(name):
+        with clusters.locked(name, "launch", print):
             made = decide(name, None, Wish()).cluster
             clusters.save(type(made).from_json({**made.to_json(), "created_s": number, "status": "DOWN"}))
     run("--no-python", "true")
@@ -343,6 +343,8 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
         ((), "name a script"),
         (("trian.py",), "trian.py: no such script: did you mean 'train.py'?"),
         (("--nodes", "0", "train.py"), "--nodes 0: expected a number, 1 or more"),
+        (("--nodes", "²", "train.py"), "--nodes ²: expected a number, 1 or more"),
+        (("--nproc", "9" * 20, "train.py"), "expected a number up to 4096"),
         (("--nproc", "many", "train.py"), "--nproc-per-node many: expected a number"),
         (("--nproc", "gpu", "train.py"), "local has no GPU; give a number, or --gpus L4:2 to simulate two"),
         (("--local-ranks-filter", "0,2", "--nproc", "2", "train.py"), "expected numbers from 0 to 1"),

@@ -26,6 +26,7 @@ from tests.pool.conftest import SOURCE_ROOT, eventually, parent, start_script, w
 
 import leaks
 from atoll.core.errors import ProvisionError
+from atoll.pool.agent import remains
 from atoll.pool.agent.link import _namespace
 from atoll.pool.members import agent_command
 from atoll.wire import frames
@@ -435,6 +436,35 @@ def test_a_killed_session_is_gone_at_once(host: Host) -> None:
     finally:
         driver.stop()
     eventually(host.gone, "its agent ends, and the folder is removed")
+
+
+def test_what_is_stopped_ends_before_a_later_drivers_agent_starts(host: Host) -> None:
+    cluster = f"c{host.marker}"
+    driver = Driver(host)
+    host.folder = host.folder.with_name(f"atoll-link-{cluster}.one.1")
+    driver.start()
+    assert driver.answers(1)
+    driver.stop()
+    assert driver.is_over
+    eventually(host.gone, "all of it ends")
+    driver = Driver(host)
+    driver.start()
+    assert driver.answers(1)
+    left = host.processes()
+    for pid in left:
+        os.kill(pid, signal.SIGSTOP)
+    driver.stop()
+    assert not driver.is_over
+    first, host.folder = host.folder, host.folder.with_name(f"atoll-link-{cluster}.two.1")
+    with linked(host) as later:
+        assert later.answers(1)
+        assert not any(map(leaks.is_running, left))
+        assert not first.exists()
+        assert remains.end(cluster, but=f"{cluster}.two") == []
+        assert later.answers(2)
+        assert remains.end(f"{cluster}.two.1", patience_s=10) == []
+        with pytest.raises(EOFError):
+            later.next()
 
 
 # ----------------------------------------------------------------------------------------------------- refusals

@@ -15,7 +15,7 @@ from tests.pool.conftest import command, eventually
 import leaks
 from atoll.core.errors import ProvisionError
 from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh import bundle, facts
+from atoll.providers.ssh import bundle, facts, output
 from atoll.providers.ssh.connection import Connection, connections, on_each
 from atoll.providers.ssh.hosts import targets
 from testbed.hosts import Host, Testbed, make_key
@@ -164,8 +164,43 @@ def test_no_python_at_all(connect: Connect) -> None:
         ask(connect("h1", python="nothere"))
 
 
+def start_file(bed: Testbed, text: str) -> None:
+    (bed.folder / "home" / "sky" / ".bashrc").write_text(text)
+
+
+def test_what_a_login_shell_prints_first_is_no_output(bed: Testbed, connect: Connect) -> None:
+    start_file(bed, "echo atoll-output; echo '{}'; printf 'no end of line: '\n")
+    h1 = connect()
+    assert h1.run("cat; exit 3", b"given").stdout == b"given"
+    assert h1.run("true").stdout == b""
+    assert ask(h1).hostname == "h1"
+    process = h1.open("echo one; cat; exit 4")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert output.skip_login_text(process.stdout) is None
+    assert process.stderr is not None
+    with process.stdin, process.stdout, process.stderr:
+        process.stdin.write(b"two")
+        process.stdin.close()
+        assert process.stdout.read() == b"one\ntwo"
+    assert process.wait() == 4
+
+
+def test_a_login_or_a_python_that_fails_is_told_with_what_it_printed(bed: Testbed, connect: Connect) -> None:
+    start_file(bed, "echo This account is not available.; exit 1\n")
+    with pytest.raises(ProvisionError, match=r"^h1: a login there ended before it ran a .* 'This account is not avail"):
+        ask(connect())
+    start_file(bed, "echo loaded Python 2.7 >&2\n")
+    python = bed.folder / "home" / "sky" / "python"
+    for answer, told in (("echo broken >&2; exit 1", "failed: broken"), ("echo 17", "failed: 17")):
+        python.write_text(f'#!/bin/sh\n[ "$1" = -V ] && exec echo Python 3.12.1\n{answer}\n')
+        python.chmod(0o755)
+        with pytest.raises(ProvisionError, match=rf"^h1: .*{told}$"):
+            ask(connect(python="~/python"))
+
+
 def test_facts_survive_noise_of_login_scripts(bed: Testbed, connect: Connect) -> None:
-    bed.hosts[0].run("printf 'echo welcome; echo oops >&2\\n' > /home/sky/.bashrc; chown sky /home/sky/.bashrc")
+    start_file(bed, "echo welcome; echo oops >&2\n")
     said = ask(connect())
     assert (said.hostname, said.addr, said.home) == ("h1", "10.77.0.11", "/home/sky")
     assert said.place == "/home/sky/.atoll"

@@ -71,6 +71,7 @@ def test_calls_run_on_every_host_and_what_they_print_return_and_raise_comes_back
     def fail() -> None:
         raise LookupError("not there")
 
+    (bed.folder / "home" / "sky" / ".bashrc").write_text("echo welcome; printf 'no end of line: '\n")
     lines: list[str] = []
     data = os.urandom(8 << 20)
     with sky.ComputePool(sky.SSH(BOTH), logs=lambda line: lines.append(f"{line.rank}: {line.text}")) as pool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from tests.pool.conftest import SOURCE_ROOT
 
 from atoll.core.errors import ConfigError
-from atoll.tasks import clusters
+from atoll.tasks import clusters, lifecycle
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.placing import Wish, accelerators_text, decide
 from atoll.tasks.rows import JobRow
@@ -34,7 +36,7 @@ def have(**fields: object) -> ClusterSpec:
 
 
 def make(spec: ClusterSpec) -> None:
-    with clusters.locked(spec.name):
+    with clusters.locked(spec.name, "launch", print):
         clusters.save(spec, None)
 
 
@@ -139,6 +141,40 @@ def test_a_damaged_record_is_named() -> None:
         clusters.load("t")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("infra", "mars", "infra: 'mars' is neither local nor ssh/NAME"),
+        ("infra", "ssh/lab", r"hosts \(\) and supervised_from 'here' can't be of ssh/lab"),
+        ("num_nodes", 0, "num_nodes: 0 can't be one"),
+        ("num_nodes", 10**400, "num_nodes: 1000"),
+        ("created_s", float("inf"), "created_s: inf can't be one"),
+        ("supervised_from", "h1", r"hosts \(\) and supervised_from 'h1' can't be of local"),
+    ],
+)
+def test_a_record_of_what_cannot_be(field: str, value: object, said: str) -> None:
+    make(have())
+    path = clusters.folder_of("t") / "cluster.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(ConfigError, match=rf"{path} is damaged \({said}.*`atoll down --purge t`"):
+        clusters.load("t")
+
+
+@pytest.mark.parametrize("file", ["launch.lock", "record.lock"])
+def test_a_lock_that_is_a_folder(file: str) -> None:
+    make(have())
+    path = clusters.folder_of("t") / file
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    with pytest.raises(ConfigError, match=rf"{path} is no file .*: `atoll down --purge t` removes"):
+        lifecycle.stop("t")
+    told: list[str] = []
+    lifecycle.purge("t", told.append)
+    what = f"cluster t: {path} is no file that can be locked (Is a directory)"
+    assert told == [f"{what}; what was left of it is removed"]
+    assert not clusters.folder_of("t").exists()
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "-c", "a" * 64, "a b", "ü"])
 def test_names_that_cannot_be(name: str) -> None:
     with pytest.raises(ConfigError, match="cluster name"):
@@ -163,8 +199,8 @@ def test_nodes_by_name() -> None:
 
 HOLD = """
 import sys, time
-from atoll.tasks import clusters
-with clusters.locked("t"):
+from atoll.tasks import clusters, lifecycle
+with clusters.locked("t", "launch", print):
     print("held", flush=True)
     sys.stdin.read()
     print("done", flush=True)
@@ -181,8 +217,9 @@ def test_one_launch_at_a_time() -> None:
     assert other.stdout.readline() == "held\n"
     told: list[str] = []
 
-    def waiting() -> None:
-        told.append("waits")
+    def waiting(line: str) -> None:
+        told.append(line)
+        os.kill(other.pid, signal.SIGCONT)
         other.stdin.close()  # only now does it let go
 
     left = [
@@ -191,8 +228,14 @@ def test_one_launch_at_a_time() -> None:
     for path in left:
         path.touch()
     os.utime(left[0], (0, 0))
-    with clusters.locked("t", waiting):
-        assert (told, other.stdout.read()) == (["waits"], "done\n")
+    with clusters.locked_if_free("t", "autostop") as free:
+        assert not free
+    os.kill(other.pid, signal.SIGSTOP)
+    holder = f"launch, process {other.pid}, which is stopped (kill -CONT {other.pid})"
+    with clusters.locked("t", "down", waiting):
+        assert (told, other.stdout.read()) == ([f"waiting for another command on cluster t: {holder}"], "done\n")
         assert [path.exists() for path in left] == [False, True]  # that one may be being written
     other.stdout.close()
     assert other.wait(20) == 0
+    with clusters.locked_if_free("t", "autostop") as free:
+        assert free

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ import pytest
 from tests.tasks.test_cases_more import inside
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.tasks import control, supervisor
+from atoll.providers.ssh.output import marked
+from atoll.tasks import control, record, supervisor
 from atoll.tasks.remote_control import ProgramControl
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 from local_cluster import LocalCluster, processes_with, stop, until
@@ -32,7 +36,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def program_control(cluster: str = "train") -> ProgramControl:
-    return ProgramControl(lambda operation: [*PROGRAM, operation], cluster)
+    def command(operation: str) -> list[str]:
+        program = marked("exec " + shlex.join([*PROGRAM, operation]))
+        return ["sh", "-c", f"echo '{{\"value\": 1}}'; printf 'a prompt without an end: '; {program}"]
+
+    return ProgramControl(command, cluster)
 
 
 # ------------------------------------------------------------------------------------------------- logs
@@ -131,9 +139,21 @@ def test_what_a_cluster_can_not_take(home: Path, cluster: dict[str, object], job
 def test_a_supervisor_that_can_not_start_is_an_error(home: Path) -> None:
     cluster = LocalCluster.make(home)
     (cluster.folder / "supervisor.lock").mkdir()
-    with pytest.raises(AtollError, match="IsADirectoryError"):
+    with pytest.raises(AtollError, match=r"^/.*/supervisor.lock can't be used: Is a directory. `atoll down --purge t"):
         cluster.submit("true")
     assert [job.status for job in cluster.control.queue()] == [CANCELLED]
+    (cluster.folder / "supervisor.log").unlink()
+    (cluster.folder / "supervisor.log").mkdir()
+    with pytest.raises(AtollError, match=r"^/.*/supervisor.log can't be used: Is a directory. `atoll down --purge t"):
+        cluster.submit("true")
+
+
+def test_a_file_where_the_jobs_folders_are_to_be(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    (cluster.folder / "jobs").write_text("in the way")
+    with pytest.raises(AtollError, match=r"^/.*/train/jobs can't be used: Not a directory. `atoll down --purge train`"):
+        cluster.submit("true")
+    assert cluster.control.queue() == []
 
 
 # ------------------------------------------------------------------------------------------------- the end
@@ -180,7 +200,7 @@ def test_nodes_that_start_in_any_order(home: Path) -> None:
         "supervisor.main(sys.argv[1], 2)\n"
     )
     lock = supervisor.open_lock(cluster.folder)  # else a supervisor of the usual kind is started
-    assert supervisor.take_lock(lock, 1.0)
+    assert record.take_lock(lock, 1.0)
     job = cluster.submit(
         "date +%s.%N; echo rank $SKYPILOT_NODE_RANK; echo $SKYPILOT_NODE_IPS", setup="date +%s.%N", num_nodes=4
     )
@@ -231,6 +251,13 @@ def test_everything_through_the_program(home: Path) -> None:
     for ask in (broken.cluster, lambda: broken.follow(1, got.append)):
         with pytest.raises(AtollError, match=r"the head of cluster train.* can't be reached: no route"):
             ask()
+    ends = ProgramControl(lambda operation: ["sh", "-c", "echo This account is not available.; exit 1"], "train", "h1")
+    for ask in (ends.cluster, lambda: ends.follow(1, got.append), lambda: ends.pack(["x"], io.BytesIO())):
+        with pytest.raises(AtollError, match=r"train \(h1\): a login there ended .* printed 'This account is"):
+            ask()
+    odd = ProgramControl(lambda operation: ["sh", "-c", marked("cat >/dev/null; echo 17 files")], "train", "h1")
+    with pytest.raises(AtollError, match=r"^the head of cluster train \(h1\): its answer can't be read: '17 files'$"):
+        odd.queue()
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -280,19 +307,41 @@ def test_a_log_that_was_removed(home: Path) -> None:
     assert cluster.follow(job, tail=3) == (SUCCEEDED, gone)
 
 
-def test_a_supervisor_that_is_stopped_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_is_stopped_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(control, "_END_S", 0.3)
     cluster = LocalCluster.make(home)
     job = cluster.submit("echo going; sleep 300")
     cluster.wait_for(job, "going")
     pid = cluster.supervisor_pid()
     stop(pid)
+    said = ""
+
+    def told(line: str) -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return line in said
+
+    followers = [
+        threading.Thread(target=each.follow, args=(job, lambda data: None))
+        for each in (cluster.control, program_control())
+    ]
+    for follower in followers:
+        follower.start()
     try:
+        line = f"nothing is heard of job {job}: its supervisor, process {pid}, is stopped: kill -CONT {pid}\n"
+        until(lambda: told(f"note: {line}"), "a word to a follower here")
+        until(lambda: told(f"note: the head of cluster train: {line}"), "a word to a follower elsewhere")
         with pytest.raises(AtollError, match=rf"its supervisor, process {pid}, is stopped: kill -CONT {pid}"):
             cluster.control.remove_nodes()
     finally:
         os.kill(pid, signal.SIGCONT)
     assert cluster.follow(job)[0] is CANCELLED
+    for follower in followers:
+        follower.join()
+    told("")
+    assert said.count("kill -CONT") == 2
     cluster.wait_until_idle()
 
 

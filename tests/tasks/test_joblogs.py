@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.tasks import logs, supervisor
+from atoll.tasks import logs, record, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, follow_log, only_rank, tail_start
 from atoll.tasks.spec import JobSpec, JobStatus
@@ -240,7 +240,7 @@ def test_a_log_that_is_read_once_has_all_that_led_to_the_status_given_with_it(tm
     log = LogFile(tmp_path / "jobs/1/run.log")
     log.write(b"begun\n")
     lock = supervisor.open_lock(tmp_path)
-    assert supervisor.take_lock(lock, 0.0)  # else its supervisor would be taken for dead
+    assert record.take_lock(lock, 0.0)  # else its supervisor would be taken for dead
 
     def ends_meanwhile(_data: bytes) -> None:
         with Store(tmp_path) as store:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -19,12 +20,17 @@ from tests.pool.conftest import NAMESPACE, SOURCE_ROOT, eventually, mode, namesp
 from tests.pool.talking import BASE_ENV, Talk
 
 import leaks
-from atoll.core.errors import ProvisionError
+from atoll.core.errors import AtollError, ProvisionError
+from atoll.pool.agent import remains as host_remains
+from atoll.pool.agent.procs import command_line
 from atoll.providers import local
 from atoll.providers.gpus import Gpu
+from atoll.tasks import remains, supervisor
+from atoll.tasks.control import LocalControl
 from atoll.tasks.nodes import LocalNodes, StartedNode
-from atoll.tasks.spec import ClusterSpec
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 from atoll.wire import frames
+from local_cluster import LocalCluster
 
 __all__ = ["mode"]
 
@@ -60,7 +66,7 @@ def started(nodes: LocalNodes, *numbers: int) -> Iterator[list[tuple[StartedNode
 
 
 def test_what_they_say_depends_on_what_can_be_had(mode: str, tmp_path: Path) -> None:
-    nodes = LocalNodes(ClusterSpec("train", num_nodes=3), tmp_path)
+    nodes = LocalNodes(ClusterSpec("train", num_nodes=3), tmp_path / "clusters" / "train")
     assert nodes.addresses == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
     assert nodes.shared_network == "machine"
     lines = nodes.open()
@@ -232,8 +238,10 @@ def _tagged(pid: int) -> bool:
 
 
 def test_a_home_that_cannot_be_made_is_a_provision_error_with_its_name(tmp_path: Path) -> None:
-    (tmp_path / "nodes").write_text("no folder")
-    nodes = LocalNodes(ClusterSpec("train", num_nodes=2), tmp_path)
+    folder = tmp_path / "clusters" / "train"
+    folder.mkdir(parents=True)
+    (folder / "nodes").write_text("no folder")
+    nodes = LocalNodes(ClusterSpec("train", num_nodes=2), folder)
     with pytest.raises(ProvisionError, match=r"Not a directory") as caught:
         nodes.start(1, 1, 0)
     assert caught.value.node == 1
@@ -260,7 +268,7 @@ from atoll.tasks.nodes import LocalNodes
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
 
-nodes = LocalNodes(ClusterSpec("train", num_nodes=2), Path(sys.argv[1]))
+nodes = LocalNodes(ClusterSpec("train", num_nodes=2), Path(sys.argv[1], "clusters", "train"))
 for line in nodes.open():
     print("note", line)
 started = [nodes.start(1, number, 0) for number in (0, 1)]
@@ -317,6 +325,113 @@ def test_nothing_outlives_the_driver(mode: str, tmp_path: Path, number: int) -> 
         eventually(lambda: not list(tmp_path.glob("atoll-*")), "their temporary files gone")
 
 
+@contextlib.contextmanager
+def frozen(home: Path, name: str = "train") -> Iterator[list[int]]:
+    """What a supervisor of a local cluster left that was killed when its agents, and what holds them, were stopped."""
+    cluster = LocalCluster.make(home, name)
+    job = cluster.submit("setsid sleep 304 & echo up; exec sleep 304")
+    cluster.wait_for(job, "up")
+    below = eventually(lambda: len(found := cluster_processes(cluster)) >= 3 and found, "all of it runs")
+    for pid in below:
+        if "sleep" not in command_line(pid).decode():
+            os.kill(pid, signal.SIGSTOP)
+    os.kill(supervisor.pid_of(cluster.folder), signal.SIGKILL)
+    eventually(lambda: not supervisor.is_running(cluster.folder), "its supervisor is gone")
+    try:
+        time.sleep(0.2)
+        assert all(map(leaks.is_running, below)), "nothing of it ends by itself"
+        yield below
+    finally:
+        for pid in filter(leaks.is_running, below):
+            os.kill(pid, signal.SIGKILL)
+
+
+def cluster_processes(cluster: LocalCluster) -> list[int]:
+    """Its agents, and what comes before and after them."""
+    needle = f"ATOLL_OWNER={remains.owner_of(cluster.folder)}.".encode()
+    found = []
+    for pid in leaks.descendants():
+        with contextlib.suppress(OSError):
+            if needle in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("how", ["queue", "down", "next", "made anew"])
+def test_what_is_stopped_ends_at_the_latest_before_the_next_job(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
+    with frozen(tmp_path) as below:
+        cluster = LocalCluster(tmp_path / "clusters/train", LocalControl(tmp_path / "clusters/train"))
+        if how == "queue":
+            assert cluster.control.job(1).status is JobStatus.FAILED_DRIVER
+        elif how == "down":
+            assert cluster.control.remove_nodes() == []
+        elif how == "next":
+            assert cluster.run("echo next")[0] is JobStatus.SUCCEEDED
+        else:
+            shutil.rmtree(cluster.folder)
+            cluster = LocalCluster.make(tmp_path)
+            assert cluster.run("echo next")[0] is JobStatus.SUCCEEDED
+        assert not any(map(leaks.is_running, below))
+        cluster.wait_until_idle()
+
+
+def test_only_what_is_this_clusters_of_this_home_and_machine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, copy = tmp_path / "home", tmp_path / "copy"
+    monkeypatch.setenv("ATOLL_HOME", str(home))
+    with frozen(home, "train") as below:
+        shutil.copytree(home, copy, ignore=shutil.ignore_patterns("wake", "nodes"))
+        assert (copy / "id").read_text() == (home / "id").read_text() != ""
+        others = [home / "clusters/train2", home / "clusters/trai", copy / "clusters/train"]
+        for other in others:
+            assert remains.end_here(other) == []
+        with monkeypatch.context() as elsewhere:  # which shares the folder
+            elsewhere.setattr(os, "uname", lambda: types.SimpleNamespace(nodename="elsewhere"))
+            assert remains.end_here(home / "clusters/train") == []
+        with monkeypatch.context() as another:
+            another.setattr(os, "getuid", lambda: 12345)
+            assert remains.end_here(home / "clusters/train") == []
+        # One that only looks like it, and one with the pid of another life.
+        owner = remains.owner_of(home / "clusters/train")
+        strange = subprocess.Popen(
+            ["sleep", "305"], env={"ATOLL_OWNER": f"{owner}0.x", "NOT_ATOLL_OWNER": f"{owner}.x"}
+        )
+        below.append(strange.pid)
+        assert host_remains.end(f"{owner}.ffffffff") == []
+        assert all(map(leaks.is_running, below))
+        host_remains.end(owner, but=owner)
+        assert all(map(leaks.is_running, below))
+        assert remains.end_here(home / "clusters/train") == []
+        assert [pid for pid in below if leaks.is_running(pid)] == [strange.pid]
+        strange.kill()
+        strange.wait()
+
+
+def test_what_cannot_be_ended_is_named_and_the_cluster_is_not_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uninterruptible sleep can't be had at will: signals that do nothing stand for it."""
+    monkeypatch.setattr(host_remains, "_KILL_S", 0.3)
+    cluster = LocalCluster.make(tmp_path)
+    owner = remains.owner_of(cluster.folder)
+    left = subprocess.Popen(["sleep", "306"], env={"ATOLL_OWNER": f"{owner}.x.y"})
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    named = rf"process {left.pid} \(sleep 306\) on {os.uname().nodename}"
+    with pytest.raises(AtollError, match=f"cluster train: not even SIGKILL ends {named}"):
+        cluster.control.remove_nodes()
+    assert cluster.control.cluster().status is ClusterStatus.UP
+    nodes = LocalNodes(ClusterSpec("train"), cluster.folder)
+    with pytest.raises(ProvisionError, match=f"not even SIGKILL ends what an earlier job left: {named}"):
+        nodes.open()
+    monkeypatch.undo()
+    assert cluster.control.remove_nodes() == []
+    assert left.wait(5) == -signal.SIGKILL
+
+
 NOBODY = ("setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups")
 # Everybody may use /dev/net/tun on the usual machine; some keep it to root.
 TUN = "mount -t tmpfs none /dev/net && mknod -m 666 /dev/net/tun c 10 200 && exec"
@@ -371,6 +486,7 @@ ip -brief link show tap0 2>&1
         assert "note" not in said
     else:
         assert "note nodes share ports with this machine" in said
-    proofs = sorted(path.read_text().strip() for path in public.glob("nodes/*/home/proof"))
-    assert proofs == [str(public / "nodes" / str(number) / "home") for number in (0, 1)]
+    nodes = public / "clusters" / "train" / "nodes"
+    proofs = sorted(path.read_text().strip() for path in nodes.glob("*/home/proof"))
+    assert proofs == [str(nodes / str(number) / "home") for number in (0, 1)]
     assert not list(public.glob("atoll-*"))

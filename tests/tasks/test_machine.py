@@ -363,6 +363,15 @@ def test_restarts_are_counted_by_what_they_answer_and_wait_longer_each_time() ->
     assert hand.outcome == (JobStatus.FAILED, "rank 0 on head exited with code 1 (it had been restarted 7 times)", 1)
 
 
+def test_restarts_may_go_on_for_weeks() -> None:
+    hand = running(1, Restarts(on_exit_codes=(42,)))
+    for _ in range(1100):  # 2.0 ** 1024 is too much for a number
+        hand.end(0, 42)
+        hand.tick()
+        hand.up(0)
+    assert hand.machine.status is JobStatus.RUNNING
+
+
 def test_lost_nodes_are_endured_so_often() -> None:
     hand = running(2, Restarts(on_lost_nodes=2))
     for _ in range(2):

@@ -400,6 +400,63 @@ def test_agents_of_a_supervisor_that_is_no_more_end_before_the_next_ones_start(b
     nothing_runs_on(*bed.hosts)
 
 
+def stopped(*hosts: Host) -> None:
+    """Stop, and leave so, what the user runs on hosts, but not what was started by a job."""
+    for host in hosts:
+        for pid in host.pids():
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"atoll.pool.agent" in line and not line.startswith(b"sshd"):
+                    os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("supervised", SUPERVISED)
+def test_agents_that_are_stopped_end_with_their_job_at_down_and_before_the_next_job(
+    bed: Testbed, supervised: str
+) -> None:
+    head, other = bed.hosts
+    state = Path(os.environ["ATOLL_HOME"])
+    if supervised != "here":
+        trust(bed)
+        state = bed.folder / "home" / "sky" / ".atoll"
+    declare("lab", ["h1", "h2"], grace_s=90)
+    job = "pgrep -cfx 'sleep 1000'; echo up; setsid sleep 1000 & exec sleep 1000"
+    words = ("launch", "-d", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", job)
+
+    def begin() -> None:
+        atoll(*words)
+        eventually(lambda: "rank=1" in atoll("logs", "c", "--no-follow", code=101), "it runs", 60)
+        assert re.findall(r"rank=\d, .*\) (\d+)\n", atoll("logs", "c", "--no-follow", code=101)) == ["0", "0"]
+        stopped(other)
+        time.sleep(1)
+
+    def kill_supervisor() -> None:
+        lock = state / "clusters/c/supervisor.lock"
+        if supervised == "here":
+            os.kill(int(lock.read_text()), signal.SIGKILL)
+        else:
+            head.run("kill -9 $(cat /home/sky/.atoll/clusters/c/supervisor.lock)")
+
+    begin()
+    atoll("cancel", "c", "-a", "-y")
+    nothing_runs_on(other)
+    begin()
+    kill_supervisor()
+    assert "FAILED_DRIVER" in atoll("queue", "c")
+    nothing_runs_on(other)
+    begin()
+    kill_supervisor()
+    assert "Cluster c is down" in atoll("down", "c", "-y")
+    assert other.command_lines() == []
+    begin()
+    kill_supervisor()
+    for folder in {state, Path(os.environ["ATOLL_HOME"])}:
+        shutil.rmtree(folder / "clusters")
+    begin()  # beside nothing, in a cluster that was made anew
+    atoll("down", "c", "-y")
+    nothing_runs_on(*bed.hosts)
+
+
 def test_what_is_said_names_the_cause_and_what_helps(bed: Testbed, tmp_path: Path) -> None:
     declare("lab", ["h1", "h2"])
     words = ("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "echo well > ~/made-$SKYPILOT_NODE_RANK")

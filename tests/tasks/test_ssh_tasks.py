@@ -76,7 +76,7 @@ def questions(bed: Testbed) -> Path:
     """A file that gets the name of a host whenever it is asked about itself from here."""
     asked, ssh = bed.folder / "asked", bed.folder / "bin" / "ssh"
     asked.touch()
-    log = f'case "$*" in *"-- h1 "*atoll-facts*) echo h1 >> {asked};; *"-- h2 "*atoll-facts*) echo h2 >> {asked};; esac'
+    log = f'case "$*" in *"-- h1 "*nvidia-smi*) echo h1 >> {asked};; *"-- h2 "*nvidia-smi*) echo h2 >> {asked};; esac'
     ssh.write_text(ssh.read_text().replace("exec ", f"{log}\nexec ", 1))
     return asked
 
@@ -160,6 +160,19 @@ def test_a_supervisor_with_a_job_does_not_move(lab: Testbed) -> None:
     atoll("down", "c")
 
 
+def test_a_head_that_can_log_in_no_more_is_told_of_once(lab: Testbed) -> None:
+    trust(lab)
+    two = ["launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "true"]
+    atoll(*two)
+    (lab.folder / "home" / "sky" / ".ssh" / "known_hosts").unlink()
+    said = atoll(*two, code=100)  # it could a moment ago, so nobody looked again
+    assert "its host key is not known" in said
+    assert "`ssh sky@10.77.0.12` once" in said
+    assert "to be typed on h1" in said
+    assert "the supervisor runs on this machine, because h1 can't log in to sky@10.77.0.12" in atoll(*two)
+    atoll("down", "c")
+
+
 def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
     task = tmp_path / "task.yaml"
     task.write_text(
@@ -171,6 +184,11 @@ def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
     assert ") /home/sky/mine" in said
     assert "0 of 0 MB" not in said
     atoll("down", "m")
+    task.write_text(f"file_mounts: {{~/mine/in/file: {task}}}\nrun: 'true'\n")
+    lab.hosts[0].run("touch /home/sky/mine/in", user="sky")
+    assert "/home/sky/mine/in" in atoll("launch", "-c", "n", "--infra", "ssh/lab", str(task), code=100)
+    assert "no cluster 'n'" in atoll("logs", "n", code=102)
+    assert lab.hosts[0].run("ls /home/sky/.atoll/clusters") == "m\n"
 
 
 # The quick half of the two begins on the only host and is taken over from here when it grows.
@@ -183,7 +201,8 @@ def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None
     (work / "gone").touch()
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "file").write_text("mounted\n")
-    either.hosts[0].run("echo 'export FROM_BASHRC=seen' >> /home/sky/.bashrc; chown sky:sky /home/sky/.bashrc")
+    start_file = either.folder / "home" / "sky" / ".bashrc"  # nothing that it prints is in anybody's way
+    start_file.write_text("echo welcome; echo oops >&2; printf 'no end of line: '; export FROM_BASHRC=seen\n")
     task = tmp_path / "task.yaml"
     task.write_text(
         "workdir: work\nfile_mounts: {~/extra: extra, /tmp/one: extra/file}\n"
@@ -212,11 +231,16 @@ def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None
     assert "gone\n" not in said
     assert "made.txt\n" in said  # what a job made stays
     assert ") h2\n" in atoll("exec", "c", "--num-nodes", "2", "hostname")
-    assert atoll("ssh", "c/worker1", "--", "hostname") == "h2\n"
+    assert atoll("ssh", "c/worker1", "--", "hostname").endswith(": h2\noops\n")
     atoll("cp", "c:sky_workdir/made.txt", str(tmp_path))
     assert (tmp_path / "made.txt").read_text() == "made\n"
     atoll("cp", str(tmp_path / "made.txt"), "c/worker1:brought.txt")
     assert either.hosts[1].run("cat /home/sky/brought.txt") == "made\n"
+    assert "welcome" not in atoll("logs", "c", "1", "--no-follow")
+    atoll("exec", "-d", "c", "exec sleep 1000")
+    atoll("cancel", "c", "-y", "-a")
+    atoll("autostop", "c", "-i", "60")
+    assert "UP" in atoll("status", "c", "--refresh")
     atoll("stop", "c", "-y")
     assert "atoll start c" in refused("exec", "c", "true")
     atoll("start", "c", "-y")

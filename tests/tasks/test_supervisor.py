@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -459,6 +460,35 @@ def test_cancel_at_any_moment(home: Path, after_s: float) -> None:
     assert processes_with(word) == []
 
 
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_is_in_the_way_of_the_wake_pipe_is_no_hindrance(home: Path, what: str) -> None:
+    cluster = LocalCluster.make(home)
+    wake = cluster.folder / supervisor.WAKE
+    wake.write_text("in the way") if what == "file" else (wake / "in").mkdir(parents=True)
+    assert cluster.run("echo ran")[0] is SUCCEEDED
+    cluster.wait_until_idle()
+    assert wake.is_fifo() == (what == "file")
+    assert supervisor.said_last(cluster.folder) == ""
+
+
+def test_a_job_that_no_supervisor_survives_is_given_up(home: Path) -> None:
+    """Its description is not what a client writes, and not what the supervisor expects."""
+    cluster = LocalCluster.make(home)
+    specs: list[dict[str, Any]] = [{"timeout_s": "soon"}, {"owner_pid": -1}]
+    with Store(cluster.folder) as store:
+        harmful, unwatched = [
+            store.add(JobSpec(run="echo never", **spec), task_id_for=str, user="ada") for spec in specs
+        ]
+    status, log = cluster.follow(harmful)
+    assert status is JobStatus.FAILED_DRIVER
+    assert "its supervisor ended 2 times before it had begun the job: TypeError: unsupported operand" in log
+    assert f"{cluster.folder / supervisor.LOG}; once the cause is gone, submit the job again.\n" in log
+    assert (cluster.folder / supervisor.LOG).read_text().count("-- supervisor started") == 2
+    assert "that started it, -1, can't be watched: [Errno 22]" in cluster.control.job(unwatched).reason
+    assert cluster.run("echo next")[0] is SUCCEEDED
+    assert not list(cluster.folder.glob("supervisor.starts"))
+
+
 def test_a_node_that_can_not_start(home: Path) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
     (cluster.folder / "nodes").mkdir()
@@ -553,6 +583,24 @@ def test_jobs_that_fix_a_port_take_turns_on_one_network(home: Path, monkeypatch:
     assert second.run("echo others go on", ports=(8007,))[0] is SUCCEEDED
     first.control.cancel([holder])
     assert second.follow(waiting)[0] is SUCCEEDED
+
+
+def test_a_port_that_can_not_be_locked_fails_its_job_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_NETWORK_NAMESPACE", "0")
+    cluster = LocalCluster.make(home)
+    (home / "ports").write_text("in the way")
+    going = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done")
+    cluster.wait_for(going, "going")
+    job = cluster.submit("echo never", ports=(8008,))
+    assert cluster.follow(job)[0] is JobStatus.FAILED_DRIVER
+    why = rf"the lock of port 8008 can't be taken: .*{home}/ports/machine'. Move {home}/ports away while no job runs"
+    assert re.match(why, cluster.control.job(job).reason)
+    (home / "ports").unlink()
+    (home / "ports/machine/8009.lock").mkdir(parents=True)
+    assert cluster.run("echo never", ports=(8008, 8009))[0] is JobStatus.FAILED_DRIVER
+    assert cluster.run("echo the first of them is free", ports=(8008,))[0] is SUCCEEDED
+    (cluster.folder / "nodes/0/home/sky_workdir/go").touch()
+    assert cluster.follow(going)[0] is SUCCEEDED
 
 
 def test_a_pending_job_is_cancelled_at_once(home: Path) -> None:

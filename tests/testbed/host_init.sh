@@ -36,8 +36,10 @@ echo 'sky:*:19000:0:99999:7:::' >> "$root/etc/shadow"
 rm -f "$root"/etc/ssh/ssh_host_*
 cp "$folder/keys/$name"/ssh_host_ed25519_key* "$root/etc/ssh/"
 cp "$folder/authorized_keys" "$root/etc/ssh/authorized_keys"
+# As distributions have it: a program that the user's shell starts, behind what that prints.
+sftp=$(ls /usr/lib{,exec,64}/{openssh,ssh}/sftp-server 2>/dev/null | head -n 1)
 printf '%s\n' 'Port 22' 'ListenAddress 0.0.0.0' 'HostKey /etc/ssh/ssh_host_ed25519_key' 'PasswordAuthentication no' \
-    'UsePAM no' 'UseDNS no' 'AuthorizedKeysFile /etc/ssh/authorized_keys' 'Subsystem sftp internal-sftp' \
+    'UsePAM no' 'UseDNS no' 'AuthorizedKeysFile /etc/ssh/authorized_keys' "Subsystem sftp $sftp" \
     'MaxStartups 100:30:200' 'MaxSessions 100' > "$root/etc/ssh/sshd_config"
 mkdir -p "$root/run/sshd" "$root/oldroot"
 cd "$root"

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -16,6 +16,7 @@ from atoll.core.errors import AtollError
 from atoll.tasks.spec import EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
+    from atoll.tasks.lifecycle import Say
     from atoll.tasks.rows import JobRow
 
 T = TypeVar("T")
@@ -85,7 +86,8 @@ def status(
         for line in each.notes:
             print(f"{each.name}: {line}")
     for name, error in damaged.items():
-        shown.note(f"atoll: cluster {name}: {error}. `atoll down --purge {name}` removes it, whatever is damaged")
+        then = "" if "down --purge" in str(error) else f". `atoll down --purge {name}` removes it, whatever is damaged"
+        shown.note(f"atoll: cluster {name}: {error}{then}")
     if damaged and names:
         raise typer.Exit(EXIT_FAILED)
     problems.exit()
@@ -161,7 +163,7 @@ def queue(
     problems = _Problems()
     wanted = _named(names, problems) if names else [each.name for each in api.status(on_error=problems.of)]
     found: dict[str, list[JobRow]] = {}
-    for name, answer in _at_once(wanted, lambda name: api.queue(name, skip_finished=skip_finished)):
+    for name, answer in _at_once(wanted, lambda name, _: api.queue(name, skip_finished=skip_finished)):
         with problems.told(name):
             found[name] = answer()
     if as_json:
@@ -194,7 +196,7 @@ def logs(
     name: Name,
     job_id: Annotated[int | None, typer.Argument(metavar="JOB", help="A job's number; the newest by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Wait for what is still to come.")] = True,
-    tail: Annotated[int, typer.Option(min=0, help="Only the last lines; 0 for all.", metavar="N")] = 0,
+    tail: Annotated[int, typer.Option(min=0, max=10**9, help="Only the last lines; 0 for all.", metavar="N")] = 0,
     rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank wrote.", metavar="R")] = None,
     only_status: Annotated[bool, typer.Option("--status", help="Only where it stands, as exit code too.")] = False,
     sync_down: Annotated[bool, typer.Option("--sync-down", "-s", help="Copy the log files here instead.")] = False,
@@ -277,7 +279,10 @@ def stop(names: Names = None, everything: All = False, yes: Yes = False, output:
     """
     from atoll.tasks import lifecycle
 
-    _each(names, everything, output, lifecycle.stop, "stopped; `atoll start {name}` takes it up again", up_only=True)
+    def halt(name: str, say: Say) -> list[int]:
+        return lifecycle.stop(name, on_line=say)
+
+    _each(names, everything, output, halt, "stopped; `atoll start {name}` takes it up again", up_only=True)
 
 
 def start(names: Names = None, everything: All = False, yes: Yes = False, output: shown.Output = "table") -> None:
@@ -288,8 +293,8 @@ def start(names: Names = None, everything: All = False, yes: Yes = False, output
     """
     from atoll.tasks import lifecycle
 
-    def take_up(name: str) -> list[int]:
-        lifecycle.start(name)
+    def take_up(name: str, say: Say) -> list[int]:
+        lifecycle.start(name, on_line=say)
         return []
 
     _each(names, everything, output, take_up, "up; `atoll exec {name} TASK` runs on it")
@@ -311,24 +316,28 @@ def down(
     """
     from atoll.tasks import lifecycle
 
+    def take_down(name: str, say: Say) -> list[int]:
+        if purge:
+            return lifecycle.purge(name, lambda line: shown.note(f"atoll: {line}"), on_line=say)
+        return lifecycle.down(name, on_line=say)
+
     if purge:
-        act = functools.partial(lifecycle.purge, say=lambda line: shown.note(f"atoll: {line}"))
-        _each(names, everything, output, act, "down and forgotten", find=lifecycle.left)
+        _each(names, everything, output, take_down, "down and forgotten", find=lifecycle.left)
     else:
-        _each(names, everything, output, lifecycle.down, "down; its jobs' logs are kept (atoll logs {name})")
+        _each(names, everything, output, take_down, "down; its jobs' logs are kept (atoll logs {name})")
 
 
 def _each(
     names: list[str] | None,
     everything: bool,
     output: str,
-    act: Callable[[str], list[int]],
+    act: Callable[[str, Say], list[int]],
     said: str,
     *,
     up_only: bool = False,
     find: Callable[[Sequence[str]], list[str]] | None = None,
 ) -> None:
-    """Do something to clusters one by one, and say so; ``act`` gives the jobs that it ended.
+    """Do something to clusters, and say so; ``act`` gives the jobs that it ended, and says whom it waits for.
 
     What one of them is refused, or is not there, stops none of the others.
     """
@@ -363,13 +372,32 @@ def _each(
     problems.exit()
 
 
-def _at_once(names: Sequence[str], act: Callable[[str], T]) -> Iterator[tuple[str, Callable[[], T]]]:
-    """Do something with several clusters at the same time; each name, and what waits for its answer or raises."""
-    if len(names) == 1:  # Ctrl-C reaches what this thread does
-        yield names[0], functools.partial(act, names[0])
+class _HasToWait(Exception):
+    """Another command has the cluster."""
+
+
+def _at_once(names: Sequence[str], act: Callable[[str, Say], T]) -> Iterator[tuple[str, Callable[[], T]]]:
+    """Do something with several clusters at the same time; each name, and what waits for its answer or raises.
+
+    Only this thread waits for other commands: Ctrl-C reaches no other.
+    """
+    if len(names) == 1:
+        yield names[0], functools.partial(act, names[0], shown.note)
         return
+
+    def tell(line: str) -> None:
+        shown.note(line)
+        raise _HasToWait
+
+    def answer(name: str, begun: Future[T]) -> T:
+        try:
+            return begun.result()
+        except _HasToWait:
+            return act(name, lambda line: None)
+
     with ThreadPoolExecutor(max(1, len(names))) as threads:
-        yield from [(name, threads.submit(act, name).result) for name in names]
+        begun = [threads.submit(act, name, tell) for name in names]
+        yield from [(name, functools.partial(answer, name, each)) for name, each in zip(names, begun, strict=True)]
 
 
 def _named(
@@ -434,7 +462,7 @@ def autostop(
 
     minutes = -1 if never else idle
 
-    def set_it(name: str) -> list[int]:
+    def set_it(name: str, _say: Say) -> list[int]:
         api.autostop(name, minutes, down=down)
         return []
 

@@ -90,7 +90,7 @@ def cp(
     spec, number = _node(f"{cluster}/{node}")
     if spec.hosts:
         target = _target(spec, number)
-        options = ["-S", shutil.which("ssh") or "ssh", *("-P" if each == "-p" else each for each in target.options)]
+        options = ["-P" if each == "-p" else each for each in target.options]
         path = _on_host(spec, number, path)
         if there:
             made = Path(dest, os.path.basename(path.rstrip("/"))) if Path(dest).is_dir() else Path(dest)
@@ -172,9 +172,13 @@ def _copy(source: Path, dest: Path, said: str, *, into: bool = False) -> str:
 
 def _secure_copy(arguments: Sequence[str], source: str, dest: str, made: Path) -> str:
     """Copy with scp, of which ``made`` is the end on this machine; says what was copied."""
+    from atoll.providers.ssh.scp import quiet_ssh
+
     if made == Path(source) and not made.exists():
         raise ConfigError(f"{source}: there is no such file or folder")
-    done = subprocess.run(["scp", "-r", "-p", *arguments], stderr=subprocess.PIPE, text=True, errors="replace")
+    with quiet_ssh() as program:
+        command = ["scp", "-r", "-p", "-S", program, *arguments]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         said = [line for line in lines if line.startswith("scp: ") and "Connection closed" not in line] or lines

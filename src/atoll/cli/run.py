@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _RUN_NAME = re.compile(r"run-[0-9a-f]{6}")
+_MOST_RANKS = 4096  # of a node
+_MOST_DIGITS = 18
 _NUM_KEPT = 20  # runs that have ended, whose logs are kept
 
 
@@ -148,7 +150,7 @@ def run(
 # ------------------------------------------------------------------------------------------------- what was asked
 def _num_nodes(text: str) -> int:
     least, colon, most = text.partition(":")
-    if not least.isdigit() or int(least) < 1 or (colon and (not most.isdigit() or int(most) < int(least))):
+    if not _is_number(least) or int(least) < 1 or (colon and (not _is_number(most) or int(most) < int(least))):
         raise typer.BadParameter(f"--nodes {text}: expected a number, 1 or more")
     if colon and most != least:
         shown.note(f"atoll: --nodes {text}: a run has a fixed size here, {most} nodes are used")
@@ -165,8 +167,10 @@ def _num_processes(text: str, num_gpus: int, infra: str) -> int:
             simulated = ", or --gpus L4:2 to simulate two" if infra == "local" else ""
             raise typer.BadParameter(f"--nproc-per-node gpu: {infra} has no GPU; give a number{simulated}")
         return num_gpus
-    if not text.isdigit() or int(text) < 1:
-        raise typer.BadParameter(f"--nproc-per-node {text}: expected a number, gpu, auto, or cpu on local nodes")
+    if not _is_number(text) or not 0 < int(text) <= _MOST_RANKS:
+        raise typer.BadParameter(
+            f"--nproc-per-node {text}: expected a number up to {_MOST_RANKS}, gpu, auto, or cpu on local nodes"
+        )
     return int(text)
 
 
@@ -174,9 +178,14 @@ def _local_ranks(text: str | None, num_processes: int) -> frozenset[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) < num_processes for word in words):
+    if not all(_is_number(word) and int(word) < num_processes for word in words):
         raise typer.BadParameter(f"--local-ranks-filter {text}: expected numbers from 0 to {num_processes - 1}, as 0,1")
     return frozenset(map(int, words))
+
+
+def _is_number(text: str) -> bool:
+    """Is it one that Python reads, too? Not the digits of other scripts, not thousands of them."""
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 def _variables(env: Sequence[str] | None, secret: Sequence[str] | None) -> tuple[dict[str, str], dict[str, str]]:
@@ -365,7 +374,7 @@ def _run(
         return code
     finally:
         with contextlib.suppress(AtollError):
-            lifecycle.down(cluster.name)
+            lifecycle.down(cluster.name, on_line=_say)
         _forget_old_runs()
 
 
@@ -373,7 +382,7 @@ def _submit(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], wor
     from atoll.tasks import clusters
     from atoll.tasks.jobs import Job
 
-    with clusters.locked(cluster.name):
+    with clusters.locked(cluster.name, "run", _say):
         cluster = clusters.make_ready(cluster, _say, from_here=True)
         clusters.save(cluster)
         if cluster.hosts:
@@ -411,4 +420,4 @@ def _forget_old_runs() -> None:
                 ended.append((cluster.created_s, name))
     for _, name in sorted(ended)[:-_NUM_KEPT]:
         with contextlib.suppress(FileNotFoundError):  # another run was faster
-            lifecycle.forget(name)
+            lifecycle.forget(name, on_line=_say)

@@ -29,6 +29,7 @@ _BAD = re.compile(r"^(?:✗|ERROR:).*$".encode(), re.M)
 _CYAN, _GREEN, _RED, _DIM = "36", "32", "31", "2"
 _LEAST_SHOWN = 20  # characters of a table's last column, however narrow the terminal is
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
+_SILENT_S = 4.0  # a job that waits longer without news is followed: that tells why nothing happens
 
 
 def as_json(output: str) -> bool:
@@ -183,8 +184,9 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
 
 
 def _await_start(job: Job, stream: IO[str], fresh: bool) -> int:
-    """Show what a job waits for until it starts; returns how many bytes of its log were shown."""
+    """Show what a job waits for until it starts, or waits in silence; returns how many bytes of its log were shown."""
     seen, pause_s, begins = 0, 0.005, False
+    silent_since = time.monotonic()
     if not fresh and job.status not in _WAITING:
         return 0
     while True:
@@ -196,14 +198,16 @@ def _await_start(job: Job, stream: IO[str], fresh: bool) -> int:
                 break
             begins = line.startswith(_BEGIN)
             seen += len(line)
+            silent_since = time.monotonic()
             print(paint("├──", _DIM, stream), line.decode(errors="replace"), end="", file=stream, flush=True)
-        if status not in _WAITING:
+        if status not in _WAITING or time.monotonic() - silent_since > _SILENT_S:
             break
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.25)
     if seen and (not status.ended or job.row().started_s is not None):
         how = paint("(Ctrl-C to exit log streaming; job will not be killed)", _DIM, stream)
-        print(f"{paint('└──', _DIM, stream)} Job started. Streaming logs... {how}", file=stream, flush=True)
+        started = "" if status in _WAITING else "Job started. "
+        print(f"{paint('└──', _DIM, stream)} {started}Streaming logs... {how}", file=stream, flush=True)
     return seen
 
 

@@ -19,6 +19,7 @@ from atoll.providers.ssh import bundle
 from atoll.providers.ssh.connection import Connection, connections, on_each
 from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.output import parsed_object, skip_login_text
 
 _BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.pool.preflight import main; main(sys.argv[1:])"
 _ANSWER_S = 60.0  # with the start of a Python from a cold or shared disk
@@ -77,13 +78,11 @@ class _Host:
 
     def ask(self, operation: str, *, limit_s: float = _ANSWER_S, **arguments: Any) -> dict[str, Any]:
         answer = self.connection.run(self.command(operation, arguments), limit_s=limit_s)
-        try:
-            said: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-        except (ValueError, IndexError):
+        if answer.returncode != 0:
             lines = answer.stderr.decode(errors="replace").strip().splitlines()
             last = lines[-1] if lines else f"exit code {answer.returncode}"
-            raise ProvisionError(f"{self.plan.host}: the preflight failed there: {last}") from None
-        return said
+            raise ProvisionError(f"{self.plan.host}: the preflight failed there: {last}")
+        return parsed_object(self.plan.host, answer.stdout)
 
 
 def _together(hosts: Sequence[_Host], findings: list[Finding], say: Callable[[str], object]) -> tuple[str, str]:
@@ -112,7 +111,8 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
     server = head.connection.open(head.command("listen", wish), subprocess.PIPE)
     assert server.stdout is not None
     try:
-        port = json.loads(server.stdout.readline() or b"{}").get("port", 0)
+        skip_login_text(server.stdout)
+        port = parsed_object(head.plan.host, server.stdout.readline() or b"{}").get("port", 0)
         if not port:
             return [Finding(head.plan.host, "could not listen on any TCP port", True)], []
         asked = [
@@ -126,7 +126,8 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
                 peer = head.plan
                 findings.append(unreachable(host.plan.host, peer.host, peer.addr, port, host.plan.addr, said["error"]))
         if not findings:
-            interfaces[0] = json.loads(server.stdout.readline() or b"{}").get("interface", "")
+            own = parsed_object(head.plan.host, server.stdout.readline() or b"{}")
+            interfaces[0] = own.get("interface", "")
         return findings, interfaces
     finally:
         server.kill()
@@ -171,6 +172,14 @@ def remember(what: str, plans: Sequence[RemotePlan]) -> None:
     """These hosts have passed a check."""
     passed = {**_passed(), _key(what, plans): time.time()}
     write_atomic(atoll_home() / _PASSED, json.dumps(passed).encode())
+
+
+def forget(what: str) -> None:
+    """Whoever has passed this check is looked at again: something of the kind has failed since."""
+    passed = _passed()
+    left = {key: when_s for key, when_s in passed.items() if json.loads(key)[0] != what}
+    if len(left) < len(passed):
+        write_atomic(atoll_home() / _PASSED, json.dumps(left).encode())
 
 
 def _passed() -> dict[str, float]:

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -102,11 +102,14 @@ class Local:
             planned.append(NodePlan(node, f"127.0.0.{node % 254 + 1}", ranks, name if num else None, num, env))
         return Plan(self.name, tuple(planned), simulated, any(shares), lines)
 
-    def start(self, node: NodePlan, agent: Sequence[str]) -> LocalNode:
-        """Start the node's agent; its channel is one end of a socket pair, so nothing listens anywhere."""
+    def start(self, node: NodePlan, agent: Sequence[str], env: Mapping[str, str] | None = None) -> LocalNode:
+        """Start the node's agent; its channel is one end of a socket pair, so nothing listens anywhere.
+
+        ``env`` are more variables for the agent itself.
+        """
         ours, theirs = socket.socketpair()
         pidfd = os.pidfd_open(os.getpid())
-        env = {name: os.environ[name] for name in _AGENT_ENV if name in os.environ}
+        env = {**{name: os.environ[name] for name in _AGENT_ENV if name in os.environ}, **(env or {})}
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
             failed.callback(ours.close)
             given.callback(theirs.close)

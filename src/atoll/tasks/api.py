@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from atoll.core.errors import AtollError, UsageError
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job, find_job
-from atoll.tasks.launches import Options, Say, silent, start_jobs
+from atoll.tasks.launches import Options, start_jobs
+from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from atoll.tasks.rows import JobRow
 
 LOCK = "launch.lock"
+_SILENT_S = 1.0  # most commands are done with a cluster sooner
 _LEFT_S = 60.0  # a record that is being written takes milliseconds
 # Fields that `decide` may change of a cluster that is there.
 _DECIDED = (
@@ -166,32 +167,90 @@ def save(spec: ClusterSpec, have: ClusterSpec | None = None) -> None:
 
 
 @contextlib.contextmanager
-def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """One launch at a time changes a cluster and copies to its nodes; ``waiting`` is called if another one does.
+def locked(name: str, what: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """One process at a time changes a cluster and copies to its nodes; this one waits for it.
+
+    Args:
+        name: of the cluster.
+        what: is done, in a word: others that wait are told.
+        say: is told whom this waits for, once that has taken a second. Raising ends the wait.
 
     Yields:
         the cluster's folder, made where it did not exist.
+
+    Raises:
+        ConfigError: it is somebody else's, or damaged.
     """
     folder = folder_of(name)
     record.check_owner(folder)
-    descriptor = _open_lock(folder)
-    try:
+    descriptor = _take_lock(folder, say)
+    assert descriptor is not None  # it was waited for
+    with _held(descriptor, folder, what):
+        yield folder
+
+
+@contextlib.contextmanager
+def locked_if_free(name: str, what: str) -> Iterator[bool]:
+    """``locked`` for whoever only looks and never waits; yields whether it is."""
+    folder = folder_of(name)
+    record.check_owner(folder)
+    descriptor = _take_lock(folder, None)
+    if descriptor is None:
+        yield False
+        return
+    with _held(descriptor, folder, what):
+        yield True
+
+
+def _take_lock(folder: Path, say: Callable[[str], None] | None) -> int | None:
+    """A descriptor that holds a cluster's lock; None where somebody has it and nobody is to be told."""
+    while True:
+        descriptor = _open_lock(folder)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        while os.fstat(descriptor).st_nlink == 0:  # who had it before us made no cluster of it
+            if not record.take_lock(descriptor, 0.0 if say is None else _SILENT_S):
+                if say is None:
+                    os.close(descriptor)
+                    return None
+                say(f"waiting for another command on cluster {folder.name}{_holder(descriptor)}")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
             os.close(descriptor)
-            descriptor = _open_lock(folder)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            raise
+        os.close(descriptor)  # who had it before us made no cluster of it
+
+
+@contextlib.contextmanager
+def _held(descriptor: int, folder: Path, what: str) -> Iterator[None]:
+    """Say in a cluster's lock who has it, and let go of it in the end."""
+    try:
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{what} {os.getpid()}".encode(), 0)
         sweep_temporary(folder / record.RECORD, _LEFT_S)
         try:
-            yield folder
+            yield
         finally:
             _remove_empty(folder)
     finally:
         os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Who has a cluster's lock, in words that follow others; nothing where that is not known."""
+    words = os.pread(descriptor, 100, 0).decode(errors="replace").split()
+    if len(words) != 2 or not all(word.isascii() and word.isalnum() for word in words):
+        return ""
+    what, pid = words
+    return f": {what}, process {pid}" + (f", which is stopped (kill -CONT {pid})" if is_stopped(pid) else "")
+
+
+def is_stopped(pid: int | str | None) -> bool:
+    """Is a process of this machine stopped by a signal or a debugger?"""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _remove_empty(folder: Path) -> None:
@@ -205,9 +264,12 @@ def _remove_empty(folder: Path) -> None:
 
 def _open_lock(folder: Path) -> int:
     while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ConfigError(f"{folder} is no folder: `atoll down --purge {folder.name}` removes it") from None
         with contextlib.suppress(FileNotFoundError):  # the folder went away just now
-            return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return record.open_lock(folder / LOCK)
 
 
 def change(cluster: ClusterSpec, **fields: Any) -> ClusterSpec:

@@ -25,18 +25,20 @@ from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
-from atoll.tasks import history, record, supervisor
-from atoll.tasks.clusters import user_name
+from atoll.tasks import history, record, remains, supervisor
+from atoll.tasks.clusters import is_stopped, user_name
 from atoll.tasks.environment import check_size, task_id, without_secrets
 from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import EXIT_NOT_FOUND, ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
-from atoll.tasks.store import NoRoom, Store, drop_secrets, put_secrets
+from atoll.tasks.store import NoRoom, Store, drop_secrets, make_folder, put_secrets
 
 Write = Callable[[bytes], None]
 
 _END_S = 30.0  # cancelled jobs end in this time
 _ALIVE_S = 1.0  # whoever follows a job looks so often whether its supervisor lives
+_IDLE_S = 15.0  # a supervisor that does nothing about a new job for so long is named
+NOTE = "note: "  # what a line on standard error begins with that is for the user while they wait
 _BROKEN = 120  # the program's exit code where it failed
 
 
@@ -69,7 +71,7 @@ class LocalControl:
 
         def begin(job_id: int) -> str:
             # Before the job can be seen: a supervisor that runs may start it at once.
-            (self._folder / "jobs" / str(job_id)).mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder, job_id)
             drop_secrets(self._folder, job_id)  # of one that could not be added
             if values:
                 put_secrets(self._folder, job_id, values)
@@ -79,7 +81,7 @@ class LocalControl:
             job_id = store.add(spec, task_id_for=begin, user=user_name())
             try:
                 supervisor.ensure(self._folder)
-            except ProvisionError:
+            except AtollError:
                 store.ask_cancel([job_id])  # nobody would ever run it
                 raise
         return job_id
@@ -173,14 +175,25 @@ class LocalControl:
         """Change fields of the record. A cluster that is stopped or taken down has its jobs cancelled first."""
         if fields.get("status", ClusterStatus.UP) != ClusterStatus.UP:
             self._end_jobs()
+            if fields["status"] == ClusterStatus.STOPPED:
+                self._end_remains()
         return record.change(self._folder, **fields)
 
-    def remove_nodes(self) -> None:
-        """Cancel the jobs, and remove the nodes' files. Logs stay."""
+    def remove_nodes(self) -> list[str]:
+        """Cancel the jobs, end what still runs of them, and remove the nodes' files. Logs stay.
+
+        Returns:
+            a line for each host on which nobody could look whether something runs.
+
+        Raises:
+            AtollError: something can't be ended.
+        """
         if not supervisor.is_running(self._folder):  # on a full disk the store can't be opened before
             remove_tree(self._folder / "nodes")
         self._end_jobs()
+        lines = self._end_remains()
         remove_tree(self._folder / "nodes")
+        return lines
 
     def end(self) -> list[int]:
         """End the jobs, whatever is wrong; a supervisor that does not end in time is killed. Returns the jobs ended.
@@ -198,7 +211,24 @@ class LocalControl:
                 f"the supervisor of cluster {self._folder.name} can't be ended, and its jobs may go on; "
                 f"{_supervisor_stands(self._folder)}"
             )
+        if self._is_up():
+            self._end_remains()
         return ended
+
+    def _is_up(self) -> bool:
+        with contextlib.suppress(AtollError, LookupError):
+            return record.load(self._folder).status is not ClusterStatus.DOWN
+        return False
+
+    def _end_remains(self) -> list[str]:
+        """End what is stopped, or hangs, of jobs that have ended."""
+        lock = supervisor.open_lock(self._folder)
+        try:
+            if not record.take_lock(lock, supervisor.PROBE_S):
+                raise AtollError(f"jobs of cluster {self._folder.name} were started just now: try again")
+            return remains.end_all(self._folder)
+        finally:
+            os.close(lock)
 
     def pack(self, names: Sequence[str], into: IO[bytes]) -> None:
         """Write a tar of files and folders in the cluster's folder."""
@@ -214,7 +244,7 @@ class LocalControl:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = supervisor.open_lock(self._folder)  # none starts meanwhile
         try:
-            if not supervisor.take_lock(lock, supervisor.PROBE_S):
+            if not record.take_lock(lock, supervisor.PROBE_S):
                 raise AtollError(f"jobs of cluster {self._folder.name} were started there just now: try again")
             num_files, aside = history.take(tar, self._folder)
         finally:
@@ -240,22 +270,27 @@ class LocalControl:
 
 def _supervisor_stands(folder: Path) -> str:
     """Why a supervisor may not do what it should, and what to do."""
+    if (stopped := _stopped(folder)) is not None:
+        return stopped
+    return f"its supervisor is process {supervisor.pid_of(folder)}, see {folder / supervisor.LOG}"
+
+
+def _stopped(folder: Path) -> str | None:
     pid = supervisor.pid_of(folder)
-    with contextlib.suppress(OSError, IndexError):
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
-            return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}"
-    return f"its supervisor is process {pid}, see {folder / supervisor.LOG}"
+    return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}" if is_stopped(pid) else None
 
 
 class _Watched:
-    """A job whose end somebody waits for."""
+    """A job whose end somebody waits for, and is told, on standard error, why nothing happens."""
 
     def __init__(self, store: Store, folder: Path, job: JobRow) -> None:
         self.job = job
         self._store = store
         self._folder = folder
         self._version = store.version()
-        self._looked = time.monotonic()
+        self._began = self._looked = time.monotonic()
+        self._hindrance: str | None = None  # as of the last look
+        self._told: str | None = None
 
     def has_ended(self) -> bool:
         now = time.monotonic()
@@ -266,7 +301,22 @@ class _Watched:
         if (version := self._store.version()) != self._version:
             self._version = version
             self.job = self._store.job(self.job.id)
+            if self._looked == now and not self.job.status.ended:
+                self._tell_hindrance(now)
         return self.job.status.ended
+
+    def _tell_hindrance(self, now: float) -> None:
+        """Say once what is found at two looks in a row: it may be over in an instant."""
+        why = _stopped(self._folder)
+        if why is None and (line := supervisor.last_line(self._folder)):
+            why = f"its supervisor says, in {self._folder / supervisor.LOG}: {line}"
+        if why is None and self.job.status is JobStatus.PENDING and not self.job.reason and now - self._began > _IDLE_S:
+            why = _supervisor_stands(self._folder)
+        if why is not None and why == self._hindrance != self._told:
+            self._told = why
+            sys.stderr.write(f"{NOTE}nothing is heard of job {self.job.id}: {why}\n")
+            sys.stderr.flush()
+        self._hindrance = why
 
 
 def _check(spec: JobSpec, cluster: ClusterSpec) -> None:

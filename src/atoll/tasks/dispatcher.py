@@ -24,12 +24,13 @@ from atoll.tasks.runner import JobRunner
 from atoll.tasks.schedule import turns
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 from atoll.tasks.store import Store
-from atoll.tasks.supervisor import PROBE_S, WAKE, take_lock
+from atoll.tasks.supervisor import PROBE_S, WAKE, settle
 from atoll.tasks.transitions import Log, SetStatus
 
 _LOOK_S = 0.05  # the store is looked at so often, should nobody wake us
 _RETRY_S = 1.0  # what could not be written is tried again
 _GIVE_UP_S = 60.0  # and given up after so long, once no job is left
+_SETTLED_S = 10.0  # what ends a supervisor that has lived for so long is not its start
 
 
 class Dispatcher:
@@ -55,6 +56,7 @@ class Dispatcher:
         self._changed = True  # look at once
         self._port_awaited = False
         self._told_to_end = False
+        self._settles_at: float | None = time.monotonic() + _SETTLED_S
         self._file = os.stat(store.path)
         self.unreachable = False  # nobody can ask for an end of the jobs that run
 
@@ -62,7 +64,8 @@ class Dispatcher:
         """Work until nothing is left to do."""
         signal.set_wakeup_fd(self._loop.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminated)
-        self._loop.watch(self._wake, self._woken)
+        if self._wake is not None:
+            self._loop.watch(self._wake, self._woken)
         try:
             while not (self._idle() and self._leave()):
                 self._loop.turn(self._timeout_s())
@@ -81,6 +84,7 @@ class Dispatcher:
         return max(0.0, min([self._look_at, *(due for due in dues if due is not None)]) - now)
 
     def _woken(self, _readable: bool, _writable: bool) -> None:
+        assert self._wake is not None
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
         self._changed = True
@@ -110,6 +114,8 @@ class Dispatcher:
         if now < self._look_at and not self._changed:
             return
         self._look_at = now + _LOOK_S
+        if self._settles_at is not None and (self._runners or now >= self._settles_at):
+            self._settle()
         if not self.unreachable and (why := self._files_gone()) is not None:
             self.unreachable = True
             self._write_log(f"{why}: ending its jobs, and leaving")
@@ -142,6 +148,10 @@ class Dispatcher:
         if pending:
             self._start_some(pending)
 
+    def _settle(self) -> None:
+        self._settles_at = None
+        settle(self._folder)
+
     def _files_gone(self) -> str | None:
         """Which of the files that others find us by was removed or replaced, as a clause."""
         try:
@@ -166,7 +176,7 @@ class Dispatcher:
         runner.cancel(why)
 
     def _watch_owner(self, job: JobRow) -> bool:
-        """End the job when the process it belongs to does; False where that has ended before."""
+        """End the job when the process it belongs to does; False where that has ended before, or can't be watched."""
         if job.spec.owner_pid is None or job.id in self._owners:
             return True
         try:
@@ -174,6 +184,9 @@ class Dispatcher:
         except ProcessLookupError:
             self._store.ask_cancel([job.id])
             self._changed = True
+            return False
+        except OSError as error:
+            self._refuse(job, f"the process that started it, {job.spec.owner_pid}, can't be watched: {error}")
             return False
 
         def ended(_readable: bool, _writable: bool) -> None:
@@ -200,10 +213,8 @@ class Dispatcher:
             return
         running = [runner.job for runner in self._runners.values()]  # one that has ended may not be gone yet
         for turn in turns(cluster, [job for job in pending if self._may_follow(job)], running):
-            why = turn.why or self._take_ports(turn.job, cluster, nodes)
-            if why is None:
-                self._start(turn.job, cluster, nodes)
-            else:
+            why = turn.why or self._start(turn.job, cluster, nodes)
+            if why is not None:
                 self._wait(turn.job, why)
 
     def _wait(self, job: JobRow, why: str) -> None:
@@ -255,16 +266,20 @@ class Dispatcher:
         self._ports[job.id] = locks
         return None
 
-    def _start(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> None:
-        self._waiting.pop(job.id, None)
+    def _start(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
+        """Start a job, unless it has to wait for a port: what it waits for, then."""
         try:
+            if (why := self._take_ports(job, cluster, nodes)) is not None:
+                return why
             runner = JobRunner(job, cluster, nodes, self._folder, self._loop, self._record, self._notes)
         except (AtollError, OSError, ValueError) as error:  # of this job: the others go on
             self._forget(job.id)
             self._refuse(job, str(error))
-            return
+            return None
+        self._waiting.pop(job.id, None)
         self._runners[job.id] = runner
         runner.start()
+        return None
 
     def _refuse(self, job: JobRow, reason: str, status: JobStatus = JobStatus.FAILED_DRIVER) -> None:
         how = "failed" if status is JobStatus.FAILED_DRIVER else "was cancelled"
@@ -333,10 +348,11 @@ class Dispatcher:
         Whoever adds a job does so before looking at the lock. So they either find it free and start a supervisor, or
         it was free only after that, and then the job is seen here.
         """
+        self._settle()
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         if self.unreachable or not self._store.jobs(limit=1, unfinished=True):
             return True
-        if not take_lock(self._lock, PROBE_S):  # somebody found it free, and sees to the job
+        if not record.take_lock(self._lock, PROBE_S):  # somebody found it free, and sees to the job
             return True
         self._look_at, self._changed = 0.0, True
         return False
@@ -348,7 +364,8 @@ class Dispatcher:
             self._nodes.close()
         signal.set_wakeup_fd(-1)
         self._loop.close()
-        os.close(self._wake)
+        if self._wake is not None:
+            os.close(self._wake)
 
 
 def _node_source(cluster: ClusterSpec, folder: Path) -> NodeSource:
@@ -363,9 +380,15 @@ def _has_ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-def _open_wake(folder: Path) -> int:
-    """The pipe that others wake us by. Opened for both, so that it never ends."""
+def _open_wake(folder: Path) -> int | None:
+    """The pipe that others wake us by, opened for both, so that it never ends; None where there can be none.
+
+    The store is looked at all the same, a little later.
+    """
     path = folder / WAKE
-    with contextlib.suppress(FileExistsError):
-        os.mkfifo(path, 0o600)
-    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):
+        if not path.is_fifo():
+            path.unlink(missing_ok=True)
+            os.mkfifo(path, 0o600)
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    return None

@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from atoll.core.errors import ConfigError
 
 
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536
+
+
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Connections to ``port`` here go to ``host:host_port`` as the node sees it."""
@@ -33,7 +37,7 @@ class Forward:
         """
         parts = text.split(":")
         numbers = [parts[0], parts[-1]]
-        if len(parts) > 3 or not all(each.isdigit() and 0 < int(each) < 65536 for each in numbers):
+        if len(parts) > 3 or not all(_is_port(each) for each in numbers):
             raise ConfigError(
                 f"-L {text}: expected PORT, PORT:PORT or PORT:HOST:PORT, as in -L 8265 or -L 9000:localhost:80"
             )

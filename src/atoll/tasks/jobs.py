@@ -73,8 +73,15 @@ class Job:
     def follow(
         self, write: Callable[[bytes], None], *, follow: bool = True, tail: int = 0, rank: int | None = None
     ) -> JobStatus:
-        """Hand its log to ``write`` as it comes; returns where it stands when that ends."""
-        control = clusters.control_of(clusters.load(self.cluster))
+        """Hand its log to ``write`` as it comes; returns where it stands when that ends.
+
+        Raises:
+            UnknownCluster: it is not there (any more).
+            ConfigError: it has no such rank.
+        """
+        cluster = clusters.load(self.cluster)
+        _check_number(cluster, self.id)
+        control = clusters.control_of(cluster)
         return control.follow(self.id, write, follow=follow, tail=tail, rank=rank)
 
     def cancel(self) -> None:
@@ -90,6 +97,8 @@ def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
     """
     from atoll.tasks.control import NothingLeft
 
+    if job_id is not None:
+        _check_number(cluster, job_id)
     try:
         return clusters.control_of(cluster).job(job_id)
     except NothingLeft as error:
@@ -97,6 +106,14 @@ def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
     except LookupError:
         if job_id is None:
             raise UnknownCluster(f"cluster {cluster.name} has no job yet; `atoll exec {cluster.name} CMD`") from None
-        raise UnknownCluster(
-            f"cluster {cluster.name} has no job {job_id}; `atoll queue {cluster.name}` lists its jobs"
-        ) from None
+        raise _no_job(cluster, job_id) from None
+
+
+def _check_number(cluster: ClusterSpec, job_id: int) -> None:
+    """Refuse what no job can be called, and no store can be asked for."""
+    if not 0 < job_id < 1 << 63:
+        raise _no_job(cluster, job_id)
+
+
+def _no_job(cluster: ClusterSpec, job_id: int) -> UnknownCluster:
+    return UnknownCluster(f"cluster {cluster.name} has no job {job_id}; `atoll queue {cluster.name}` lists its jobs")

@@ -16,13 +16,13 @@ from atoll.core.hints import is_secret
 from atoll.pool.interpreters import user_path
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job
+from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.placing import Decision, Wish, accelerators_text, decide
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, Restarts
 
 if TYPE_CHECKING:
     from atoll.tasks.task import Task
 
-Say = Callable[[str], None]
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 # What an interpreter, a compiler or a network behind a proxy needs of the caller's environment to be the same there.
@@ -46,10 +46,6 @@ _INHERITED = (
     "HTTPS_PROXY",
     "NO_PROXY",
 )
-
-
-def silent(text: str) -> None:
-    """Whoever calls from Python asks for lines where they want them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +153,8 @@ def start_jobs(tasks: Sequence[Task], name: str, options: Options, earlier: Sequ
     _check_variants(tasks, options)
     _refresh(name, options)
     jobs: list[Job] = []
-    waiting = f"waiting for another launch on cluster {name}"
     with (
-        clusters.locked(name, lambda: options.say(waiting)),
+        clusters.locked(name, "exec" if options.as_it_is else "launch", options.say),
         clusters.hosts_asked(name, at_once=not options.as_it_is),
     ):
         before = clusters.find(name)
@@ -180,9 +175,16 @@ def start_jobs(tasks: Sequence[Task], name: str, options: Options, earlier: Sequ
                 with contextlib.suppress(AtollError):
                     clusters.control_of(cluster).cancel([job.id for job in jobs])
             elif before is None or before.status is ClusterStatus.DOWN:
-                lifecycle.take_back(name, before)
+                _take_back(name, before, options.say)
             raise
     return jobs
+
+
+def _take_back(name: str, before: ClusterSpec | None, say: Say) -> None:
+    try:
+        lifecycle.take_back(name, before)
+    except (AtollError, OSError) as error:  # why the launch failed is what has to be seen
+        say(f"cluster {name}: {error}; `atoll down --purge {name}` removes what is left of it")
 
 
 def variants_of(sweep: Sequence[str]) -> list[dict[str, str]]:

@@ -8,41 +8,57 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from atoll.core.errors import AtollError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.tasks import clusters, record
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
 
+Say = Callable[[str], None]
+_LONGEST_IDLE_MINUTES = 100 * 366 * 24 * 60
 
-def stop(cluster_name: str) -> list[int]:
+
+def silent(text: str) -> None:
+    """Whoever calls from Python asks for lines where they want them."""
+
+
+def stop(cluster_name: str, *, on_line: Say = silent) -> list[int]:
     """Stop a cluster: its jobs end, its nodes' files are kept. Returns the jobs that were ended.
 
+    Args:
+        cluster_name: the cluster.
+        on_line: called with a line about whom this waits for.
+
     Raises:
         UnknownCluster: there is none, or it is down.
     """
-    with clusters.locked(clusters.up_or_stopped(cluster_name).name):
-        return _end(clusters.load(cluster_name), ClusterStatus.STOPPED)
+    with clusters.locked(clusters.up_or_stopped(cluster_name).name, "stop", on_line):
+        return _end(clusters.up_or_stopped(cluster_name), ClusterStatus.STOPPED)
 
 
-def start(cluster_name: str) -> ClusterSpec:
+def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
     """Take up a stopped cluster again.
 
+    Args:
+        cluster_name: the cluster.
+        on_line: called with a line about whom this waits for.
+
     Raises:
         UnknownCluster: there is none, or it is down.
     """
-    with clusters.locked(clusters.up_or_stopped(cluster_name).name):
-        cluster = clusters.load(cluster_name)
+    with clusters.locked(clusters.up_or_stopped(cluster_name).name, "start", on_line):
+        cluster = clusters.up_or_stopped(cluster_name)
         # It has been idle from now on only, and an autostop after its last job has done what it was for.
         minutes = cluster.autostop_minutes or None
         return clusters.change(cluster, status=ClusterStatus.UP, created_s=time.time(), autostop_minutes=minutes)
 
 
-def down(cluster_name: str, *, purge: bool = False) -> list[int]:
+def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> list[int]:
     """Take a cluster down: its jobs end, its nodes' files go, its jobs' logs are kept. Returns the jobs ended.
 
     Args:
         cluster_name: the cluster.
         purge: remove the record and the logs of its jobs from every head that has supervised it, too, and kill a
             supervisor that does not end.
+        on_line: called with a line about whom this waits for.
 
     Raises:
         UnknownCluster: there is none.
@@ -50,12 +66,12 @@ def down(cluster_name: str, *, purge: bool = False) -> list[int]:
     from atoll.providers.ssh.connection import connections
     from atoll.tasks import ssh_clusters
 
-    with clusters.locked(clusters.load(cluster_name).name) as folder, connections.kept():
+    with clusters.locked(clusters.load(cluster_name).name, "down", on_line) as folder, connections.kept():
         cluster = clusters.load(cluster_name)
         gone: str | None = None
         try:
             ended = clusters.control_of(cluster).end() if purge else []
-            ended += _end(cluster, ClusterStatus.DOWN)
+            ended += [job for job in _end(cluster, ClusterStatus.DOWN) if job not in ended]
         except ProvisionError as error:
             if cluster.supervised_from == "here":
                 raise
@@ -68,16 +84,24 @@ def down(cluster_name: str, *, purge: bool = False) -> list[int]:
         return ended
 
 
-def forget(name: str) -> None:
+def forget(name: str, *, on_line: Say = silent) -> None:
     """Remove what is left of a cluster that is down: its record and the logs of its jobs."""
     from atoll.tasks.control import remove_tree
 
-    with clusters.locked(name) as folder:
+    lock = clusters.folder_of(name) / clusters.LOCK
+    if lock.is_dir():  # nobody can have that
+        remove_tree(lock)
+    with clusters.locked(name, "down", on_line) as folder:
         remove_tree(folder)
 
 
-def purge(name: str, say: Callable[[str], None]) -> list[int]:
-    """``down``, then ``forget``, whatever of the cluster is damaged; ``say`` is told what could not be ended.
+def purge(name: str, say: Say, *, on_line: Say = silent) -> list[int]:
+    """``down``, then ``forget``, whatever of the cluster is damaged.
+
+    Args:
+        name: of the cluster.
+        say: is told what could not be ended.
+        on_line: called with a line about whom this waits for.
 
     Returns:
         the jobs that were ended.
@@ -93,13 +117,14 @@ def purge(name: str, say: Callable[[str], None]) -> list[int]:
     record.check_owner(folder)
     ended: list[int] = []
     try:
-        ended = down(name, purge=True)
+        ended = down(name, purge=True, on_line=on_line)
     except (AtollError, OSError) as error:  # what is damaged can't be ended in order
-        say(f"cluster {name}: {error}; what was left of it is removed")
+        what = str(error).partition("`atoll down --purge")[0].rstrip(" .:")  # that is being done
+        say(f"cluster {name}: {what}; what was left of it is removed")
         if not supervisor.kill(folder):
             say(f"cluster {name}: its supervisor, process {supervisor.pid_of(folder)}, can't be killed and goes on")
     if folder.is_dir() and not folder.is_symlink():
-        forget(name)
+        forget(name, on_line=on_line)
     else:
         folder.unlink(missing_ok=True)
     return ended
@@ -128,7 +153,11 @@ def take_back(name: str, before: ClusterSpec | None) -> None:
         heads = {name: value for name, value in made.ssh.items() if name == "heads"}  # something may lie there now
         record.save(folder, dataclasses.replace(before, ssh={**before.ssh, **heads}))
         return
-    for each in folder.iterdir():
+    if made.hosts:
+        from atoll.tasks import ssh_clusters
+
+        ssh_clusters.remove_records(made, without=None)
+    for each in folder.iterdir() if folder.is_dir() else ():  # a head may have the same home
         if each.name != clusters.LOCK:
             remove_tree(each) if each.is_dir() else each.unlink(missing_ok=True)
 
@@ -144,10 +173,13 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
         control.remove_nodes()
         ended = control.cancel(None)
     if status is ClusterStatus.DOWN:
-        control.remove_nodes()
+        lines = control.remove_nodes()
         if cluster.hosts:
             from atoll.tasks import ssh_files
+            from atoll.tasks.remote_control import tell
 
+            for line in lines:
+                tell(line)
             ssh_files.remove_files(cluster)
         clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
@@ -158,7 +190,8 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
 def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
     """Bring a record in line with what is: jobs whose supervisor died have failed, an autostop that is due happens.
 
-    A local cluster between jobs is a folder, so whoever looks at it next does its autostop.
+    A local cluster between jobs is a folder, so whoever looks at it next does its autostop. Looking never waits: a
+    cluster that another command is busy with is not idle.
 
     Args:
         ask: ask a head that supervises it, too.
@@ -173,9 +206,8 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
         return cluster
     if not _is_due(cluster):
         return cluster
-    with clusters.locked(cluster.name):  # a launch may have come first
-        cluster = clusters.load(cluster.name)
-        if _is_due(cluster):
+    with clusters.locked_if_free(cluster.name, "autostop") as free:
+        if free and _is_due(cluster := clusters.load(cluster.name)):  # a launch may have come first
             _end(cluster, ClusterStatus.DOWN if cluster.autodown else ClusterStatus.STOPPED)
     return clusters.load(cluster.name)
 
@@ -192,6 +224,14 @@ def _is_due(cluster: ClusterSpec) -> bool:
 
 
 def set_autostop(cluster: ClusterSpec, idle_minutes: int, *, down: bool) -> ClusterSpec:
-    """Have a cluster stopped, or taken ``down``, after so many idle minutes; a negative number: never."""
+    """Have a cluster stopped, or taken ``down``, after so many idle minutes; a negative number: never.
+
+    Raises:
+        ConfigError: it is more than can be waited for.
+    """
+    if idle_minutes > _LONGEST_IDLE_MINUTES:
+        raise ConfigError(
+            f"autostop after {idle_minutes} idle minutes: expected {_LONGEST_IDLE_MINUTES} at most; -1 is never"
+        )
     minutes = idle_minutes if idle_minutes >= 0 else None
     return clusters.change(cluster, autostop_minutes=minutes, autodown=down and minutes is not None)

@@ -427,7 +427,7 @@ class Follower:
 
     def _found(self) -> int | None:
         if self._fd is None:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         return self._fd
 

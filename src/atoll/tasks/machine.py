@@ -327,7 +327,7 @@ class JobMachine:
             if self._restarts and cause.kind != "cancel":
                 reason += f" (it had been restarted {self._restarts} time{'s' if self._restarts > 1 else ''})"
             return [*stops, self._end(_END_STATUS[cause.kind], reason, cause.exit_code)]
-        wait_s = min(2.0**self._restarts, LONGEST_BACKOFF_S)
+        wait_s = min(2.0 ** min(self._restarts, 10), LONGEST_BACKOFF_S)  # a thousandth is no float any more
         self._restarts += 1
         self._phase, self._next_s = "backoff", now + wait_s
         if cause.kind in ("lost", "start"):

@@ -20,11 +20,13 @@ from typing import Protocol
 
 from atoll.core.errors import ProvisionError
 from atoll.pool.agent.procs import kill_tree
+from atoll.pool.agent.remains import VARIABLE
 from atoll.pool.members import agent_command, sweep_stale
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Node, NodePlace, NodePlan
 from atoll.providers.local import Local, isolation
 from atoll.providers.network import Network, NetworkUnavailable
+from atoll.tasks import remains
 from atoll.tasks.spec import LONGEST_NAME, WORKDIR, ClusterSpec, node_name
 from atoll.wire import frames
 
@@ -109,7 +111,13 @@ class LocalNodes:
         self.shared_network: str | None = "machine"
 
     def open(self) -> list[str]:
-        """Start the cluster's network; returns a line for each thing that nodes share with the machine."""
+        """End what earlier jobs left, start the network; a line for each thing that nodes share with the machine.
+
+        Raises:
+            ProvisionError: something of an earlier job can't be ended.
+        """
+        if left := remains.end_here(self._folder):
+            raise ProvisionError(f"not even SIGKILL ends what an earlier job left: {', '.join(left)}: {remains.ADVICE}")
         sweep_stale(tempfile.gettempdir())
         lines = []
         own = isolation()
@@ -158,7 +166,9 @@ class LocalNodes:
                 mounts=_mounts_of(home),
                 notes=notes,
             )
-            handle = _TaskNode(Local().start(replace(plan, place=place), agent_command(_SOURCE_ROOT)), tag, node, tmp)
+            owner = {VARIABLE: f"{remains.owner_of(self._folder)}.{tag}"}
+            agent = Local().start(replace(plan, place=place), agent_command(_SOURCE_ROOT), owner)
+            handle = _TaskNode(agent, tag, node, tmp)
         except OSError as error:
             shutil.rmtree(tmp, ignore_errors=True)
             raise ProvisionError(str(error), node=node) from error

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from atoll.core.errors import ConfigError
+
 # Not where the kernel takes ports for outgoing connections from.
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000
 
@@ -31,30 +33,42 @@ class PortLocks:
         self._held: list[int] = []
 
     def take(self, ports: Sequence[int]) -> str | None:
-        """Take all of them, or none: then says who holds the first that is not free."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Take all of them, or none: then says who holds the first that is not free.
+
+        Raises:
+            ConfigError: a lock file can't be opened or locked.
+        """
         for port in ports:
-            fd = os.open(self._folder / f"{port}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fd = os.open(self._folder / f"{port}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._held.append(fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(fd, 4096, 0).decode(errors="replace") or "another job"
-                os.close(fd)
+                os.close(self._held.pop())
                 self.free()
                 return f"port {port}, held by {holder}"
-            self._held.append(fd)
-        for fd in self._held:
-            os.ftruncate(fd, 0)
-            with contextlib.suppress(OSError):  # on a full disk others are told less
-                os.pwrite(fd, self._holder.encode(), 0)
+            except OSError as error:
+                self.free()
+                raise ConfigError(
+                    f"the lock of port {port} can't be taken: {error}. Move {self._folder.parent} away while no job "
+                    f"runs that fixes a port, and start the job again"
+                ) from error
+        self._write(self._holder.encode())
         return None
 
     def free(self) -> None:
         """Give all of them up. The files stay: removing one that another job waits for would let two in."""
+        self._write(b"")
         while self._held:
-            fd = self._held.pop()
-            os.ftruncate(fd, 0)
-            os.close(fd)
+            os.close(self._held.pop())
+
+    def _write(self, holder: bytes) -> None:
+        for fd in self._held:
+            with contextlib.suppress(OSError):  # on a full disk others are told less
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, holder, 0)
 
 
 def free_port(addr: str) -> int:

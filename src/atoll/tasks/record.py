@@ -8,14 +8,17 @@ import json
 import os
 import pwd
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import write_atomic
 from atoll.tasks.spec import ClusterSpec
 
 RECORD = "cluster.json"
+_BUSY_S = 20.0  # other processes' changes take milliseconds
+_MOST = 1 << 36  # of anything that is counted, and as a time some 2000 years from now
 
 
 def load(folder: Path) -> ClusterSpec:
@@ -28,13 +31,38 @@ def load(folder: Path) -> ClusterSpec:
     path = folder / RECORD
     try:
         cluster = ClusterSpec.from_json(json.loads(path.read_bytes()))
-        if cluster.name != folder.name:
-            raise ValueError(f"it is of a cluster {cluster.name}")
+        if (flaw := _flaw(cluster, folder)) is not None:
+            raise ValueError(flaw)
         return cluster
     except FileNotFoundError:
         raise LookupError(f"no cluster {folder.name!r}") from None
-    except (ValueError, IsADirectoryError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): remove the file, then launch the cluster again") from None
+    except (ValueError, IsADirectoryError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): {_advice(folder)}") from None
+
+
+def _flaw(cluster: ClusterSpec, folder: Path) -> str | None:
+    """What can't be in a record whose values have the right types, if anything."""
+    if cluster.name != folder.name:
+        return f"it is of a cluster {cluster.name}"
+    for field, least in (("num_nodes", 1), ("num_accelerators", 0), ("created_s", 0)):
+        value = getattr(cluster, field)
+        if not least <= value < _MOST:  # NaN isn't, either
+            return f"{field}: {value!r:.40} can't be one"
+    if cluster.infra == "local":
+        is_whole = not cluster.hosts and cluster.supervised_from == "here"
+    elif cluster.infra.startswith("ssh/"):
+        is_whole = len(cluster.hosts) >= cluster.num_nodes and all(isinstance(host, str) for host in cluster.hosts)
+    else:
+        return f"infra: {cluster.infra!r:.40} is neither local nor ssh/NAME"
+    if is_whole:
+        return None
+    return (
+        f"hosts {cluster.hosts!r:.40} and supervised_from {cluster.supervised_from!r:.40} can't be of {cluster.infra}"
+    )
+
+
+def _advice(folder: Path) -> str:
+    return f"`atoll down --purge {folder.name}` removes what is left of the cluster"
 
 
 def save(folder: Path, cluster: ClusterSpec) -> None:
@@ -48,15 +76,46 @@ def change(folder: Path, **fields: Any) -> ClusterSpec:
     Raises:
         LookupError: there is no such cluster.
         ConfigError: its file can't be read.
+        AtollError: another process does not come to an end with it.
     """
-    lock = os.open(folder / "record.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_lock(folder / "record.lock")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not take_lock(lock, _BUSY_S):
+            raise AtollError(f"{folder / RECORD} was held by another process for {_BUSY_S:.0f} s: try again")
         cluster = dataclasses.replace(load(folder), **fields)
         save(folder, cluster)
     finally:
         os.close(lock)
     return cluster
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of a file in a cluster's folder that is there to be locked.
+
+    Raises:
+        FileNotFoundError: the folder is not there.
+        ConfigError: something that is no file is called so.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except (IsADirectoryError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is no file that can be locked ({error.strerror}): {_advice(path.parent)}") from None
+
+
+def take_lock(lock: int, patience_s: float) -> bool:
+    """Get the lock that a descriptor is for, if nobody else keeps it for longer than that.
+
+    Whoever only looks whether it is held has it for an instant.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
 
 
 def check_owner(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -10,12 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.tasks.control import NothingLeft, Write
+from atoll.providers.ssh.output import never_began, own_output, parsed_object, skip_login_text, unreadable
+from atoll.tasks.control import NOTE, NothingLeft, Write
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
 
@@ -23,6 +26,8 @@ _EXIT_CODES = frozenset(status.exit_code for status in JobStatus)
 _BLOCK_BYTES = 1 << 20
 _NO_CONNECTION = 255  # ssh's own exit code
 _ANSWER_S = 120.0  # cancelled jobs end within 30, and a network file system may take its time
+_ERROR = b'{"error": '
+_NOTES_S = 0.5  # a note is handed on within this time
 _RETRY_S, _RETRY_MOST_S = 0.5, 5.0
 _KINDS: dict[str, type[Exception]] = {
     each.__name__: each for each in (AtollError, ConfigError, ProvisionError, LookupError, NothingLeft)
@@ -33,19 +38,26 @@ class ProgramControl:
     """``LocalControl`` on whatever machine the command runs its program.
 
     Args:
-        command: gives the argument list that runs an operation, such as ``ssh`` with what it is to run there.
+        command: gives the argument list that runs an operation, as ``Connection.argv`` does.
         cluster: name of the cluster.
         host: what to call that machine in messages, where that is not this one.
         patience_s: where the connection is lost, it is made again for so long before a log or a job is given up.
+        on_driver_failed: called when its newest job, or one that was asked for, turns out to have failed like that.
     """
 
     def __init__(
-        self, command: Callable[[str], Sequence[str]], cluster: str, host: str = "", patience_s: float = 0.0
+        self,
+        command: Callable[[str], Sequence[str]],
+        cluster: str,
+        host: str = "",
+        patience_s: float = 0.0,
+        on_driver_failed: Callable[[], object] = lambda: None,
     ) -> None:
         self._command = command
         self._cluster = cluster
         self._head = f"the head of cluster {cluster}" + (f" ({host})" if host else "")
         self._patience_s = patience_s
+        self._on_driver_failed = on_driver_failed
 
     def create(self, cluster: ClusterSpec, *, anew: bool) -> list[int]:
         """Write the cluster's record there; ``anew``: after what still ran there has ended, jobs that are returned."""
@@ -69,14 +81,24 @@ class ProgramControl:
     def queue(self) -> list[JobRow]:
         """Every job, newest first."""
         try:
-            return [JobRow.from_json(each) for each in self._ask("queue")]
+            rows = [JobRow.from_json(each) for each in self._ask("queue")]
         except NothingLeft as error:
             tell(f"note: {error}")
             return []
+        for row in rows[:1]:
+            self._noted(row.status)
+        return rows
 
     def job(self, job_id: int | None) -> JobRow:
         """One job; None is the newest."""
-        return JobRow.from_json(self._patiently("job", job_id=job_id))
+        row = JobRow.from_json(self._patiently("job", job_id=job_id))
+        self._noted(row.status)
+        return row
+
+    def _noted(self, status: JobStatus) -> JobStatus:
+        if status is JobStatus.FAILED_DRIVER:
+            self._on_driver_failed()
+        return status
 
     def follow(
         self,
@@ -105,7 +127,7 @@ class ProgramControl:
             if code in _EXIT_CODES:
                 lost.is_over()
                 found = re.findall(rb'{"status": "(\w+)"}', said)  # login scripts may say something, too
-                return JobStatus(found[-1].decode()) if found else self.job(job_id).status
+                return self._noted(JobStatus(found[-1].decode())) if found else self.job(job_id).status
             if code != _NO_CONNECTION:
                 self._fail(said, code)
             lost.wait(said)
@@ -115,13 +137,40 @@ class ProgramControl:
 
     def _stream(self, wish: Mapping[str, Any], write: Write) -> tuple[int, bytes]:
         """Hand on what one run of ``follow`` writes; its exit code and what it said."""
-        with tempfile.TemporaryFile() as said, self._started("follow", wish, said) as process:
-            assert process.stdout is not None
-            while block := os.read(process.stdout.fileno(), _BLOCK_BYTES):
+        with (
+            tempfile.TemporaryFile() as said,
+            self._notes_told(said),
+            self._started("follow", wish, said) as process,
+        ):
+            self._begin(process, said)
+            assert isinstance(process.stdout, io.BufferedReader)
+            while block := process.stdout.read1(_BLOCK_BYTES):
                 write(block)
             code = process.wait()
             said.seek(0)
             return code, said.read()
+
+    @contextlib.contextmanager
+    def _notes_told(self, said: IO[bytes]) -> Iterator[None]:
+        """Hand on, as it comes, what the program notes for whoever waits."""
+        over = threading.Event()
+
+        def look() -> None:
+            seen_bytes = 0
+            while not over.wait(_NOTES_S):
+                came, newline, _ = os.pread(said.fileno(), _BLOCK_BYTES, seen_bytes).rpartition(b"\n")
+                seen_bytes += len(came + newline)
+                for line in came.decode(errors="replace").splitlines():
+                    if line.startswith(NOTE):
+                        tell(f"{NOTE}{self._head}: {line.removeprefix(NOTE)}")
+
+        thread = threading.Thread(target=look, name="notes")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def cluster(self) -> ClusterSpec:
         """The cluster's record."""
@@ -131,14 +180,16 @@ class ProgramControl:
         """Change fields of the record."""
         return ClusterSpec.from_json(self._ask("change", fields=fields))
 
-    def remove_nodes(self) -> None:
-        """Cancel the jobs, and remove the nodes' files."""
+    def remove_nodes(self) -> list[str]:
+        """Cancel the jobs, and remove the nodes' files; a line for each host on which something may still run."""
         with contextlib.suppress(NothingLeft):
-            self._ask("remove_nodes")
+            return list(self._ask("remove_nodes"))
+        return []
 
     def pack(self, names: Sequence[str], into: IO[bytes]) -> None:
         """Write a tar of files and folders in the cluster's folder."""
         with tempfile.TemporaryFile() as said, self._started("pack", {"names": [*names]}, said) as process:
+            self._begin(process, said)
             assert process.stdout is not None
             shutil.copyfileobj(process.stdout, into, _BLOCK_BYTES)
             if (code := process.wait()) != 0:
@@ -148,12 +199,13 @@ class ProgramControl:
     def take(self, tar: IO[bytes]) -> tuple[list[int], int, str | None]:
         """Have past jobs that ``pack`` wrote; the jobs ended, how many files came, where others were put aside."""
         with tempfile.TemporaryFile() as said, self._started("take", {}, said, tar) as process:
+            self._begin(process, said)
             assert process.stdout is not None
             answer = process.stdout.read()
             if (code := process.wait()) != 0:
                 said.seek(0)
                 self._fail(answer or said.read(), code)
-            ended, num_files, aside = json.loads(answer)["value"]
+            ended, num_files, aside = self._value(answer)
             return ended, num_files, aside
 
     @contextlib.contextmanager
@@ -182,7 +234,7 @@ class ProgramControl:
         code, answer, said = self._asked(operation, wish)
         if code != 0:
             self._fail(answer or said, code)
-        return json.loads(answer)["value"]
+        return self._value(answer)
 
     def _patiently(self, operation: str, **wish: Any) -> Any:
         """Ask for something that changes nothing, again where the connection is lost."""
@@ -193,7 +245,7 @@ class ProgramControl:
         code, answer, said = done
         if code != 0:
             self._fail(answer or said, code)
-        return json.loads(answer)["value"]
+        return self._value(answer)
 
     def _asked(self, operation: str, wish: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
         """Exit code, answer, and what the program said."""
@@ -206,11 +258,29 @@ class ProgramControl:
                     f"disk full, or its home on a server that is gone?"
                 ) from None
             said.seek(0)
-            return process.returncode, answer, said.read()
+            errors = said.read()
+            own = own_output(answer)
+            if own is None and process.returncode != _NO_CONNECTION:
+                raise never_began(self._head, answer, errors)
+            return process.returncode, own or b"", errors
+
+    def _begin(self, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+        """Read up to the program's own output."""
+        assert process.stdout is not None
+        came = skip_login_text(process.stdout)
+        if came is not None and process.wait() != _NO_CONNECTION:
+            said.seek(0)
+            raise never_began(self._head, came, said.read())
+
+    def _value(self, answer: bytes) -> Any:
+        said = parsed_object(self._head, answer)
+        if "value" not in said:
+            raise unreadable(self._head, answer)
+        return said["value"]
 
     def _fail(self, said: bytes, code: int) -> None:
         try:
-            answer = json.loads(said)
+            answer = json.loads(said[max(said.rfind(_ERROR), 0) :])  # login scripts may say something on stderr, too
             kind, message = _KINDS.get(answer["error"], AtollError), answer["message"]
             if kind is AtollError:  # of a file there, or a process
                 message = f"{self._head}: {message}"

@@ -37,7 +37,8 @@ _GB = {"": 1.0, "M": 2.0**-10, "G": 1.0, "T": 1024.0}
 _MINUTES = {"": 1.0, "s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0, "w": 10080.0}
 _MOST_ACCELERATORS = 1024  # of a node: a typing mistake beyond
 _IDLE_MINUTES = 5  # of `autostop: true`
-_SIZE = r"(\d+(?:\.\d+)?)\s*(?:([MGT]?)(?:i?B)?)"
+_AMOUNT = r"(\d{1,12}(?:\.\d+)?)"  # hundreds of digits before the point are infinite as a number
+_SIZE = rf"{_AMOUNT}\s*(?:([MGT]?)(?:i?B)?)"
 
 # Keys of resources that mean nothing on machines that are there already, and why.
 _NOT_ON_OWN_MACHINES = {
@@ -91,7 +92,7 @@ def _plain(value: float) -> str:
 
 def _cpus(at: Place, value: Any) -> str:
     expected = 'a number of CPUs, or at least so many: 4 or "4+"'
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(\+?)", _number_text(at, value, expected))
+    found = re.fullmatch(rf"{_AMOUNT}(\+?)", _number_text(at, value, expected))
     if found is None or float(found[1]) == 0:
         at.fail(value, expected)
     return _plain(float(found[1])) + found[2]
@@ -199,7 +200,7 @@ def _ports(at: Place, value: Any) -> list[str]:
 
 def _idle_minutes(at: Place, value: Any) -> int:
     expected = 'idle minutes, or a time such as "10h"'
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", _number_text(at, value, expected), re.I)
+    found = re.fullmatch(rf"{_AMOUNT}\s*([smhdw]?)", _number_text(at, value, expected), re.I)
     if found is None:
         at.fail(value, expected)
     return math.ceil(float(found[1]) * _MINUTES[found[2].lower()])

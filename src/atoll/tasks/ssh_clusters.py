@@ -15,14 +15,14 @@ from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
-from atoll.pool.hosts_check import check_hosts, passed_lately, remember
+from atoll.pool.hosts_check import check_hosts, forget, passed_lately, remember
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh import bundle
 from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.errors import resolved
 from atoll.providers.ssh.hosts import HERE, Target, find_group
 from atoll.providers.ssh.provider import AcceleratorsLacking
-from atoll.tasks import history, record
+from atoll.tasks import history, record, remains
 from atoll.tasks.control import LocalControl
 from atoll.tasks.remote_control import ProgramControl, tell, what_then
 from atoll.tasks.rows import JobRow
@@ -87,6 +87,7 @@ def make_ready(cluster: ClusterSpec, say: Say, *, from_here: bool) -> ClusterSpe
     provider, plans = provider_of(cluster), plans_of(cluster)
     targets = provider.targets()[: cluster.num_nodes]
     ssh = {**cluster.ssh, "addresses": [plan.addr for plan in plans], "bundle": plans[0].bundles[0].digest}
+    ssh["owner"] = remains.owner_of(_folder_here(cluster.name))
     cluster = dataclasses.replace(cluster, ssh=ssh)
     before = _before(cluster.name)
     inside, why_not = _checked(targets, plans, say, from_here=from_here)
@@ -303,7 +304,8 @@ def control(cluster: ClusterSpec) -> ProgramControl:
     def command(operation: str) -> Sequence[str]:
         return connection.argv(program(plan, "control", operation))
 
-    return ProgramControl(command, cluster.name, plan.host, _PATIENCE_S)
+    # The head may be unable to log in to another host now.
+    return ProgramControl(command, cluster.name, plan.host, _PATIENCE_S, lambda: forget("hops"))
 
 
 def _why(error: AtollError, cluster_name: str) -> str:
@@ -359,4 +361,7 @@ def give_up(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> N
         f"{cluster.supervised_from}: {why}. So jobs go on there as long as it runs, and {folder} stays there (jobs, "
         f"logs, workdir){again}"
     )
+    left, lines = remains.end_on_hosts(cluster, first=1)
+    for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
+        tell(line)
     remove_files(cluster, first=1)

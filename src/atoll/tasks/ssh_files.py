@@ -19,6 +19,7 @@ from atoll.providers.ssh import bundle
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.facts import python_command
 from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.output import parsed
 from atoll.tasks.remote_control import tell
 from atoll.tasks.spec import WORKDIR, ClusterSpec
 from atoll.tasks.ssh_nodes import plans_of, provider_of, workdir_of
@@ -224,7 +225,7 @@ class _Files:
     def _run(self, operation: str, *arguments: str) -> Any:
         answer = self._connection.run(self._command(operation, *arguments), limit_s=_TRANSFER_S)
         self._check(answer, answer.stderr)
-        return json.loads(answer.stdout)
+        return parsed(self._plan.host, answer.stdout)
 
     def _check(self, done: subprocess.Popen[bytes] | subprocess.CompletedProcess[bytes], said: bytes) -> None:
         if done.returncode != 0:

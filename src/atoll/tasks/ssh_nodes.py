@@ -5,11 +5,12 @@ Standard library only. ``cluster.hosts`` are spelt as ``ssh`` takes them; ``.`` 
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 import posixpath
 import secrets
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.bundle import use_packed
 from atoll.providers.ssh.connection import connections
-from atoll.providers.ssh.provider import SSH, AcceleratorsLacking, start_agent
+from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.provider import SSH, AcceleratorsLacking, SSHNode, start_agent, where_to_type
+from atoll.tasks import remains
 from atoll.tasks.nodes import StartedNode
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
@@ -27,6 +30,7 @@ from atoll.wire import frames
 # What a person's own shell there has: conda, modules, PATH. Some print, some ask: nothing may wait for an answer.
 _SHELL_ENV = "bash -ic 'printf atoll-env:; env -0' </dev/null 2>/dev/null"
 _SHELL_S = 10.0
+_END_S = 10.0  # to end what hangs; a host that can't be reached is not waited for longer
 _OF_POOLS = "OMP_NUM_THREADS"  # a plan shares the cores between a pool's ranks; a task's processes say it themselves
 _NOT_THEIRS = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SHLVL", "_", "PWD", "OLDPWD")
 
@@ -90,9 +94,8 @@ class SSHNodes:
         self._targets = provider_of(cluster).targets()
         self._plans: list[RemotePlan] = []
         self._shells: dict[int, dict[str, str]] = {}
-        # Agents of this cluster's earlier supervisor, had it one on this machine, end before ours start.
-        same = f"{cluster.name} {cluster.created_s!r} {cluster.hosts[0]}"
-        self._owner = f"{hashlib.blake2b(same.encode(), digest_size=6).hexdigest()}.{_SUPERVISOR}"
+        # What the cluster's earlier supervisors left on a host ends before our agent starts there.
+        self._owner = f"{cluster.ssh.get('owner') or remains.owner_of(folder)}.{_SUPERVISOR}"
         self.addresses: tuple[str, ...] = tuple(cluster.ssh.get("addresses") or ())
 
     def open(self) -> list[str]:
@@ -104,6 +107,7 @@ class SSHNodes:
         if digest := self._cluster.ssh.get("bundle"):
             use_packed(digest)
         self._plans = plans_of(self._cluster)
+        remains.note_driver(self._folder, self._owner)
         self.addresses = tuple(plan.addr for plan in self._plans)
         return []
 
@@ -121,7 +125,7 @@ class SSHNodes:
             try:
                 handle = start_agent(target, plan, self._owner)
             except AtollError as error:
-                raise ProvisionError(str(error), node=node) from error
+                raise ProvisionError(where_to_type(error, self._targets), node=node) from error
         shell = asked.result()
         tag = secrets.token_hex(4)
         tmp = f"{plan.tmp}/atoll-{tag}-n{node}"
@@ -135,7 +139,7 @@ class SSHNodes:
         base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
         env = {**base, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
         workdir = workdir_of(self._cluster, plan)
-        return StartedNode(handle, plan.addr, plan.home, workdir, tmp, env)
+        return StartedNode(_TaskNode(handle, target, plan), plan.addr, plan.home, workdir, tmp, env)
 
     def fault_of(self, _job_id: int) -> str | None:
         """A host's network is its own."""
@@ -161,6 +165,36 @@ class SSHNodes:
             found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
             self._shells[node] = {name: value for name, value in found.items() if name not in _NOT_THEIRS}
         return self._shells[node]
+
+
+class _TaskNode:
+    """An agent on a host that is ended by force where it does not say that it has ended."""
+
+    def __init__(self, node: SSHNode, target: Target, plan: RemotePlan) -> None:
+        self._node = node
+        self._target = target
+        self._plan = plan
+        self._stopped = False
+        self.channel: socket.socket = node.channel
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was lost."""
+        return self._node.reason
+
+    def listen(self, on_silence: Callable[[float, str], object]) -> None:
+        """As ``SSHNode.listen``."""
+        self._node.listen(on_silence)
+
+    def stop(self) -> None:
+        """End the agent and all it runs."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._node.stop()
+        if not self._node.is_over:  # it hangs, is stopped, or can't be reached
+            with contextlib.suppress(ProvisionError):  # the next job's start, or the cluster's end, tells
+                remains.end_on(self._target, self._plan, self._node.owner, _END_S)
 
 
 def check_size(cluster: ClusterSpec, num_hosts: int) -> None:

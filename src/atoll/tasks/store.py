@@ -32,6 +32,7 @@ SCHEMA = 1
 _BUSY_S = 20.0  # other processes' transactions take milliseconds
 _RESERVE = "reserve"  # a file whose room is given up for what must be written on a disk that a job has filled
 _RESERVE_BYTES = 1 << 18
+IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)  # of what a cluster consists of
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -357,7 +358,7 @@ def give_reserve(folder: Path) -> bool:
 
 def _last_number(folder: Path) -> int:
     """The highest number of a job that has a folder."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return max((int(name) for name in os.listdir(folder / "jobs") if name.isdecimal()), default=0)
     return 0
 
@@ -373,6 +374,26 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def make_folder(folder: Path, job_id: int) -> None:
+    """Make the folder of a job's logs and secrets.
+
+    Raises:
+        AtollError: something is in its way.
+    """
+    try:
+        (folder / "jobs" / str(job_id)).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except IN_THE_WAY as error:
+        raise unusable(folder / "jobs", error) from error
+
+
+def unusable(path: Path, error: OSError) -> AtollError:
+    """What to raise where a file or a folder of a cluster is none, or somebody else's."""
+    return AtollError(
+        f"{path} can't be used: {error.strerror}. `atoll down --purge {path.parent.name}` removes what is left of "
+        f"cluster {path.parent.name}, the logs of its jobs too"
+    )
+
+
 # ------------------------------------------------------------------------------------------------- secrets
 def _secrets_path(folder: Path, job_id: int) -> Path:
     return folder / "jobs" / str(job_id) / "secrets.json"
@@ -380,8 +401,8 @@ def _secrets_path(folder: Path, job_id: int) -> Path:
 
 def put_secrets(folder: Path, job_id: int, values: Mapping[str, str]) -> None:
     """Keep values of a job's secret variables, in a file that only its owner can read, until the job has ended."""
+    make_folder(folder, job_id)
     path = _secrets_path(folder, job_id)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, _json(dict(values)).encode(), mode=0o600)
 
 

@@ -7,7 +7,6 @@ library only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import select
@@ -16,22 +15,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import atoll
-from atoll.core.errors import ProvisionError
+from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.hints import is_secret
 from atoll.core.paths import is_locked
+from atoll.pool.agent.remains import VARIABLE
+from atoll.tasks import record, remains
 from atoll.tasks.logs import JobLog
 from atoll.tasks.spec import JobStatus
-from atoll.tasks.store import Store
+from atoll.tasks.store import IN_THE_WAY, Store, unusable
 from atoll.tasks.transitions import SetStatus
 
 LOG = "supervisor.log"
+_SEES_TO_IT = b"+"  # a supervisor's answer to whoever started it
 WAKE = "wake"  # a pipe: whoever writes a byte has the store looked at
 _LOCK = "supervisor.lock"
+_STARTS = "supervisor.starts"  # when supervisors began that have not begun a job yet, nor lived for long
 _STARTED = "-- supervisor started"  # a line of the log; what stands before it an earlier one said
 PROBE_S = 0.3  # who only looks whether the lock is held has it for less
 _START_S = 20.0
+_MOST_STARTS = 2  # a job that so many supervisors could not even begin has failed
+_LONGEST_ERROR = 2000  # characters of one that is passed on
 _KILL_S = 10.0  # one that is killed is gone within milliseconds, unless its disk hangs
 # What it is started with: it runs no user code, and finds ssh's agent, homes and state where its user does.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "SSH_AUTH_SOCK", "TZ")
@@ -43,8 +49,15 @@ main(sys.argv[2], int(sys.argv[3]))"""
 
 
 def is_running(folder: Path) -> bool:
-    """Does the cluster's supervisor run? The lock tells, which a pid that somebody else has by now would not."""
-    return is_locked(folder / _LOCK)
+    """Does the cluster's supervisor run? The lock tells, which a pid that somebody else has by now would not.
+
+    Raises:
+        AtollError: the lock's file can't be opened.
+    """
+    try:
+        return is_locked(folder / _LOCK)
+    except IN_THE_WAY as error:
+        raise unusable(folder / _LOCK, error) from error
 
 
 def kill(folder: Path, patience_s: float = _KILL_S) -> bool:
@@ -53,14 +66,15 @@ def kill(folder: Path, patience_s: float = _KILL_S) -> bool:
     Not where it runs on another machine that shares the folder.
     """
     deadline = time.monotonic() + patience_s
-    while is_running(folder):
-        if time.monotonic() > deadline:
-            return False
-        with contextlib.suppress(ValueError, OSError):  # it just began, or just ended
-            pid = int((folder / _LOCK).read_text())
-            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+    with contextlib.suppress(AtollError):  # a lock that we may not open none of ours holds
+        while is_running(folder):
+            if time.monotonic() > deadline:
+                return False
+            with contextlib.suppress(ValueError, OSError):  # it just began, or just ended
+                pid = int((folder / _LOCK).read_text())
+                if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
     return True
 
 
@@ -79,30 +93,34 @@ def ensure(folder: Path) -> None:
     """Have a supervisor look at the store: wake the one that runs, or start one and wait until it does.
 
     Raises:
-        ProvisionError: it ended at once, or did not start; the message has the end of its log.
+        ProvisionError: it ended at once, or did not start; the message says why.
+        AtollError: nobody can tell whether one runs.
     """
     if is_running(folder):
         wake(folder)
         return
     log = folder / LOG
     try:
-        started = _start(folder, log)
+        answer = _start(folder, log)
     except OSError as error:
         raise ProvisionError(f"the supervisor of cluster {folder.name} could not be started: {error}") from error
-    if not started and not is_running(folder):
-        end = said_last(folder)[-2000:]
-        raise ProvisionError(f"the supervisor of cluster {folder.name} did not start; the end of {log}:\n{end}")
+    if answer != _SEES_TO_IT and not is_running(folder):
+        if answer:
+            raise ProvisionError(answer.decode(errors="replace"))
+        why = f"{last_line(folder) or 'it said nothing'} (see {log})"
+        raise ProvisionError(f"the supervisor of cluster {folder.name} did not start: {why}")
     wake(folder)
 
 
-def _start(folder: Path, log: Path) -> bool:
-    """Start a supervisor; does it say that it will see to the jobs?"""
+def _start(folder: Path, log: Path) -> bytes:
+    """Start a supervisor; what it says: that it will see to the jobs, or why not; empty where it only ended."""
     env = {name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("ATOLL_")}
-    env = {name: value for name, value in env.items() if not is_secret(name, value)}
+    # One that a job starts is not below that job.
+    env = {name: value for name, value in env.items() if not is_secret(name, value) and name != VARIABLE}
     answer, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         try:
-            with open(log, "ab") as output:
+            with _opened(log) as output:
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", _BOOT, _source_root(), str(folder), str(theirs)],
                     pass_fds=(theirs,),
@@ -116,9 +134,16 @@ def _start(folder: Path, log: Path) -> bool:
         finally:
             os.close(theirs)
         process.wait()  # it forks at once: the supervisor is nobody's child
-        return bool(select.select([answer], [], [], _START_S)[0] and os.read(answer, 1))
+        return os.read(answer, _LONGEST_ERROR) if select.select([answer], [], [], _START_S)[0] else b""
     finally:
         os.close(answer)
+
+
+def _opened(log: Path) -> IO[bytes]:
+    try:
+        return open(log, "ab")
+    except IN_THE_WAY as error:
+        raise unusable(log, error) from error
 
 
 def _source_root() -> str:
@@ -139,8 +164,9 @@ def reconcile_store(store: Store, folder: Path) -> None:
         return
     lock = open_lock(folder)
     try:
-        if take_lock(lock, 0.0):
+        if record.take_lock(lock, 0.0):
             fail_orphans(store, folder)
+            fail_untried(store, folder)
     finally:
         os.close(lock)
     if store.jobs(limit=1, unfinished=True):
@@ -150,18 +176,59 @@ def reconcile_store(store: Store, folder: Path) -> None:
 def fail_orphans(store: Store, folder: Path) -> None:
     """Jobs that were begun by a supervisor that is no more have failed. For whoever holds the lock.
 
-    Nothing of them lives: a node's agent ends, and everything below it, when its driver does.
+    A node's agent ends, and everything below it, when its driver does; what is stopped or hangs is ended here.
     """
+    orphans = [job for job in store.jobs(newest_first=False, unfinished=True) if job.status is not JobStatus.PENDING]
+    if not orphans:
+        return
+    reason = "its supervisor was killed, or the machine restarted"
+    if line := last_line(folder):
+        reason += f"; what the supervisor said last, in {folder / LOG}: {line}"
+    with contextlib.suppress(OSError):  # the next job, which needs it, tells
+        if left := remains.end_left(folder, folder / LOG):
+            reason += f"; not even SIGKILL ends {', '.join(left)}"
+    for job in orphans:
+        _fail(store, folder, job.id, reason)
+
+
+def fail_untried(store: Store, folder: Path) -> None:
+    """Jobs that several supervisors in a row could not even begin have failed. For whoever holds the lock."""
+    starts = _starts(folder)
+    if len(starts) < _MOST_STARTS:
+        return
+    why = f": {line}" if (line := last_line(folder)) else ", killed by a signal perhaps"
+    reason = (
+        f"its supervisor ended {_MOST_STARTS} times before it had begun the job{why}. More is in {folder / LOG}; once "
+        f"the cause is gone, submit the job again"
+    )
     for job in store.jobs(newest_first=False, unfinished=True):
-        if job.status is JobStatus.PENDING:
-            continue
-        reason = "its supervisor was killed, or the machine restarted"
-        if said_last(folder):
-            reason += f"; what the supervisor said last is in {folder / LOG}"
-        log = JobLog(folder / "jobs" / str(job.id))
-        log.say(f"✗ Job {job.id} failed (status: {JobStatus.FAILED_DRIVER}): {reason}.")
-        log.close(time.monotonic())
-        store.apply(job.id, [SetStatus(JobStatus.FAILED_DRIVER, reason)], time.time())
+        if job.submitted_s <= starts[-_MOST_STARTS]:
+            _fail(store, folder, job.id, reason)
+
+
+def _fail(store: Store, folder: Path, job_id: int, reason: str) -> None:
+    log = JobLog(folder / "jobs" / str(job_id))
+    log.say(f"✗ Job {job_id} failed (status: {JobStatus.FAILED_DRIVER}): {reason}.")
+    log.close(time.monotonic())
+    store.apply(job_id, [SetStatus(JobStatus.FAILED_DRIVER, reason)], time.time())
+
+
+def _starts(folder: Path) -> list[float]:
+    """When the last supervisors began that led to nothing; times as ``time.time`` has them, the latest last."""
+    with contextlib.suppress(OSError, ValueError):
+        return [float(word) for word in (folder / _STARTS).read_text().split()]
+    return []
+
+
+def settle(folder: Path) -> None:
+    """Forget earlier starts: the supervisor has begun a job, has lived for long, or ends because none is left."""
+    with contextlib.suppress(OSError):
+        (folder / _STARTS).unlink()
+
+
+def last_line(folder: Path) -> str:
+    """Of what the last supervisor said: of a traceback, the error."""
+    return next(iter(said_last(folder).splitlines()[-1:]), "")[:_LONGEST_ERROR]
 
 
 def said_last(folder: Path) -> str:
@@ -182,49 +249,62 @@ def pid_of(folder: Path) -> int | None:
 
 
 def open_lock(folder: Path) -> int:
-    """A descriptor of the lock that a supervisor holds."""
-    return os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """A descriptor of the lock that a supervisor holds.
 
-
-def take_lock(lock: int, patience_s: float) -> bool:
-    """Get the lock; whoever only looks whether it is held has it for an instant."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.005)
+    Raises:
+        AtollError: its file can't be opened.
+    """
+    try:
+        return os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except IN_THE_WAY as error:
+        raise unusable(folder / _LOCK, error) from error
 
 
 def main(folder_name: str, answer: int) -> None:
-    """Entry of the supervisor's process; ``answer`` is where it says that jobs will be seen to."""
+    """Entry of the supervisor's process; ``answer`` is where it says that jobs will be seen to, or why not."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    folder = Path(folder_name)
+    told = os.fdopen(answer, "wb", buffering=0)
+    try:
+        _run(Path(folder_name), told)
+    except AtollError as error:
+        _write_log(str(error))
+        _tell(told, str(error).encode(errors="replace"))
+        sys.exit(1)
+
+
+def _run(folder: Path, told: IO[bytes]) -> None:
     lock = open_lock(folder)
-    if not take_lock(lock, PROBE_S):  # somebody was faster, and looks at the store after us
-        _tell(answer)
+    if not record.take_lock(lock, PROBE_S):  # somebody was faster, and looks at the store after us
+        _tell(told, _SEES_TO_IT)
         return
     from atoll.tasks.dispatcher import Dispatcher  # clients don't need all of it
 
     os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    with contextlib.suppress(OSError):  # the disk may be full
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
     with Store(folder) as store:
         store.keep_reserve()
         fail_orphans(store, folder)
-        with contextlib.suppress(OSError):  # the disk may be full
-            os.write(2, f"{_STARTED} {time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()}\n".encode())
+        fail_untried(store, folder)
+        _write_log(f"{_STARTED} {time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()}")
+        with contextlib.suppress(OSError):
+            starts = [*_starts(folder), time.time()][-_MOST_STARTS:]
+            (folder / _STARTS).write_text(" ".join(map(str, starts)))
         dispatcher = Dispatcher(folder, store, lock)
-        _tell(answer)
-        os.close(answer)
+        _tell(told, _SEES_TO_IT)
         dispatcher.run()
     if dispatcher.unreachable:  # a store that came in its place may have jobs that took us for its supervisor
         reconcile(folder)
 
 
-def _tell(answer: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # who started us is gone; the jobs are there all the same
-        os.write(answer, b"+")
+def _write_log(line: str) -> None:
+    with contextlib.suppress(OSError):  # the disk may be full
+        os.write(2, f"{line}\n".encode(errors="surrogateescape"))
+
+
+def _tell(told: IO[bytes], what: bytes) -> None:
+    with contextlib.suppress(OSError):  # who started us is gone; the jobs are there all the same
+        if not told.closed:
+            told.write(what)
+        told.close()

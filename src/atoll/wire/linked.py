@@ -85,6 +85,7 @@ class LinkedChannel(Relay):
     Attributes:
         socket: the gang's end.
         reason: why the host was lost, or its agent ended; None where nothing is known.
+        is_over: after ``stop``: the host has said that everything there has ended.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class LinkedChannel(Relay):
         self.socket, theirs = socket.socketpair()
         super().__init__(theirs)
         self.reason: str | None = None
+        self.is_over = False
         self._connect = connect
         self._grace_s = grace_s
         self._name = name
@@ -105,6 +107,7 @@ class LinkedChannel(Relay):
         self._token = secrets.token_hex(16)
         self._current: _Connection | None = None  # the one in use, or being made
         self._retired: list[_Connection] = []
+        self._last: _Connection | None = None  # the one that the host ended
         self._problem = ""  # with the last attempt
         self._retry_s = _RETRY_S
         self._ending = False
@@ -170,6 +173,8 @@ class LinkedChannel(Relay):
             patience_s = _FLUSH_S if self._ending and not self._force else 0.0
             for connection in (*self._retired, *([self._current] if self._current else [])):
                 connection.end(patience_s)
+            # The session closes its links last, and who waits for that over there ends well.
+            self.is_over = self._last is not None and self._last.process.returncode == 0
 
     @property
     def _first(self) -> bool:
@@ -265,6 +270,7 @@ class LinkedChannel(Relay):
         self._problem = connection.explain(reason or "the connection broke")
         self._retire(connection)
         if self._ending and (self._peer_ended or self.all_passed_on):
+            self._last = connection
             self._done = True
             return
         self.loop.after("grace", self._grace_s, self._grace_is_over)

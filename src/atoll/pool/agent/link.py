@@ -11,7 +11,7 @@ AGENT is a JSON object: ``argv``, to which the channel's descriptor and -1 are a
 the agent is to have its own where this user may make one.
 
 On the driver's own machine, which ``here`` as the last argument says, the driver itself is in sshd's place: that it is
-gone ends the session. A FOLDER called ``atoll-link-CLUSTER.DRIVER.…`` has the sessions of CLUSTER's earlier drivers
+gone ends the session. For a FOLDER called ``atoll-link-CLUSTER.DRIVER.…`` what CLUSTER's earlier drivers left here is
 ended first.
 """
 
@@ -31,9 +31,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from atoll.core.paths import short_path
+from atoll.pool.agent import remains
 from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, kill_tree, prctl
 from atoll.wire.frames import WireError, close_all, receive
 from atoll.wire.records import HELLO, REFUSED, VERSION, Greeter, greeting
@@ -232,6 +233,7 @@ class Session(Relay):
     def _start_agent(self) -> str:
         """Start it; returns what went wrong."""
         prefix = _namespace() if self._command.get("pid_namespace") else ()
+        owner = _owner(self._folder)
         argv = [*prefix, *self._command["argv"], str(self._theirs.fileno()), "-1"]
         try:
             with open(os.path.join(self._folder, _AGENT_LOG), "wb") as log:
@@ -242,6 +244,7 @@ class Session(Relay):
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
+                    env={**os.environ, **({} if owner is None else {remains.VARIABLE: owner})},
                 )
         except OSError as error:
             return f"the agent could not be started: {error}"
@@ -284,38 +287,32 @@ def _namespace() -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------ under ssh
-def _end_earlier(folder: str) -> None:
-    """End what is left here of the same cluster's drivers that are no more: both would write to the same files."""
-    name, dot, rest = os.path.basename(folder).partition(".")
-    if not dot:
-        return
-    ours = f"{name}.{rest.partition('.')[0]}."
-    deadline = time.monotonic() + _SWEEP_S
-    while found := _sessions(f"{name}.", ours):
-        late = time.monotonic() > deadline
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        if late:
-            return
-        time.sleep(0.05)
+def _owner(folder: str) -> str | None:
+    """``CLUSTER.DRIVER.…``, where its name says so."""
+    name = os.path.basename(folder).removeprefix(remains.LINK)
+    return name if "." in name else None
 
 
-def _sessions(prefix: str, ours: str) -> list[int]:
-    """Processes of this user that were started with a link's folder of this name, unless it is one of ours."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            if os.stat(f"/proc/{name}").st_uid == os.geteuid():
-                command = os.fsdecode(Path(f"/proc/{name}/cmdline").read_bytes())
-                if f"/{prefix}" in command and f"/{ours}" not in command:
-                    found.append(int(name))
-    return found
+def _end_earlier(folder: str) -> str:
+    """End what the same cluster's drivers that are no more left here: both would write to the same files.
+
+    Returns:
+        what is wrong where that can't be done.
+    """
+    owner = _owner(folder)
+    if owner is None:
+        return ""
+    cluster, driver, *_ = owner.split(".")
+    left = remains.end(cluster, but=f"{cluster}.{driver}", patience_s=_SWEEP_S)
+    return (
+        f"what an earlier job of this cluster left there can't be ended, not even with SIGKILL: {', '.join(left)}"
+        if left
+        else ""
+    )
 
 
 def _start(folder: str, grace_s: float, agent: dict[str, Any]) -> None:
     """Make the session's folder and socket, and leave a process behind that serves it."""
-    _end_earlier(folder)
     os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
     os.mkdir(folder, 0o700)
     listener = socket.socket(socket.AF_UNIX)
@@ -390,6 +387,8 @@ def _anchor() -> tuple[int, int]:
 def main() -> None:
     """Entry: ``link start FOLDER GRACE_S AGENT`` or ``link attach FOLDER``."""
     what, folder = sys.argv[1], os.path.abspath(sys.argv[2])
+    if what == "start" and (reason := _end_earlier(folder)):
+        _say_refused(reason)
     try:
         if what == "start":
             _start(folder, float(sys.argv[3]), json.loads(sys.argv[4]))
@@ -401,9 +400,13 @@ def main() -> None:
             reason = "the agent is gone: the host was restarted, or the agent's session was ended"
             if isinstance(error, ConnectionRefusedError):
                 shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.write(1, greeting(REFUSED, {"reason": reason}))
-        sys.exit(f"atoll: {reason}")
+        _say_refused(reason)
+
+
+def _say_refused(reason: str) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(1, greeting(REFUSED, {"reason": reason}))
+    sys.exit(f"atoll: {reason}")
 
 
 if __name__ == "__main__":

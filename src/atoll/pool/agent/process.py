@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.pool.agent.place import Place
 from atoll.pool.agent.procs import OomCounter, alive, command_line, kill_tree, parents, state, tree
 from atoll.pool.agent.rank import Output, exit_meta, spawn, tail_lines
+from atoll.pool.agent.remains import VARIABLE
 from atoll.wire import frames
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Process:
         tmp = setup["tmp_dir"]
         node_tag = f"{setup['tag']}.{setup['node']}"
         self._env = {**spec["env"], "ATOLL_RANK_TAG": f"{setup['tag']}.{number}", "ATOLL_POOL_TAG": node_tag}
+        if (owner := os.environ.get(VARIABLE)) is not None:
+            self._env[VARIABLE] = owner
         if place is not None:
             if self._env.get("TMPDIR") == tmp:
                 self._env["TMPDIR"] = place.tmp

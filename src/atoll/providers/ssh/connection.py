@@ -26,6 +26,7 @@ from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.providers.ssh.errors import LoginDenied, explain, silent
 from atoll.providers.ssh.hosts import HERE, Target
+from atoll.providers.ssh.output import marked, never_began, own_output
 
 if TYPE_CHECKING:
     from atoll.providers.ssh.facts import Facts
@@ -66,8 +67,11 @@ class Connection:
     def run(self, command: str, data: bytes = b"", *, limit_s: float = LOGIN_S) -> subprocess.CompletedProcess[bytes]:
         """Run a command there with ``data`` as its input; logs in first where nobody has.
 
+        What start files of the login shell printed is no part of its output.
+
         Raises:
-            ProvisionError: the host can't be reached, does not let us in, or says nothing within ``limit_s`` seconds.
+            ProvisionError: the host can't be reached, does not let us in, runs no command, or says nothing within
+                ``limit_s`` seconds.
         """
         with self._login:  # the first makes the login, those after it share it
             try:
@@ -93,7 +97,11 @@ class Connection:
                 self._end(process)
         if process.returncode == _FAILED:
             raise explain(self.target, said.decode(errors="replace"), self._ssh)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, said)
+        if (own := own_output(out)) is None:
+            if process.returncode < 0:  # ssh itself was killed: abort()
+                raise self._interrupted()
+            raise never_began(str(self.target), out, said)
+        return subprocess.CompletedProcess(process.args, process.returncode, own, said)
 
     def _communicate(self, process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes]:
         deadline = time.monotonic() + limit_s
@@ -101,16 +109,20 @@ class Connection:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.communicate(timeout=min(_LOOK_S, limit_s))
             if process not in self._running:  # killed; the login may hold its pipes open for long
-                raise ProvisionError(f"{self.target}: interrupted")
+                raise self._interrupted()
             if time.monotonic() > deadline:
                 raise silent(self.target, limit_s)
 
+    def _interrupted(self) -> ProvisionError:
+        return ProvisionError(f"{self.target}: interrupted")
+
     def open(self, command: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
-        """Start a command whose input and output are pipes; the caller ends it."""
+        """Start a command whose input and output are pipes; the caller ends it, and begins with ``skip_login_text``."""
         return self._start(command, stderr, ask=False)
 
     def argv(self, command: str, *, ask: bool = False) -> list[str]:
-        """The argument list that runs a command there."""
+        """The argument list that runs a command there, whose output begins behind what ``skip_login_text`` skips."""
+        command = marked(command)
         if self._is_here:
             return ["/bin/sh", "-c", command]
         return [self._ssh, *self._options(ask), "--", self.target.host, command]

@@ -14,11 +14,11 @@ from atoll.core.errors import ProvisionError
 from atoll.providers.gpus import QUERY, Gpu, parse_line
 from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.output import parsed_object
 
 LEAST_PYTHON = (3, 11)
 _ASK_S = 20.0  # with logging in; nvidia-smi of a driver without persistence mode takes seconds
 _QUERY = [f"{QUERY[0]},memory.used,driver_version", QUERY[1]]
-_MARK = "atoll-facts:"  # login scripts may print before and after
 
 # Understood by every Python since 3.4, so that an old one can say what it is.
 _ASK = """
@@ -87,7 +87,7 @@ def torch():
             version = re.match(r'torch-([^-]+)(-py[0-9.]+)?[.](dist|egg)-info$', name)
             if version:
                 return version.group(1)
-print('atoll-facts:' + json.dumps({
+print(json.dumps({
     'python': sys.version_info[:3], 'executable': sys.executable, 'hostname': socket.gethostname(), 'home': home,
     'place': found, 'refused': refused, 'bundles': [digest for digest, name in wanted if here(name)],
     'cpus': len(os.sched_getaffinity(0)), 'gpus': gpus(), 'tmp': tempfile.gettempdir(), 'env': dict(os.environ),
@@ -169,10 +169,10 @@ def _asked(connection: Connection, digests: Sequence[tuple[str, str]], folder: s
     python = target.python or "python3"
     wish = json.dumps([list(digests), _QUERY, folder])
     answer = connection.run(python_command(python, _ASK, wish), limit_s=_ASK_S)
-    line = next((line for line in answer.stdout.decode(errors="replace").splitlines() if line.startswith(_MARK)), None)
-    if line is None:
-        raise ProvisionError(f"{target}: {_no_python(connection, python, answer.stderr.decode(errors='replace'))}")
-    said: dict[str, Any] = json.loads(line[len(_MARK) :])
+    if answer.returncode != 0 or not answer.stdout.startswith(b"{"):
+        text = (answer.stderr if answer.returncode else answer.stdout).decode(errors="replace")
+        raise ProvisionError(f"{target}: {_no_python(connection, python, text)}")
+    said = parsed_object(str(target), answer.stdout)
     version = tuple(said["python"])
     if version < LEAST_PYTHON:
         raise ProvisionError(f"{target}: {_too_old('.'.join(map(str, version)), python)}")
@@ -229,11 +229,11 @@ def _used(said: str) -> list[dict[str, Any]]:
 def _no_python(connection: Connection, python: str, said: str) -> str:
     """Why the question was not understood: no such program, or one so old that it knows none of the options."""
     shown = connection.run(f"{_quoted(python)} -V")
-    version = re.search(rb"Python (\d\S*)", shown.stdout + shown.stderr)
-    if version is not None:
-        return _too_old(version[1].decode(), python)
-    last = said.strip().splitlines()
-    return f"has no {python} ({last[-1] if last else 'it said nothing'}): {_HOW}"
+    version = re.search(r"^Python ((\d+)\.(\d+)\S*)", (shown.stdout + shown.stderr).decode(errors="replace"), re.M)
+    if version is not None and (int(version[2]), int(version[3])) < LEAST_PYTHON:
+        return _too_old(version[1], python)
+    last = (said.strip().splitlines() or ["it said nothing"])[-1]
+    return f"its {python} ({version[1]}) failed: {last}" if version is not None else f"has no {python} ({last}): {_HOW}"
 
 
 def _too_old(version: str, python: str) -> str:

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.hints import check_seconds, suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlan, Plan
@@ -112,6 +112,9 @@ class SSH:
         ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=folder)
         try:
             said = on_each([connections.get(target) for target in found[:nodes]], ask)
+        except ProvisionError as error:
+            connections.close_idle()
+            raise ProvisionError(where_to_type(error, found)) from None
         except BaseException:
             connections.close_idle()
             raise
@@ -146,6 +149,13 @@ class SSH:
         for plan in plans:
             if (stop := _starting.get(id(plan))) is not None:
                 stop()
+
+
+def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
+    """What an error says; of a login from a head to another of its hosts also on which machine its remedy helps."""
+    if found[0].host != HERE or "`ssh" not in str(error):
+        return str(error)
+    return f"{error}. That is to be typed on {socket.gethostname()}, from where the supervisor logs in"
 
 
 def _chosen(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]:
@@ -270,6 +280,16 @@ class SSHNode:
     def reason(self) -> str | None:
         """Why the host was lost."""
         return self._link.reason
+
+    @property
+    def owner(self) -> str:
+        """What names its link, and all that runs over there for it."""
+        return posixpath.basename(self._folder).removeprefix("atoll-link-")
+
+    @property
+    def is_over(self) -> bool:
+        """Once it was stopped: did the host say that everything there has ended?"""
+        return self._link.is_over
 
     def end(self) -> None:
         """End the agent."""

@@ -1,0 +1,225 @@
+"""All of ``atoll``: its commands, and how it ends. Imports are late, so that help is fast."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from atoll import __version__
+from atoll.cli import check, clusters, launching, nodes, output, run, train, weights
+from atoll.cli.data import data_app
+from atoll.cli.recipes import recipes_app
+from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
+
+_FAILED, _NOT_FINISHED, _NOT_FOUND = 100, 101, 102
+_SAME_S = 1.0  # a Ctrl-C so soon after another is the same wish
+
+_HELP = """Train one model on any hardware you can reach.
+
+\b
+I have …                            → type …
+a script for torchrun               → atoll run --nodes 2 --nproc 2 train.py
+a task file, or a command           → atoll launch -c NAME task.yaml,  atoll exec NAME 'echo hi'
+clusters and their jobs             → atoll status,  atoll queue NAME,  atoll logs NAME,  atoll down NAME
+a model to train, or a recipe       → atoll train llama3_debug --nodes 2
+recipes, and data to look at        → atoll recipes ls,  atoll data preview RECIPE
+a trained model                     → atoll generate RUN "Once",  atoll export RUN DEST
+published weights                   → atoll import SOURCE DEST
+a Python function for every rank    → python train.py, with this in it:
+        with sky.ComputePool(nodes=2) as pool: f(x) @ pool
+a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
+the id of a detached call           → atoll result ID
+what can be used from here          → atoll check,  atoll gpus
+"""
+
+app = typer.Typer(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+pools = typer.Typer(help="Named pools that stay warm between scripts.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(pools, name="pools")
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(data_app, name="data")
+launching.register(app)
+run.register(app)
+clusters.register(app)
+nodes.register(app)
+check.register(app)
+train.register(app)
+weights.register(app)
+
+# SkyPilot's commands that this version lacks, and what comes next to each.
+_LACKING = {
+    "jobs": "`atoll launch -d` starts a job that goes on by itself, `atoll queue` shows it",
+    "serve": "`atoll launch` runs a server as a job, `atoll ssh NAME -L PORT` reaches it",
+    "api": "there is no server to start: every command works by itself",
+    "cost-report": "your machines have no price; `atoll status --all` shows clusters that are down, too",
+    "show-gpus": "`atoll gpus` shows those of this machine, `atoll gpus ssh/NAME` those of hosts",
+}
+
+
+def _lacking(context: typer.Context) -> None:
+    raise typer.BadParameter(f"`atoll {context.info_name}` is not in this version: {_LACKING[str(context.info_name)]}")
+
+
+for _name in _LACKING:
+    _any = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(_name, hidden=True, context_settings=_any)(_lacking)
+
+Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Say which Atoll this is.")] = False) -> None:
+    """Options of the command itself."""
+    if version:
+        print(f"atoll {__version__}")
+        raise typer.Exit
+
+
+@pools.command("ls")
+def pools_ls(output: Output = "table") -> None:
+    """List the named pools that are up."""
+    from atoll.pool.named import named_pools
+
+    found = named_pools()
+    if _as_json(output):
+        print(json.dumps(found, indent=2))
+        return
+    if not found:
+        print("no named pool is up; `sky.ComputePool(name='my-pool', ...)` starts one")
+        return
+    print(f"{'NAME':20} {'RANKS':>5} {'PID':>8} {'UP':>8}  DIFFERS FROM THE DEFAULTS IN")
+    for pool in found:
+        wishes = ", ".join(f"{key}={value}" for key, value in pool["wishes"].items())
+        age = _age(time.time() - pool["started"])
+        print(f"{pool['name']:20} {pool['world_size']:5} {pool['pid']:8} {age:>8}  {wishes}")
+
+
+@pools.command("down")
+def pools_down(
+    names: Annotated[list[str] | None, typer.Argument(help="Names, as `atoll pools ls` shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Every named pool.")] = False,
+) -> None:
+    """End named pools, for every process that uses them."""
+    from atoll.pool.named import end_pool, named_pools
+
+    up = [pool["name"] for pool in named_pools()]
+    wanted = up if everything else names or []
+    if not wanted and not everything:
+        raise typer.BadParameter("name a pool, or give --all; `atoll pools ls` lists them")
+    if not wanted:
+        print("no named pool is up")
+    missing = [name for name in wanted if not end_pool(name)]
+    for name in wanted:
+        print(f"{name}: " + ("no such pool is up" if name in missing else "ended"))
+    if missing:
+        raise typer.Exit(_NOT_FOUND)
+
+
+@app.command()
+def result(
+    job_id: Annotated[str, typer.Argument(help="What pool.submit(..., detach=True) returned.")],
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait; as long as it runs by default.")] = None,
+) -> None:
+    """Wait for a detached call and print its result."""
+    from atoll.pool.detached import exists
+    from atoll.pool.detached import result as fetch
+
+    if not exists(job_id):
+        print(f"atoll: no detached call {job_id!r}; its id is what pool.submit(..., detach=True) gave", file=sys.stderr)
+        raise typer.Exit(_NOT_FOUND)
+    try:
+        shown = repr(fetch(job_id, timeout))
+    except Exception as error:  # noqa: BLE001 - whatever the user's function raised
+        print(f"atoll: {type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error.__cause__, RemoteTraceback):
+            print(error.__cause__, file=sys.stderr)
+        raise typer.Exit(_NOT_FINISHED if isinstance(error, CallTimeout) else _FAILED) from None
+    print(shown)
+
+
+def _as_json(output: str) -> bool:
+    if output not in ("table", "json"):
+        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
+    return output == "json"
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def _ready_streams() -> None:
+    """Have the standard streams take all that is written to them, also where they are closed or know ASCII only."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+    output.watch()
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """A Ctrl-C interrupts; more of them at once, in impatience, do not disturb what then comes to its end."""
+    before = signal.getsignal(signal.SIGINT)
+    if before in (signal.SIG_IGN, None):  # as under nohup, or not Python's
+        yield
+        return
+    last_s: float | None = None
+
+    def interrupt(_number: int, _frame: object) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if last_s is None or now_s > last_s + _SAME_S:
+            last_s = now_s
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:  # once Python ends, one would kill it
+        signal.signal(signal.SIGINT, before if last_s is None else signal.SIG_IGN)
+
+
+def run_command() -> None:
+    """Do what the command line says, and exit."""
+    try:
+        _ready_streams()
+        with _one_interrupt():
+            try:
+                app(prog_name="atoll")
+            finally:
+                sys.stdout.flush()
+    except AtollError as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        sys.exit(_NOT_FOUND if isinstance(error, LookupError) else _FAILED)
+    except OSError as error:  # a full disk, a state folder that can't be
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"atoll: {where}{error.strerror or error}", file=sys.stderr)
+        if error.errno == errno.ENOSPC:
+            output.drop(sys.stdout.fileno())  # what is left of it can't be written at the end either
+        sys.exit(_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        if output.is_closed():
+            sys.exit(128 + signal.SIGPIPE)  # as a shell shows the end of programs that know nothing of it

@@ -1,0 +1,59 @@
+"""``scp`` to hosts whose login shell prints something: it runs ssh through this program, which leaves that out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from atoll.providers.ssh.output import MARK, marked
+
+_BLOCK_BYTES = 1 << 16
+_SFTP = re.compile(rb"(?=\0\0..\x02\0\0\0\x03)", re.DOTALL)  # what its server says first: length, VERSION, 3
+_OTHERS = re.compile(rb"(?<=" + MARK + rb")")
+
+
+@contextlib.contextmanager
+def quiet_ssh() -> Iterator[str]:
+    """The path for ``scp -S``, while this lasts."""
+    ssh = shutil.which("ssh") or "ssh"
+    with tempfile.TemporaryDirectory(prefix="atoll-scp-") as folder:
+        program = Path(folder, "ssh")
+        words = shlex.join([sys.executable, "-P", "-m", __name__, ssh])
+        program.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        program.chmod(0o700)
+        yield str(program)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be ssh with these arguments, ssh's path before them, without what came before the server's first words."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    *words, last = arguments  # a command for the shell, which an older scp has, or the name of a subsystem
+    is_sftp = "-s" in words
+    process = subprocess.Popen([*words, last if is_sftp else marked(last)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    begins, came, has_begun = _SFTP if is_sftp else _OTHERS, b"", False
+    try:
+        while block := os.read(process.stdout.fileno(), _BLOCK_BYTES):
+            came += block
+            if not has_begun and (found := begins.search(came)):
+                has_begun, came = True, came[found.start() :]
+            if has_begun:
+                sys.stdout.buffer.write(came)
+                sys.stdout.buffer.flush()
+                came = b""
+    except BrokenPipeError:  # whoever copies is gone
+        process.kill()
+    return process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

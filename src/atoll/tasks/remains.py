@@ -1,0 +1,215 @@
+"""What earlier jobs of a cluster left running, on this machine and on its hosts: whose it is, and its end.
+
+Agents end when their supervisor does, unless they are stopped, or hang. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import atoll
+from atoll.core.errors import AtollError, ProvisionError
+from atoll.core.hints import is_secret
+from atoll.pool.agent import remains
+from atoll.tasks import record
+from atoll.tasks.spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from atoll.providers.remote import RemotePlan
+    from atoll.providers.ssh.hosts import Target
+
+_ID = "id"  # in ATOLL_HOME: no other state folder has the same
+_DRIVER = "driver"  # in a cluster's folder: the owner of what its last supervisor started on hosts
+_PATIENCE_S = 3.0
+_ANSWER_S = 20.0
+_HOST_BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.pool.agent.remains import main; main()"
+_BOOT = """import os, sys
+if os.fork(): os._exit(0)
+sys.path.insert(0, sys.argv[1])
+from atoll.tasks.remains import main
+main(sys.argv[2], sys.argv[3])"""
+
+
+def owner_of(folder: Path) -> str:
+    """What agents of the cluster in this folder are known by: the same when it is made anew, and no other cluster's.
+
+    Neither one of the same name in a copy of ATOLL_HOME, nor of another user, nor of another machine that shares it.
+
+    Raises:
+        OSError: ATOLL_HOME can't be written to.
+    """
+    home = folder.absolute().parent.parent
+    parts = (_id_of(home), os.path.realpath(home), os.uname().nodename, str(os.getuid()), folder.name)
+    return hashlib.blake2b("\0".join(parts).encode(errors="surrogateescape"), digest_size=12).hexdigest()
+
+
+def _id_of(home: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        if own := (home / _ID).read_text(errors="replace"):
+            return own
+    fd = os.open(home / _ID, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if not (own := os.pread(fd, 64, 0).decode(errors="replace")):  # else somebody was faster
+            own = secrets.token_hex(16)
+            os.pwrite(fd, own.encode(), 0)
+        return own
+    finally:
+        os.close(fd)
+
+
+def end_here(folder: Path) -> list[str]:
+    """End what local nodes of the cluster left. For whoever holds the supervisor's lock. Returns what does not end."""
+    home = folder.absolute().parent.parent
+    if not (home / _ID).exists():  # nothing was ever started
+        return []
+    return [f"{each} on {os.uname().nodename}" for each in remains.end(owner_of(folder), patience_s=_PATIENCE_S)]
+
+
+def end_all(folder: Path) -> list[str]:
+    """End what the cluster left, here or on its hosts. For whoever holds the supervisor's lock.
+
+    Returns:
+        a line for each host that could not be asked.
+
+    Raises:
+        AtollError: something can't be ended.
+    """
+    try:
+        cluster = record.load(folder)
+    except LookupError:
+        return []
+    if not cluster.hosts:
+        left, lines = end_here(folder), list[str]()
+    else:
+        left, lines = end_on_hosts(cluster)
+    if left:
+        raise AtollError(f"cluster {cluster.name}: not even SIGKILL ends {', '.join(left)}: {ADVICE}")
+    return lines
+
+
+ADVICE = "it waits for a disk or a device that does not answer, or is frozen; it has to end before another job starts"
+
+
+def end_on_hosts(cluster: ClusterSpec, first: int = 0, driver: str = "") -> tuple[list[str], list[str]]:
+    """End what a cluster left on its hosts.
+
+    Args:
+        cluster: which.
+        first: the number of the first of those hosts.
+        driver: only what this owner left.
+
+    Returns:
+        what does not end, with its host; and a line for each host that could not be asked.
+    """
+    from atoll.providers.ssh import bundle
+    from atoll.providers.ssh.connection import connections
+    from atoll.providers.ssh.hosts import HERE
+    from atoll.tasks.ssh_nodes import plans_of, provider_of
+
+    owner = driver or cluster.ssh.get("owner")
+    if owner is None:  # no job of it has been started yet
+        return [], []
+    targets = provider_of(cluster).targets()[: cluster.num_nodes]
+    names: Sequence[str] = cluster.ssh.get("names") or [str(target) for target in targets]
+    of_all = {key: value for key, value in cluster.ssh.items() if key not in ("addresses", "names")}
+
+    def end(node: int) -> tuple[list[str], list[str]]:
+        one = replace(cluster, hosts=cluster.hosts[node : node + 1], num_nodes=1, accelerator=None, ssh=of_all)
+        try:
+            plan = replace(plans_of(one)[0], host=names[node])
+            bundle.put(connections.get(targets[node]), plan, plan.bundles[0])
+            return end_on(targets[node], plan, owner), []
+        except ProvisionError as error:
+            why = str(error).removeprefix(f"{targets[node]}: ").removesuffix(".")
+            return [], [
+                f"{names[node]}: {why}. So nobody looked whether something of cluster {cluster.name} hangs there"
+            ]
+
+    try:
+        if cluster.hosts[0] == HERE and (digest := cluster.ssh.get("bundle")):
+            bundle.use_packed(digest)
+        with ThreadPoolExecutor(max(1, len(targets) - first)) as threads:
+            found = list(threads.map(end, range(first, len(targets))))
+    except ProvisionError as error:
+        return [], [f"cluster {cluster.name}: {error}"]
+    finally:
+        connections.close_idle()
+    return [each for left, _ in found for each in left], [line for _, lines in found for line in lines]
+
+
+def end_on(target: Target, plan: RemotePlan, owner: str, limit_s: float = _ANSWER_S) -> list[str]:
+    """End what an owner left on a host that has Atoll's code; returns what does not end, with its host.
+
+    Raises:
+        ProvisionError: it can't be asked.
+    """
+    from atoll.providers.ssh.connection import connections
+    from atoll.providers.ssh.facts import python_command
+    from atoll.providers.ssh.output import parsed
+
+    code = _HOST_BOOT.format(code=plan.import_path[0])
+    connection = connections.hold(target)
+    try:
+        answer = connection.run(python_command(plan.python, code, owner, f"{_PATIENCE_S:g}"), limit_s=limit_s)
+    finally:
+        connections.release(target)
+    if answer.returncode != 0:
+        raise ProvisionError(f"{target}: {answer.stderr.decode(errors='replace').strip()[-200:]}")
+    return [f"{each} on {plan.host}" for each in parsed(plan.host, answer.stdout)]
+
+
+# --------------------------------------------------------------------------------- after a supervisor that was killed
+def note_driver(folder: Path, owner: str) -> None:
+    """Write down what this supervisor's agents on hosts are known by, for when it is no more."""
+    (folder / _DRIVER).write_text(owner)
+
+
+def end_left(folder: Path, log: Path) -> list[str]:
+    """End what the last supervisor left. For whoever holds its lock. Returns what does not end here.
+
+    On hosts a process of its own does it, so that whoever only looks does not wait for them; it writes to ``log``.
+
+    Raises:
+        OSError: ATOLL_HOME can't be used.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        owner = (folder / _DRIVER).read_text()
+        env = {name: value for name, value in os.environ.items() if not is_secret(name, value)}
+        with open(log, "ab") as output:
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(atoll.__file__).parent.parent), str(folder), owner],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                cwd="/",
+                env={**env, "ATOLL_HOME": str(folder.parent.parent)},
+            )
+    return end_here(folder)
+
+
+def main(folder: str, owner: str) -> None:
+    """Entry of that process; what it could not do is in the supervisor's log, and tried again before the next job."""
+    from atoll.providers.ssh.bundle import use_packed
+
+    try:
+        cluster = record.load(Path(folder))
+        if digest := cluster.ssh.get("bundle"):  # what packs it is not on this process's path
+            use_packed(digest)
+        left, lines = end_on_hosts(cluster, driver=owner)
+    except (AtollError, LookupError) as error:
+        left, lines = [], [str(error)]
+    for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
+        sys.stderr.write(f"{line}\n")
