@@ -150,10 +150,16 @@ def test_a_grandchild_that_outlives_the_goodbye_is_killed(node: TaskNode) -> Non
 
 def agent_in(node: TaskNode) -> int:
     """Host pid of a node's agent."""
-    agent = node.pids()[0]
-    while Path(f"/proc/{agent}/comm").read_text() != "atoll-agent\n":
-        agent = parent(agent)
-    return agent
+
+    def climb() -> int | None:
+        with contextlib.suppress(OSError, IndexError):  # the shell that it began at was about to end
+            pid = node.pids()[0]
+            while pid > 1 and Path(f"/proc/{pid}/comm").read_text() != "atoll-agent\n":
+                pid = parent(pid)
+            return pid if pid > 1 else None
+        return None
+
+    return eventually(climb, "the agent above a node's processes")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
