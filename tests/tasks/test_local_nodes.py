@@ -490,3 +490,33 @@ ip -brief link show tap0 2>&1
     proofs = sorted(path.read_text().strip() for path in nodes.glob("*/home/proof"))
     assert proofs == [str(nodes / str(number) / "home") for number in (0, 1)]
     assert not list(public.glob("atoll-*"))
+
+
+@pytest.mark.parametrize("what", ["folder", "loop"])
+def test_a_home_whose_id_cannot_be_used_is_named_and_goes_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
+    cluster = LocalCluster.make(tmp_path)
+    if what == "folder":
+        (tmp_path / "id").mkdir()
+    else:
+        (tmp_path / "id").symlink_to("id")
+    job = cluster.submit("echo never")
+    cluster.wait_until_idle()
+    assert cluster.control.job(job).status is JobStatus.FAILED_DRIVER
+    assert f"{tmp_path / 'id'} can't be used: " in cluster.log(job)
+    assert "Remove it, once no jobs run" in cluster.log(job)
+    (line,) = cluster.control.remove_nodes()
+    assert "So nobody looked whether something of cluster train hangs" in line
+    (tmp_path / "id").rmdir() if what == "folder" else (tmp_path / "id").unlink()
+    assert cluster.run("echo again")[0] is JobStatus.SUCCEEDED
+
+
+def test_an_id_that_root_made_can_be_read_by_others(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        remains.owner_of(tmp_path / "clusters/train")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "id").stat().st_mode & 0o777 == 0o644

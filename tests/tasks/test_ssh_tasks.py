@@ -173,6 +173,27 @@ def test_a_head_that_can_log_in_no_more_is_told_of_once(lab: Testbed) -> None:
     atoll("down", "c")
 
 
+def test_looking_at_a_copy_of_the_state_folder_ends_nothing(lab: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor's lock is free, and its records name the hosts and what runs there."""
+    home = Path(os.environ["ATOLL_HOME"])
+    atoll("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "-d", "exec sleep 1000")
+    for host in lab.hosts:
+        eventually(lambda host=host: "sleep 1000" in host.command_lines(), "the job runs")
+    before = [lab.hosts[0].run("pgrep -fx 'sleep 1000'"), lab.hosts[1].run("pgrep -fx 'sleep 1000'")]
+    copy = home.with_name(f"{home.name}c")  # as short
+    shutil.copytree(home, copy, ignore=shutil.ignore_patterns("wake", "ssh"))
+    with contextlib.ExitStack() as ends, monkeypatch.context() as other:
+        ends.callback(shutil.rmtree, copy, ignore_errors=True)
+        other.setenv("ATOLL_HOME", str(copy))
+        assert "FAILED_DRIVER" in atoll("queue", "c")
+        assert "Cluster c is down" in atoll("down", "c")
+    assert [row["status"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == ["RUNNING"]
+    log = atoll("logs", "c", "1", "--no-follow", code=101)
+    assert "restart" not in log.lower(), log
+    assert [lab.hosts[0].run("pgrep -fx 'sleep 1000'"), lab.hosts[1].run("pgrep -fx 'sleep 1000'")] == before
+    atoll("down", "c")
+
+
 def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
     task = tmp_path / "task.yaml"
     task.write_text(
@@ -189,6 +210,9 @@ def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
     assert "/home/sky/mine/in" in atoll("launch", "-c", "n", "--infra", "ssh/lab", str(task), code=100)
     assert "no cluster 'n'" in atoll("logs", "n", code=102)
     assert lab.hosts[0].run("ls /home/sky/.atoll/clusters") == "m\n"
+    (lab.folder / "home" / "sky" / ".bashrc").write_text("read answer\n")
+    said = refused("launch", "-c", "n", "--infra", "ssh/lab", "true")
+    assert "arrived damaged: does something in ~/.bashrc there read standard input?" in said
 
 
 # The quick half of the two begins on the only host and is taken over from here when it grows.
@@ -232,6 +256,7 @@ def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None
     assert "made.txt\n" in said  # what a job made stays
     assert ") h2\n" in atoll("exec", "c", "--num-nodes", "2", "hostname")
     assert atoll("ssh", "c/worker1", "--", "hostname").endswith(": h2\noops\n")
+    start_file.write_text(start_file.read_text() + "trap 'echo and as it ends' EXIT\n")
     atoll("cp", "c:sky_workdir/made.txt", str(tmp_path))
     assert (tmp_path / "made.txt").read_text() == "made\n"
     atoll("cp", str(tmp_path / "made.txt"), "c/worker1:brought.txt")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from atoll.providers.ssh.output import parsed_object, skip_login_text
 
 _BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.pool.preflight import main; main(sys.argv[1:])"
 _ANSWER_S = 60.0  # with the start of a Python from a cold or shared disk
+_LISTEN_S = 30.0  # where it was asked just now, and answered
 _REACH_S = 5.0
 _SUM_S = 60.0  # its ranks wait so long for one another, whose torch may come from such a disk too
 _FRESH_S = 600.0  # hosts whose all-reduce passed so lately are not asked for another
@@ -110,9 +112,16 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
     wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": _ANSWER_S}
     server = head.connection.open(head.command("listen", wish), subprocess.PIPE)
     assert server.stdout is not None
+    limit = threading.Timer(_LISTEN_S, server.kill)
+    limit.start()
     try:
         skip_login_text(server.stdout)
-        port = parsed_object(head.plan.host, server.stdout.readline() or b"{}").get("port", 0)
+        said = server.stdout.readline()
+        limit.cancel()
+        if not said:
+            why = "the preflight did not begin there: does something in ~/.bashrc there read standard input?"
+            return [Finding(head.plan.host, why, True)], []
+        port = parsed_object(head.plan.host, said).get("port", 0)
         if not port:
             return [Finding(head.plan.host, "could not listen on any TCP port", True)], []
         asked = [
@@ -120,16 +129,18 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
         ]
         findings, interfaces = [], [""]
         for host, each in zip(others, asked, strict=True):
-            said = each.result()
-            interfaces.append(said.get("interface", ""))
-            if "error" in said:
-                peer = head.plan
-                findings.append(unreachable(host.plan.host, peer.host, peer.addr, port, host.plan.addr, said["error"]))
+            answer = each.result()
+            interfaces.append(answer.get("interface", ""))
+            if "error" in answer:
+                peer, error = head.plan, answer["error"]
+                findings.append(unreachable(host.plan.host, peer.host, peer.addr, port, host.plan.addr, error))
         if not findings:
             own = parsed_object(head.plan.host, server.stdout.readline() or b"{}")
             interfaces[0] = own.get("interface", "")
         return findings, interfaces
     finally:
+        limit.cancel()
+        limit.join()
         server.kill()
         server.communicate()
 

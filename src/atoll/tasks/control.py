@@ -432,12 +432,21 @@ def _stream(folder: Path, wish: Mapping[str, Any]) -> int:
     return status.exit_code
 
 
+def _wish(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        wish = json.loads(line)
+        if isinstance(wish, dict) and "cluster" in wish:
+            return wish
+    raise AtollError("what it was asked arrived damaged: does something in ~/.bashrc there read standard input?")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Entry of the program; returns its exit code."""
-    (operation,), wish = arguments, json.loads(sys.stdin.buffer.readline())
-    name = str(wish["cluster"])
+    (operation,), line = arguments, sys.stdin.buffer.readline()
     stream = sys.stderr if operation in ("follow", "pack") else sys.stdout
     try:
+        wish = _wish(line)
+        name = str(wish["cluster"])
         if not is_name(name):
             raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
         folder = atoll_home() / "clusters" / name

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from atoll.core.errors import ProvisionError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.pool.agent.procs import kill_tree
 from atoll.pool.agent.remains import VARIABLE
 from atoll.pool.members import agent_command, sweep_stale
@@ -169,7 +169,7 @@ class LocalNodes:
             owner = {VARIABLE: f"{remains.owner_of(self._folder)}.{tag}"}
             agent = Local().start(replace(plan, place=place), agent_command(_SOURCE_ROOT), owner)
             handle = _TaskNode(agent, tag, node, tmp)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             shutil.rmtree(tmp, ignore_errors=True)
             raise ProvisionError(str(error), node=node) from error
         setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import atoll
-from atoll.core.errors import AtollError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.hints import is_secret
 from atoll.pool.agent import remains
 from atoll.tasks import record
@@ -47,32 +47,53 @@ def owner_of(folder: Path) -> str:
     Neither one of the same name in a copy of ATOLL_HOME, nor of another user, nor of another machine that shares it.
 
     Raises:
-        OSError: ATOLL_HOME can't be written to.
+        ConfigError: the state folder's id can't be read or made.
     """
     home = folder.absolute().parent.parent
     parts = (_id_of(home), os.path.realpath(home), os.uname().nodename, str(os.getuid()), folder.name)
     return hashlib.blake2b("\0".join(parts).encode(errors="surrogateescape"), digest_size=12).hexdigest()
 
 
+def owner_on_hosts(cluster: ClusterSpec, folder: Path) -> str:
+    """``owner_of`` for agents on hosts: where this is the head, they are known by what the client is known by.
+
+    What the record says is believed only in the folder that it was written for: a copy of one has an owner of its own.
+    """
+    from atoll.providers.ssh.hosts import HERE
+
+    its, written_for = cluster.ssh.get("owner"), cluster.ssh.get("folder", "")
+    if its and cluster.hosts[0] == HERE and os.path.realpath(folder) == os.path.realpath(written_for):
+        return str(its)
+    return owner_of(folder)
+
+
 def _id_of(home: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        if own := (home / _ID).read_text(errors="replace"):
-            return own
-    fd = os.open(home / _ID, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    path = home / _ID
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if not (own := os.pread(fd, 64, 0).decode(errors="replace")):  # else somebody was faster
-            own = secrets.token_hex(16)
-            os.pwrite(fd, own.encode(), 0)
-        return own
-    finally:
-        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            if own := path.read_text(errors="replace"):
+                return own
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not (own := os.pread(fd, 64, 0).decode(errors="replace")):  # else somebody was faster
+                own = secrets.token_hex(16)
+                os.pwrite(fd, own.encode(), 0)
+                with contextlib.suppress(OSError):
+                    os.fchmod(fd, 0o644)  # whoever uses the folder next, if root was the first
+            return own
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be used: {error.strerror or error}. Remove it, once no jobs run: another one is made, which "
+            f"does not know processes that were left before"
+        ) from None
 
 
 def end_here(folder: Path) -> list[str]:
     """End what local nodes of the cluster left. For whoever holds the supervisor's lock. Returns what does not end."""
-    home = folder.absolute().parent.parent
-    if not (home / _ID).exists():  # nothing was ever started
+    if not os.path.lexists(folder.absolute().parent.parent / _ID):  # nothing was ever started
         return []
     return [f"{each} on {os.uname().nodename}" for each in remains.end(owner_of(folder), patience_s=_PATIENCE_S)]
 
@@ -90,10 +111,10 @@ def end_all(folder: Path) -> list[str]:
         cluster = record.load(folder)
     except LookupError:
         return []
-    if not cluster.hosts:
-        left, lines = end_here(folder), list[str]()
-    else:
-        left, lines = end_on_hosts(cluster)
+    try:
+        left, lines = end_on_hosts(cluster, folder) if cluster.hosts else (end_here(folder), list[str]())
+    except ConfigError as error:
+        return [f"{error}. So nobody looked whether something of cluster {cluster.name} hangs"]
     if left:
         raise AtollError(f"cluster {cluster.name}: not even SIGKILL ends {', '.join(left)}: {ADVICE}")
     return lines
@@ -102,11 +123,12 @@ def end_all(folder: Path) -> list[str]:
 ADVICE = "it waits for a disk or a device that does not answer, or is frozen; it has to end before another job starts"
 
 
-def end_on_hosts(cluster: ClusterSpec, first: int = 0, driver: str = "") -> tuple[list[str], list[str]]:
+def end_on_hosts(cluster: ClusterSpec, folder: Path, first: int = 0, driver: str = "") -> tuple[list[str], list[str]]:
     """End what a cluster left on its hosts.
 
     Args:
         cluster: which.
+        folder: the cluster's.
         first: the number of the first of those hosts.
         driver: only what this owner left.
 
@@ -118,8 +140,10 @@ def end_on_hosts(cluster: ClusterSpec, first: int = 0, driver: str = "") -> tupl
     from atoll.providers.ssh.hosts import HERE
     from atoll.tasks.ssh_nodes import plans_of, provider_of
 
-    owner = driver or cluster.ssh.get("owner")
-    if owner is None:  # no job of it has been started yet
+    owner = owner_on_hosts(cluster, folder)
+    if cluster.ssh.get("owner") != owner:  # no job of it has been started yet, or another folder's are
+        return [], []
+    if driver and driver.partition(".")[0] != owner:
         return [], []
     targets = provider_of(cluster).targets()[: cluster.num_nodes]
     names: Sequence[str] = cluster.ssh.get("names") or [str(target) for target in targets]
@@ -130,7 +154,7 @@ def end_on_hosts(cluster: ClusterSpec, first: int = 0, driver: str = "") -> tupl
         try:
             plan = replace(plans_of(one)[0], host=names[node])
             bundle.put(connections.get(targets[node]), plan, plan.bundles[0])
-            return end_on(targets[node], plan, owner), []
+            return end_on(targets[node], plan, driver or owner), []
         except ProvisionError as error:
             why = str(error).removeprefix(f"{targets[node]}: ").removesuffix(".")
             return [], [
@@ -208,7 +232,7 @@ def main(folder: str, owner: str) -> None:
         cluster = record.load(Path(folder))
         if digest := cluster.ssh.get("bundle"):  # what packs it is not on this process's path
             use_packed(digest)
-        left, lines = end_on_hosts(cluster, driver=owner)
+        left, lines = end_on_hosts(cluster, Path(folder), driver=owner)
     except (AtollError, LookupError) as error:
         left, lines = [], [str(error)]
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):

@@ -361,7 +361,7 @@ def give_up(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> N
         f"{cluster.supervised_from}: {why}. So jobs go on there as long as it runs, and {folder} stays there (jobs, "
         f"logs, workdir){again}"
     )
-    left, lines = remains.end_on_hosts(cluster, first=1)
+    left, lines = remains.end_on_hosts(cluster, _folder_here(cluster.name), first=1)
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
         tell(line)
     remove_files(cluster, first=1)

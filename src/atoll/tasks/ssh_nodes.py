@@ -95,7 +95,7 @@ class SSHNodes:
         self._plans: list[RemotePlan] = []
         self._shells: dict[int, dict[str, str]] = {}
         # What the cluster's earlier supervisors left on a host ends before our agent starts there.
-        self._owner = f"{cluster.ssh.get('owner') or remains.owner_of(folder)}.{_SUPERVISOR}"
+        self._owner = f"{remains.owner_on_hosts(cluster, folder)}.{_SUPERVISOR}"
         self.addresses: tuple[str, ...] = tuple(cluster.ssh.get("addresses") or ())
 
     def open(self) -> list[str]:

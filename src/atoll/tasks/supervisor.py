@@ -184,7 +184,7 @@ def fail_orphans(store: Store, folder: Path) -> None:
     reason = "its supervisor was killed, or the machine restarted"
     if line := last_line(folder):
         reason += f"; what the supervisor said last, in {folder / LOG}: {line}"
-    with contextlib.suppress(OSError):  # the next job, which needs it, tells
+    with contextlib.suppress(OSError, AtollError):  # the next job, which needs it, tells
         if left := remains.end_left(folder, folder / LOG):
             reason += f"; not even SIGKILL ends {', '.join(left)}"
     for job in orphans:

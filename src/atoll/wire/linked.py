@@ -194,7 +194,10 @@ class LinkedChannel(Relay):
         if connection.stderr >= 0:
             self.loop.watch(connection.stderr, lambda _events: self._read_stderr(connection))
         limit_s = _FIRST_S if self._first else _AGAIN_S
-        self.loop.after("greeting", limit_s, lambda: self._drop(connection, f"no answer within {limit_s:g} s"))
+        why = f"no answer within {limit_s:g} s"
+        if self._first:
+            why += ": does something in ~/.bashrc there read standard input?"
+        self.loop.after("greeting", limit_s, lambda: self._drop(connection, why))
 
     def _read_stderr(self, connection: _Connection) -> None:
         if not connection.read_stderr():

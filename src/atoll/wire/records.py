@@ -109,8 +109,9 @@ class Greeter:
         if at > 0 and not self._skip_noise:
             raise WireError("the other side did not greet")
         if at < 0:
-            if len(self._data) > _MAX_GREETING_BYTES or not (self._skip_noise or MAGIC.startswith(self._data)):
+            if not (self._skip_noise or MAGIC.startswith(self._data)):
                 raise WireError("the other side did not greet")
+            self._data = self._data[1 - len(MAGIC) :]  # of noise, however much, only what may begin the greeting
             return None
         start = at + len(MAGIC)
         if len(self._data) < start + _HEADER.size:

@@ -27,7 +27,7 @@ import hashlib, os, socket, sys, time
 path, digest, old_s = sys.argv[1:]
 data = sys.stdin.buffer.read()
 if hashlib.sha256(data).hexdigest() != digest:
-    sys.exit('it arrived damaged: %d bytes' % len(data))
+    sys.exit('it arrived damaged, as %d bytes: does something in ~/.bashrc there read standard input?' % len(data))
 folder = os.path.dirname(path)
 os.makedirs(folder, 0o700, exist_ok=True)
 aside = '%s.%s.%d' % (path, socket.gethostname(), os.getpid())

@@ -41,18 +41,21 @@ def main(arguments: Sequence[str]) -> int:
     process = subprocess.Popen([*words, last if is_sftp else marked(last)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     begins, came, has_begun = _SFTP if is_sftp else _OTHERS, b"", False
-    try:
-        while block := os.read(process.stdout.fileno(), _BLOCK_BYTES):
-            came += block
-            if not has_begun and (found := begins.search(came)):
-                has_begun, came = True, came[found.start() :]
-            if has_begun:
-                sys.stdout.buffer.write(came)
-                sys.stdout.buffer.flush()
-                came = b""
-    except BrokenPipeError:  # whoever copies is gone
-        process.kill()
+    while block := os.read(process.stdout.fileno(), _BLOCK_BYTES):
+        came += block
+        if not has_begun and (found := begins.search(came)):
+            has_begun, came = True, came[found.start() :]
+        if has_begun:
+            with contextlib.suppress(BrokenPipeError):  # scp is done, and the shell there prints as it ends
+                _write(came)
+            came = b""
     return process.wait()
+
+
+def _write(data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(sys.stdout.fileno(), view) :]
 
 
 if __name__ == "__main__":
