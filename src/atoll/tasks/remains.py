@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import atoll
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.hints import is_secret
 from atoll.pool.agent import remains
-from atoll.tasks import record
+from atoll.tasks import background, record
 from atoll.tasks.spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -212,15 +210,7 @@ def end_left(folder: Path, log: Path) -> list[str]:
         owner = (folder / _DRIVER).read_text()
         env = {name: value for name, value in os.environ.items() if not is_secret(name, value)}
         with open(log, "ab") as output:
-            subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(atoll.__file__).parent.parent), str(folder), owner],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                cwd="/",
-                env={**env, "ATOLL_HOME": str(folder.parent.parent)},
-            )
+            background.start(_BOOT, [str(folder), owner], folder, output, env)
     return end_here(folder)
 
 

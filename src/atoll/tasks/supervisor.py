@@ -11,18 +11,16 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import IO
 
-import atoll
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.hints import is_secret
 from atoll.core.paths import is_locked
 from atoll.pool.agent.remains import VARIABLE
-from atoll.tasks import record, remains
+from atoll.tasks import background, record, remains
 from atoll.tasks.logs import JobLog
 from atoll.tasks.spec import JobStatus
 from atoll.tasks.store import IN_THE_WAY, Store, unusable
@@ -121,19 +119,9 @@ def _start(folder: Path, log: Path) -> bytes:
     try:
         try:
             with _opened(log) as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _BOOT, _source_root(), str(folder), str(theirs)],
-                    pass_fds=(theirs,),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    cwd="/",
-                    env={**env, "ATOLL_HOME": str(folder.parent.parent)},
-                )
+                background.start(_BOOT, [str(folder), str(theirs)], folder, output, env, (theirs,))
         finally:
             os.close(theirs)
-        process.wait()  # it forks at once: the supervisor is nobody's child
         return os.read(answer, _LONGEST_ERROR) if select.select([answer], [], [], _START_S)[0] else b""
     finally:
         os.close(answer)
@@ -144,11 +132,6 @@ def _opened(log: Path) -> IO[bytes]:
         return open(log, "ab")
     except IN_THE_WAY as error:
         raise unusable(log, error) from error
-
-
-def _source_root() -> str:
-    """What has to be on the import path: the folder, or the archive, that this package lies in."""
-    return str(Path(atoll.__file__).parent.parent)
 
 
 def reconcile(folder: Path) -> None:
