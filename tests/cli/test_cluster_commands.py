@@ -507,6 +507,16 @@ def test_a_pipeline_goes_on_without_whoever_launched_it(atoll: Atoll, tmp_path: 
     assert atoll("logs", "t", "3", "--status")[0] == 101
 
 
+def test_down_tells_what_nobody_could_look_for(atoll: Atoll, home: Path) -> None:
+    assert atoll("launch", "-c", "t", "true")[0] == 0
+    (home / "id").unlink()
+    (home / "id").mkdir()
+    code, out, err = atoll("down", "t")
+    assert (code, out.partition(";")[0]) == (0, "Cluster t is down")
+    assert f"{home / 'id'} can't be used: Is a directory. Remove it" in err
+    assert "nobody looked whether something of cluster t hangs" in err
+
+
 @pytest.mark.parametrize(
     ("words", "printed"),
     [

@@ -173,13 +173,14 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
         control.remove_nodes()
         ended = control.cancel(None)
     if status is ClusterStatus.DOWN:
-        lines = control.remove_nodes()
-        if cluster.hosts:
-            from atoll.tasks import ssh_files
+        if lines := control.remove_nodes():
             from atoll.tasks.remote_control import tell
 
             for line in lines:
                 tell(line)
+        if cluster.hosts:
+            from atoll.tasks import ssh_files
+
             ssh_files.remove_files(cluster)
         clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
