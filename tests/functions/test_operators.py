@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -96,6 +97,37 @@ def test_gather_in_order_and_as_they_complete(pool: sky.ComputePool, tmp_path: P
     assert sky.gather(first(), second()) >> pool == ["first", "second"]
     assert sky.gather() >> pool == []
     assert list(sky.gather(*(whoami(i) for i in range(5)), stream=False) >> pool)[4][0] == 4
+
+
+def work_of(iterate: Callable[[], object]) -> int:
+    """How many functions this thread calls meanwhile, C's included."""
+    num = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        iterate()
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+@pytest.mark.parametrize("how", ["gather", "stream", "map", "map as they end"])
+def test_what_many_calls_cost_grows_as_their_number(pool: sky.ComputePool, how: str) -> None:
+    @sky.compute
+    def nap(_: int) -> None:  # so that results are taken one by one
+        time.sleep(0.002)
+
+    def calls(num: int) -> Any:
+        if how.startswith("map"):
+            return pool.map(nap, range(num), ordered=how == "map", chunksize=1)
+        return sky.gather(*map(nap, range(num)), stream=how == "stream") >> pool
+
+    few, many = (work_of(lambda num=num: list(calls(num))) for num in (40, 320))
+    assert many < 8 * 1.6 * few
 
 
 def test_a_group_on_every_rank(pool: sky.ComputePool) -> None:

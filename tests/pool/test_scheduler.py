@@ -88,6 +88,25 @@ def test_what_waits_can_be_taken_back() -> None:
     assert len(scheduler) == 0
 
 
+def test_taking_back_thousands_compares_none_with_the_others() -> None:
+    compared = 0
+
+    class Counting(Call):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return self is other
+
+    scheduler = ready(1)
+    calls = [Counting(i, False) for i in range(3000)]
+    for call in calls:
+        scheduler.add(call)
+    assert all(scheduler.remove(call) for call in reversed(calls))
+    assert compared < len(calls)
+
+
 STEP = st.tuples(st.sampled_from(["single", "broadcast", "finish", "lose", "return", "cancel"]), st.integers(0, 63))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import queue
 import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
@@ -299,7 +299,7 @@ def gather(*calls: Pending[Any], stream: bool = False) -> Group:
     Raises:
         UsageError: something that is no pending call.
     """
-    group = Group([], stream=stream)
+    group: list[Pending[Any]] = []
     given = cast("tuple[object, ...]", calls)
     for index, call in enumerate(given):
         if not isinstance(call, (Pending, Group)):
@@ -310,20 +310,23 @@ def gather(*calls: Pending[Any], stream: bool = False) -> Group:
                 f"gather takes pending calls, and argument {index} is {type(call).__name__}: "
                 f"is its function decorated with @sky.compute, and not dispatched yet?"
             )
-        group = group & call
-    return group
+        group += call.calls if isinstance(call, Group) else [call]
+    return Group(group, stream=stream)
 
 
 def _as_completed(futures: list[CallFuture[Any]]) -> Iterator[Any]:
-    left = list(futures)
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    left = dict.fromkeys(futures)  # a result is let go once it was taken
+    del futures
+    for future in left:
+        future.add_done_callback(ended.put)
     try:
         while left:
-            done = wait(left, return_when=FIRST_COMPLETED).done
-            for future in [future for future in left if future in done]:
-                left.remove(future)
-                yield future.result()
+            future = ended.get()
+            del left[future]
+            yield future.result()
     finally:
-        for future in left:
+        for future in reversed(left):  # those that wait first: none of them is to start
             future.cancel()
 
 

@@ -393,7 +393,7 @@ class ComputePool:
         try:
             return [self._wait(future) for future in futures]
         except BaseException:
-            for future in futures:
+            for future in reversed(futures):  # those that wait first: none of them is to start
                 future.cancel()
             wait_for(futures, 2.0)
             raise

@@ -140,7 +140,7 @@ class Dispatch:
     def rank_ended(self, job: Job, rank: int) -> None:
         """The rank is through with the call: settle what that decides."""
         self._answer_group(job, job.end_rank(rank), False)
-        if not job.unfinished:
+        if len(job.ended) == len(job.ranks):
             self._end(job, job.error)
 
     def rank_failed(self, job: Job, failure: Failure) -> None:

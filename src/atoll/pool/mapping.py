@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import islice
 from typing import Any, cast
 
@@ -65,6 +65,7 @@ class Mapped(Iterator[Any]):
         self._size = chunksize or 1
         self._window = _AHEAD * num_ranks
         self._running: deque[CallFuture[Any]] = deque()
+        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()  # used where order does not count
         self._ready: deque[Any] = deque()
         self._failure: BaseException | None = None
         self._refill()
@@ -96,8 +97,7 @@ class Mapped(Iterator[Any]):
     def _next_done(self) -> CallFuture[Any]:
         if self._ordered:
             return self._running.popleft()
-        done = wait(self._running, return_when=FIRST_COMPLETED).done
-        future = next(future for future in self._running if future in done)
+        future: CallFuture[Any] = self._ended.get()
         self._running.remove(future)
         return future
 
@@ -128,3 +128,5 @@ class Mapped(Iterator[Any]):
             if not items:
                 return
             self._running.append(self._submit(self._chunk, (items,)))
+            if not self._ordered:
+                self._running[-1].add_done_callback(self._ended.put)

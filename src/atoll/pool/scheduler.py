@@ -6,7 +6,7 @@ two broadcasts reach every rank in the same order, so their collectives can't cr
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import Generic, Protocol, TypeVar
 
 
@@ -28,7 +28,7 @@ class Scheduler(Generic[JobT]):
         self.world_size = world_size
         self.idle: set[int] = set()
         self.running: dict[int, JobT] = {}
-        self._queue: deque[JobT] = deque()
+        self._queue: OrderedDict[JobT, None] = OrderedDict()  # one that is cancelled is found at once
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -36,21 +36,19 @@ class Scheduler(Generic[JobT]):
     @property
     def waiting(self) -> JobT | None:
         """The call that will start next, or None."""
-        return self._queue[0] if self._queue else None
+        return next(iter(self._queue), None)
 
     def add(self, job: JobT, *, first: bool = False) -> None:
         """Queue a call; ``first`` puts a repetition before everything that waits."""
+        self._queue[job] = None
         if first:
-            self._queue.appendleft(job)
-        else:
-            self._queue.append(job)
+            self._queue.move_to_end(job, last=False)
 
     def remove(self, job: JobT) -> bool:
         """Take a call that has not started out of the queue; False if it has."""
-        try:
-            self._queue.remove(job)
-        except ValueError:
+        if job not in self._queue:
             return False
+        del self._queue[job]
         return True
 
     def drain(self) -> list[JobT]:
@@ -73,14 +71,14 @@ class Scheduler(Generic[JobT]):
         """The call to start now, and on which ranks; None when there is nothing to do."""
         if not self._queue or not self.idle:
             return None
-        job = self._queue[0]
+        job = next(iter(self._queue))
         if job.whole_gang:
             if len(self.idle) < self.world_size:
                 return None
             ranks = tuple(range(self.world_size))
         else:
             ranks = (min(self.idle),)
-        self._queue.popleft()
+        del self._queue[job]
         for rank in ranks:
             self.idle.discard(rank)
             self.running[rank] = job
