@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 from tests.pool.conftest import SOURCE_ROOT, eventually
 
+from atoll.cli.launching import _Command
+from atoll.cli.shown import sweep_rows
+from atoll.cli.task_flags import TaskFlags
 from atoll.tasks import clusters, lifecycle
+from atoll.tasks.control import LocalControl
+from atoll.tasks.jobs import Job
+from atoll.tasks.spec import JobSpec, JobStatus
+from atoll.tasks.store import Store
+from atoll.tasks.transitions import SetStatus
+from local_cluster import LocalCluster
 
 RUN = "from atoll.cli.main import main; main()"
 
@@ -139,3 +148,19 @@ def test_a_sweep_of_a_task_file_with_envs_that_it_overrides():
     rows = json.loads(atoll("launch", "-c", "t", "task.yaml", "--sweep", "LR=08,1.50", "-o", "json"))
     assert [row["result"] for row in rows] == ["08 same", "1.50 same"]
     assert os.listdir(clusters.folder_of("t") / "jobs") != []
+
+
+def test_waiting_for_a_sweep_asks_for_all_its_jobs_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = LocalCluster.make(home)
+    with Store(cluster.folder) as store:
+        for _ in range(50):
+            job_id = store.add(JobSpec(run="true", group="s"), task_id_for=str, user="ada")
+            store.apply(job_id, [SetStatus(JobStatus.SUCCEEDED)], 1.0)
+    questions = []
+    for name in ("job", "queue"):
+        asked = getattr(LocalControl, name)
+        monkeypatch.setattr(LocalControl, name, lambda *a, asked=asked: questions.append(a) or asked(*a))
+    jobs = [Job("train", job_id + 1) for job_id in range(50)]
+    assert _Command(TaskFlags(), False, False, ["X=1"], 1, "table")._await(jobs) == [JobStatus.SUCCEEDED] * 50
+    assert len(sweep_rows(jobs)) == 50
+    assert len(questions) == 2

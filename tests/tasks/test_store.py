@@ -164,7 +164,7 @@ def test_a_thousand_past_jobs_are_listed_at_once(tmp_path: Path) -> None:
         begun = time.thread_time()
         for _ in range(10):
             assert store.jobs(unfinished=True) == []
-            assert store.cancel_asked() == set()
+            assert store.unfinished() == set()
         unfinished_s = (time.thread_time() - begun) / 10
     assert listed_s < 0.5  # 25 ms on a quiet machine
     assert unfinished_s < listed_s / 5
@@ -179,15 +179,15 @@ def test_asking_for_an_end(tmp_path: Path) -> None:
         store.apply(2, [RUNNING], 1.0)
         store.apply(3, [SetStatus(JobStatus.RECOVERING)], 1.0)
         assert store.ask_cancel([1, 2, 4, 77]) == [2, 4]
-        assert store.cancel_asked() == {2}
+        assert store.cancel_asked(store.unfinished()) == {2}
         waiting = store.job(4)
         assert (waiting.status, waiting.reason) == (JobStatus.CANCELLED, "cancelled")
         assert waiting.ended_s is not None
         assert store.apply(4, [SetStatus(JobStatus.INIT)], 2.0) is JobStatus.CANCELLED, "whoever would begin it is told"
         assert store.ask_cancel(None) == [2, 3, 5]
-        assert store.cancel_asked() == {2, 3}
+        assert store.cancel_asked(store.unfinished()) == {2, 3}
         store.apply(2, [SetStatus(JobStatus.CANCELLED)], 2.0)
-        assert store.cancel_asked() == {3}
+        assert store.cancel_asked(store.unfinished()) == {3}
         assert store.ask_cancel([2]) == store.ask_cancel([]) == []
     consistent(tmp_path)
 

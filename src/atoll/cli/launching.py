@@ -301,20 +301,22 @@ class _Command:
         return EXIT_FAILED if failed else EXIT_CANCELLED
 
     def _await(self, jobs: Sequence[Job]) -> list[JobStatus]:
+        from atoll.tasks.jobs import rows_of
+
         ended: dict[int, JobStatus] = {}
         pause_s = 0.01
-        while len(ended) < len(jobs):
-            for job in jobs:
-                if job.id in ended:
-                    continue
-                row = job.row()
-                if row.status.ended:
-                    ended[job.id] = row.status
+        while True:
+            began = time.monotonic()
+            for row in rows_of(jobs):
+                if row.status.ended and row.id not in ended:
+                    ended[row.id] = row.status
                     values = ", ".join(f"{key}={value}" for key, value in row.spec.labels.items())
-                    self.tell(f"job {job.id} ({values}): {row.status}" + (f", {row.reason}" if row.reason else ""))
-            time.sleep(pause_s)
+                    self.tell(f"job {row.id} ({values}): {row.status}" + (f", {row.reason}" if row.reason else ""))
+            if len(ended) == len(jobs):
+                return list(ended.values())
+            # The more jobs, the longer they take and the longer a look does: looking must not cost the square.
+            time.sleep(max(pause_s, 5 * (time.monotonic() - began)))
             pause_s = min(1.5 * pause_s, 0.25)
-        return list(ended.values())
 
     def _print_json(self, jobs: Sequence[Job]) -> None:
         if self._sweep:

@@ -266,9 +266,12 @@ def job_row(row: JobRow) -> dict[str, Any]:
 def print_jobs(rows: Sequence[JobRow]) -> None:
     """``atoll queue`` for people."""
     shown = []
+    waiting = sorted(row.id for row in rows if row.status is JobStatus.PENDING)
+    places = {job_id: f" ({place} of {len(waiting)} that wait)" for place, job_id in enumerate(waiting, 1)}
     for row in rows:
         spec, end_s = row.spec, row.ended_s or time.time()
-        why = row.reason if not row.status.ended or row.status.exit_code else ""
+        why = row.reason.partition("\n")[0] if not row.status.ended or row.status.exit_code else ""
+        why += places.get(row.id, "") if len(waiting) > 1 else ""
         shown.append(
             (
                 str(row.id),
@@ -277,7 +280,7 @@ def print_jobs(rows: Sequence[JobRow]) -> None:
                 duration(end_s - row.started_s) if row.started_s else "-",
                 resources_text(spec.num_nodes, spec.accelerator, spec.num_accelerators, spec.simulated),
                 row.status.value,
-                why.partition("\n")[0],
+                why,
             )
         )
     print_table(("ID", "NAME", "SUBMITTED", "DURATION", "RESOURCES", "STATUS", ""), shown, cut=True)
@@ -290,9 +293,10 @@ def _short(text: str, width: int) -> str:
 # ------------------------------------------------------------------------------------------------------ sweeps
 def sweep_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """One record a job of a sweep: values, how it ended, and its last JSON line or last line."""
+    from atoll.tasks.jobs import rows_of
+
     rows = []
-    for job in jobs:
-        row = job.row()
+    for job, row in zip(jobs, rows_of(jobs), strict=True):
         seconds = (row.ended_s or time.time()) - row.started_s if row.started_s else None
         rows.append(
             {

@@ -48,13 +48,15 @@ class Dispatcher:
         self._runners: dict[int, JobRunner] = {}
         self._ports: dict[int, PortLocks] = {}
         self._owners: dict[int, int] = {}  # descriptors of processes whose end ends a job
+        self._pending: dict[int, JobRow] = {}  # jobs that may be started, oldest first
+        self._newest = 0  # the newest job that was read
         self._waiting: dict[int, str] = {}  # what each pending job was last said to wait for
         self._unwritten: list[tuple[int, Sequence[SetStatus | Log], float]] = []
         self._unwritten_since = self._retry_at = 0.0
         self._version = -1
         self._look_at = 0.0
         self._changed = True  # look at once
-        self._port_awaited = False
+        self._awaited_ports: set[tuple[int, ...]] = set()
         self._told_to_end = False
         self._settles_at: float | None = time.monotonic() + _SETTLED_S
         self._file = os.stat(store.path)
@@ -130,23 +132,38 @@ class Dispatcher:
                 runner.tell_fault(fault)
         self._write_again(now)
         version = self._store.version()
-        if version == self._version and not self._changed and not self._port_awaited:
+        if version == self._version and not self._changed and not self._awaited_ports:
             return
-        self._version, self._changed, self._port_awaited = version, False, False
+        read, self._version = version != self._version or self._told_to_end, version
+        self._changed, self._awaited_ports = False, set()
         if self._told_to_end:
             self._store.ask_cancel(None)
-        jobs = self._store.jobs(newest_first=False, unfinished=True)
-        ownerless = {job.id for job in jobs if not self._watch_owner(job)}
-        for job in jobs:
-            if job.cancel_asked and job.id in self._runners:
-                self._cancel(job)
-        unfinished = {job.id for job in jobs}
-        for job_id in [each for each in self._owners if each not in unfinished and each not in self._runners]:
-            self._forget(job_id)
-        seen_to = {*self._runners, *ownerless, *(job_id for job_id, _, _ in self._unwritten)}
-        pending = [job for job in jobs if job.status is JobStatus.PENDING and job.id not in seen_to]
-        if pending:
+        if read:
+            self._read_jobs()
+        unwritten = {job_id for job_id, _, _ in self._unwritten}
+        if pending := [job for job_id, job in self._pending.items() if job_id not in unwritten]:
             self._start_some(pending)
+
+    def _read_jobs(self) -> None:
+        """See which jobs others added, cancelled or ended; those that were seen before are not read again."""
+        for job_id in self._store.cancel_asked(self._runners):
+            self._cancel(self._runners[job_id].job)
+        unfinished = self._store.unfinished()
+        for job_id in [each for each in self._pending if each not in unfinished]:
+            self._drop_pending(job_id)
+        for job in self._store.jobs(newest_first=False, unfinished=True, after=self._newest):
+            self._newest = job.id
+            if job.status is JobStatus.PENDING and self._watch_owner(job):
+                self._pending[job.id] = job
+
+    def _drop_pending(self, job_id: int) -> None:
+        self._pending.pop(job_id, None)
+        self._waiting.pop(job_id, None)
+        self._forget(job_id)
+
+    def _ask_cancel(self, job_id: int) -> None:
+        self._store.ask_cancel([job_id])
+        self._changed, self._version = True, -1  # what this store writes itself is not told as a change
 
     def _settle(self) -> None:
         self._settles_at = None
@@ -182,8 +199,7 @@ class Dispatcher:
         try:
             owner = self._owners[job.id] = os.pidfd_open(job.spec.owner_pid)
         except ProcessLookupError:
-            self._store.ask_cancel([job.id])
-            self._changed = True
+            self._ask_cancel(job.id)
             return False
         except OSError as error:
             self._refuse(job, f"the process that started it, {job.spec.owner_pid}, can't be watched: {error}")
@@ -191,8 +207,7 @@ class Dispatcher:
 
         def ended(_readable: bool, _writable: bool) -> None:
             self._loop.unwatch(owner)
-            self._store.ask_cancel([job.id])
-            self._changed = True
+            self._ask_cancel(job.id)
 
         self._loop.watch(owner, ended)
         return True
@@ -257,11 +272,13 @@ class Dispatcher:
     def _take_ports(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
         if not job.spec.ports or nodes.shared_network is None:
             return None
+        if job.spec.ports in self._awaited_ports:
+            return "waiting for its turn: jobs before it wait for its port"
         folder = self._folder.parent.parent / "ports" / nodes.shared_network
         locks = PortLocks(folder, f"job {job.id} of cluster {cluster.name}")
         held = locks.take(job.spec.ports)
         if held is not None:
-            self._port_awaited = True  # nobody tells us when it is free
+            self._awaited_ports.add(job.spec.ports)  # nobody tells us when they are free
             return f"waiting for {held}"
         self._ports[job.id] = locks
         return None
@@ -276,6 +293,7 @@ class Dispatcher:
             self._forget(job.id)
             self._refuse(job, str(error))
             return None
+        self._pending.pop(job.id)
         self._waiting.pop(job.id, None)
         self._runners[job.id] = runner
         runner.start()
@@ -285,6 +303,7 @@ class Dispatcher:
         how = "failed" if status is JobStatus.FAILED_DRIVER else "was cancelled"
         self._say(job.id, f"✗ Job {job.id} {how} (status: {status}): {reason}")
         self._record(job.id, [SetStatus(status, reason)])
+        self._drop_pending(job.id)
         self._changed = True  # others may have waited for it
 
     def _say(self, job_id: int, text: str) -> None:

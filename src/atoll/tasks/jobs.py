@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from atoll.core.errors import ProvisionError
 from atoll.tasks import clusters
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.spec import ClusterSpec, JobStatus
@@ -87,6 +88,22 @@ class Job:
     def cancel(self) -> None:
         """Ask it to end; ``wait`` tells when it has."""
         clusters.control_of(clusters.load(self.cluster)).cancel([self.id])
+
+
+def rows_of(jobs: Sequence[Job]) -> list[JobRow]:
+    """The rows of jobs of one cluster, for one question to it.
+
+    Raises:
+        UnknownCluster: one of them is not there (any more).
+    """
+    control = clusters.control_of(clusters.load(jobs[0].cluster))
+    try:
+        queue = control.queue()
+    except ProvisionError:
+        jobs[0].row()  # a connection that is lost is waited for
+        queue = control.queue()
+    rows = {row.id: row for row in queue}
+    return [rows.get(job.id) or job.row() for job in jobs]
 
 
 def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:

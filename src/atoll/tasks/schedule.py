@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,31 +22,27 @@ def turns(cluster: ClusterSpec, pending: Sequence[JobRow], running: Iterable[Job
     """For each pending job, oldest first, whether it may start beside those that run and those before it.
 
     Jobs without accelerators start at once, and so do those of other sweeps; those with accelerators keep their order,
-    so that a large one is not passed by small ones for ever.
+    so that a large one is not passed by small ones for ever. Only the first of these is told which jobs it waits for:
+    that changes with each job that ends, and each change of a reason is an event of the job that waits.
     """
     going = list(running)
+    in_group = Counter(job.spec.group for job in going)
     found = []
     queued = False
     for job in pending:
-        why = _sweep_is_full(job, going)
-        if why is None and job.spec.num_accelerators:
+        why = None
+        if job.spec.group is not None and in_group[job.spec.group] >= job.spec.parallel:
+            why = f"waiting for its turn in the sweep, {job.spec.parallel} at once"
+        elif job.spec.num_accelerators and queued:
+            why = "waiting for its turn: jobs before it wait for accelerators"
+        elif job.spec.num_accelerators:
             why = _no_accelerators(cluster, job, going)
-            if why is None and queued:
-                why = "waiting for its turn: jobs before it wait for accelerators"
-            queued = queued or why is not None
+            queued = why is not None
         if why is None:
             going.append(job)
+            in_group[job.spec.group] += 1
         found.append(Turn(job, why))
     return found
-
-
-def _sweep_is_full(job: JobRow, going: Sequence[JobRow]) -> str | None:
-    if job.spec.group is None:
-        return None
-    same = [other.id for other in going if other.spec.group == job.spec.group]
-    if len(same) < job.spec.parallel:
-        return None
-    return f"waiting for its turn in the sweep: {_jobs(same)} running, {job.spec.parallel} at once"
 
 
 def _no_accelerators(cluster: ClusterSpec, job: JobRow, going: Sequence[JobRow]) -> str | None:

@@ -16,7 +16,7 @@ import os
 import shlex
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -167,11 +167,10 @@ class Store:
     def ask_cancel(self, job_ids: Sequence[int] | None) -> list[int]:
         """Ask for an end of these jobs, or of all: those that had not ended. A ``PENDING`` one ends at once."""
         now_s = time.time()
+        chosen = None if job_ids is None else set(job_ids)
         ended = []
         with self._transaction():
-            rows = [
-                row for row in self.jobs(newest_first=False, unfinished=True) if job_ids is None or row.id in job_ids
-            ]
+            rows = [row for row in self.jobs(newest_first=False, unfinished=True) if chosen is None or row.id in chosen]
             for row in rows:
                 seq = self._last_seq(row.id)
                 changed = self._record(row, EventRow(seq + 1, now_s, "cancel_asked", "", None, None, {}))
@@ -196,11 +195,18 @@ class Store:
             raise LookupError(f"there is no job {job_id}")
         return found[0]
 
-    def jobs(self, *, newest_first: bool = True, limit: int | None = None, unfinished: bool = False) -> list[JobRow]:
-        """All jobs, or those that have not ended."""
-        where = "WHERE ended_s IS NULL" if unfinished else ""
+    def jobs(
+        self, *, newest_first: bool = True, limit: int | None = None, unfinished: bool = False, after: int = 0
+    ) -> list[JobRow]:
+        """All jobs with numbers above ``after``, or those of them that have not ended."""
+        which = "INDEXED BY unfinished WHERE ended_s IS NULL AND" if unfinished else "WHERE"
         order = "DESC" if newest_first else "ASC"
-        return self._rows(f"{where} ORDER BY id {order} LIMIT ?", -1 if limit is None else limit)
+        return self._rows(f"{which} id > ? ORDER BY id {order} LIMIT ?", after, -1 if limit is None else limit)
+
+    def unfinished(self) -> set[int]:
+        """Numbers of the jobs that have not ended, without reading more of them."""
+        with self._explained():
+            return {job_id for (job_id,) in self._db.execute("SELECT id FROM jobs WHERE ended_s IS NULL")}
 
     def events(self, job_id: int, after: int = 0) -> list[EventRow]:
         """What happened to a job since event number ``after``."""
@@ -212,9 +218,10 @@ class Store:
             for seq, time_s, kind, text, node, rank, data in found
         ]
 
-    def cancel_asked(self) -> set[int]:
-        """Jobs that somebody wants to end and that have not."""
-        sql = "SELECT id FROM jobs WHERE ended_s IS NULL AND cancel_asked"
+    def cancel_asked(self, job_ids: Iterable[int]) -> set[int]:
+        """Of these jobs, those that somebody wants to end and that have not."""
+        ids = ", ".join(map(str, job_ids))
+        sql = f"SELECT id FROM jobs WHERE id IN ({ids}) AND ended_s IS NULL AND cancel_asked"
         with self._explained():
             return {job_id for (job_id,) in self._db.execute(sql)}
 

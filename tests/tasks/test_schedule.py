@@ -1,0 +1,130 @@
+"""Whose turn it is, and that a cluster of thousands of jobs costs as much as there are, not its square."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.tasks import dispatcher, record, store
+from atoll.tasks.dispatcher import Dispatcher
+from atoll.tasks.rows import JobRow
+from atoll.tasks.schedule import turns
+from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
+from atoll.tasks.store import Store
+from atoll.tasks.transitions import SetStatus
+from local_cluster import LocalCluster
+
+NUM = 60
+KINDS = {
+    "a sweep": {"group": "sweep", "parallel": 4},
+    "with accelerators": {"num_accelerators": 1, "accelerator": "L4"},
+    "a sweep with more at once than accelerators": {
+        "group": "sweep",
+        "parallel": 16,
+        "num_accelerators": 1,
+        "accelerator": "L4",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_job_waits_for_does_not_change_with_every_other_job(kind: str) -> None:
+    cluster = ClusterSpec("c", created_s=0.0, accelerator="L4", num_accelerators=4)
+    spec = JobSpec(run="true", **KINDS[kind])
+    pending = [JobRow(i, None, "", "ada", spec, JobStatus.PENDING, "", None, 0.0) for i in range(1, NUM + 1)]
+    running: list[JobRow] = []
+    said: dict[int, str] = {}
+    changes, most = 0, 0
+    while pending or running:
+        found = turns(cluster, pending, running)
+        for turn in found:
+            changes += turn.why is not None and said.get(turn.job.id) != turn.why
+            said[turn.job.id] = turn.why or ""
+        running += [turn.job for turn in found if turn.why is None]
+        pending = [turn.job for turn in found if turn.why is not None]
+        most = max(most, len(running))
+        running.pop(0)
+    assert most == 4
+    assert changes <= 3 * NUM
+
+
+class Ends:
+    """A job that has ended at the next look."""
+
+    status, deadline, cancelled, finished = JobStatus.RUNNING, None, False, True
+
+    def __init__(self, job: JobRow, *_: object) -> None:
+        self.job = job
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoNodes:
+    """Nodes of a cluster on which nothing is started."""
+
+    shared_network, shared_networks = None, ()
+
+    def open(self) -> list[str]:
+        return []
+
+    def fault_of(self, _job_id: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_each_job_of_a_sweep_is_read_a_few_times_however_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = 0
+
+    def counted(columns: tuple[Any, ...]) -> JobRow:
+        nonlocal parsed
+        parsed += 1
+        return row_of(columns)
+
+    row_of = store._row
+    monkeypatch.setattr(store, "_row", counted)
+    monkeypatch.setattr(dispatcher, "JobRunner", Ends)
+    monkeypatch.setattr(dispatcher, "_node_source", lambda *_: NoNodes())
+    folder = tmp_path / "clusters/c"
+    folder.mkdir(parents=True)
+    record.save(folder, ClusterSpec("c", created_s=0.0))
+    lock = os.open(folder / "supervisor.lock", os.O_RDWR | os.O_CREAT)
+    with Store(folder) as ours, Store(folder) as theirs:
+        dispatch = Dispatcher(folder, ours, lock)
+        spec = JobSpec(run="true", group="sweep", parallel=2)
+        for _ in range(NUM):  # submitted one by one, while the supervisor looks
+            theirs.add(spec, task_id_for=str, user="ada")
+            dispatch._changed = True
+            dispatch._look()
+        ended = 0
+        while dispatch._runners:
+            for job_id in dispatch._runners:
+                ours.apply(job_id, [SetStatus(JobStatus.SUCCEEDED)], time.time())
+                ended += 1
+            dispatch._clear_finished()
+            dispatch._look()
+        num_events = sum(len(ours.events(job_id)) for job_id in range(1, NUM + 1))
+        dispatch._close()
+    os.close(lock)
+    assert ended == NUM
+    assert num_events <= 2 * NUM, "why it waits, and its end"
+    assert parsed <= 5 * NUM
+
+
+def test_a_sweep_leaves_as_many_events_and_lines_as_it_has_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
+    cluster = LocalCluster.make(tmp_path)
+    jobs = [cluster.submit("true", group="sweep", parallel=4) for _ in range(12)]
+    assert [cluster.follow(job)[0] for job in jobs] == [JobStatus.SUCCEEDED] * len(jobs)
+    with Store(cluster.folder) as rows:
+        kinds = [event.kind for job in jobs for event in rows.events(job)]
+    assert kinds.count("waiting") <= len(jobs)
+    assert len(kinds) <= 10 * len(jobs)
+    assert sum(cluster.log(job).count("waiting") for job in jobs) <= len(jobs)
