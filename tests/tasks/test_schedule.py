@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from atoll.cli.shown import print_jobs
 from atoll.tasks import dispatcher, record, store
 from atoll.tasks.dispatcher import Dispatcher
 from atoll.tasks.rows import JobRow
@@ -128,3 +130,13 @@ def test_a_sweep_leaves_as_many_events_and_lines_as_it_has_jobs(
     assert kinds.count("waiting") <= len(jobs)
     assert len(kinds) <= 10 * len(jobs)
     assert sum(cluster.log(job).count("waiting") for job in jobs) <= len(jobs)
+
+
+def test_the_queue_says_which_place_a_job_has(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = JobSpec(run="true", group="s", parallel=1)
+    rows = [JobRow(i, None, "", "ada", spec, JobStatus.PENDING, "", None, 0.0) for i in range(4)]
+    running = dataclasses.replace(rows[0], status=JobStatus.RUNNING)
+    cluster = ClusterSpec("c", created_s=0.0)
+    waiting = [dataclasses.replace(t.job, reason=t.why or "") for t in turns(cluster, rows[1:], [running])]
+    print_jobs([*reversed(waiting), running])
+    assert "waiting for its turn in the sweep, 1 at once (2 of 3 that wait)" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.tasks.schedule import TURN
 from atoll.tasks.spec import EXIT_NOT_FINISHED, ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
@@ -267,11 +268,12 @@ def print_jobs(rows: Sequence[JobRow]) -> None:
     """``atoll queue`` for people."""
     shown = []
     waiting = sorted(row.id for row in rows if row.status is JobStatus.PENDING)
-    places = {job_id: f" ({place} of {len(waiting)} that wait)" for place, job_id in enumerate(waiting, 1)}
+    places = {job_id: place for place, job_id in enumerate(waiting, 1)}
     for row in rows:
         spec, end_s = row.spec, row.ended_s or time.time()
         why = row.reason.partition("\n")[0] if not row.status.ended or row.status.exit_code else ""
-        why += places.get(row.id, "") if len(waiting) > 1 else ""
+        if row.id in places and why.startswith(TURN):
+            why += f" ({places[row.id]} of {len(waiting)} that wait)"
         shown.append(
             (
                 str(row.id),

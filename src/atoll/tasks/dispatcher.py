@@ -21,7 +21,7 @@ from atoll.tasks.nodes import LocalNodes, NodeSource
 from atoll.tasks.ports import PortLocks
 from atoll.tasks.rows import JobRow
 from atoll.tasks.runner import JobRunner
-from atoll.tasks.schedule import turns
+from atoll.tasks.schedule import TURN, turns
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 from atoll.tasks.store import Store
 from atoll.tasks.supervisor import PROBE_S, WAKE, settle
@@ -273,7 +273,7 @@ class Dispatcher:
         if not job.spec.ports or nodes.shared_network is None:
             return None
         if job.spec.ports in self._awaited_ports:
-            return "waiting for its turn: jobs before it wait for its port"
+            return f"{TURN}: jobs before it wait for its port"
         folder = self._folder.parent.parent / "ports" / nodes.shared_network
         locks = PortLocks(folder, f"job {job.id} of cluster {cluster.name}")
         held = locks.take(job.spec.ports)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec
 
+TURN = "waiting for its turn"  # such a job has a place in the queue
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -32,9 +34,9 @@ def turns(cluster: ClusterSpec, pending: Sequence[JobRow], running: Iterable[Job
     for job in pending:
         why = None
         if job.spec.group is not None and in_group[job.spec.group] >= job.spec.parallel:
-            why = f"waiting for its turn in the sweep, {job.spec.parallel} at once"
+            why = f"{TURN} in the sweep, {job.spec.parallel} at once"
         elif job.spec.num_accelerators and queued:
-            why = "waiting for its turn: jobs before it wait for accelerators"
+            why = f"{TURN}: jobs before it wait for accelerators"
         elif job.spec.num_accelerators:
             why = _no_accelerators(cluster, job, going)
             queued = why is not None
