@@ -1,127 +1,157 @@
-"""Ranks that make no progress are reported by name with their stacks; slow ones that do are left alone."""
+"""A hang is proved, and its culprit named with the stacks; slow ranks are left alone, and nobody feels the looking."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from tests.pool.conftest import assert_usable
+from tests.pool.test_gang import job_on
 
 import atoll as sky
 from atoll.core import events
-from atoll.pool.hangs import hung, hung_for, summary
+from atoll.pool.hangs import Evidence, Sight, evidence, own_frames
+from atoll.pool.job import Job
 
 
 @sky.compute
-def stuck(how: str) -> None:
+def stuck_before_a_collective(how: str) -> None:
     import itertools
+    import os
+    import signal
+    import threading
     import time
 
+    import torch
+    import torch.distributed as dist
+
     def the_culprit() -> None:
-        if how == "sleep":
-            time.sleep(60)
-        elif how == "gil":
+        if how == "sleeps":
+            time.sleep(600)
+        elif how == "holds the GIL":
             sum(itertools.repeat(1))  # C code that never lets go
-        elif how == "loop":
+        else:
             while True:
                 pass
 
-    if sky.instance_info().rank == 1:
+    dist.all_reduce(torch.ones(1))  # all of them have met
+    if how == "is stopped inside":
+        if sky.instance_info().rank == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        else:
+            time.sleep(1)
+    elif sky.instance_info().rank == 1:
         the_culprit()
-    else:
-        sky_barrier(how)
+    dist.all_reduce(torch.ones(1))
 
 
-def sky_barrier(how: str) -> None:
-    """What rank 0 does meanwhile: it is done, or waits where ranks wait for each other."""
-    if how != "sleep":
-        return
-    import torch.distributed as dist
-
-    dist.barrier()
+LATE = "rank 0 entered a collective that rank 1 did not"
 
 
-@pytest.mark.parametrize("how", ["gil", "loop"])
-def test_a_rank_hangs(how: str) -> None:
-    with sky.ComputePool(nodes=2, hang_timeout=1) as pool:
-        with pytest.raises(sky.HangError) as caught:
-            stuck(how) @ pool
-        error = caught.value
-        assert error.missing == (1,)
-        assert error.hang_timeout_s == 1
-        assert "the_culprit" in error.stacks[1]
-        assert "rank 1 did not arrive" in str(error)
-        assert isinstance(error, TimeoutError)
-        assert_usable(pool)
-
-
-def test_a_rank_never_comes_to_the_barrier() -> None:
-    @sky.compute
-    def warm() -> None:
-        import torch  # noqa: F401
-
+@pytest.mark.parametrize(
+    ("how", "proof", "stack"),
+    [
+        ("sleeps", LATE, "the_culprit"),
+        ("is stopped inside", "rank 1 stopped by a signal", "stopped by a signal (state T"),
+        pytest.param("loops", LATE, "the_culprit", marks=pytest.mark.long),
+        pytest.param("holds the GIL", LATE, "native code holds the GIL", marks=pytest.mark.long),
+    ],
+)
+def test_the_rank_that_holds_up_a_collective_is_named(how: str, proof: str, stack: str) -> None:
     seen: list[events.Event] = []
-    with sky.ComputePool(nodes=2, hang_timeout=3, on_event=seen.append) as pool:
-        for _ in range(5):  # a slow import is no hang, but on a busy machine it may look like one
-            try:
-                warm() @ pool
-                break
-            except sky.HangError:
-                continue
-        seen.clear()
+    with sky.ComputePool(nodes=2, hang_timeout=3, on_event=seen.append, logs="quiet") as pool:
         with pytest.raises(sky.HangError) as caught:
-            stuck("sleep") @ pool
+            stuck_before_a_collective(how) @ pool
         error = caught.value
-        assert error.missing == (1,)
-        assert error.waiting == (0,)
-        assert set(error.stacks) == {0, 1}
-        assert "barrier" in error.stacks[0]
-        assert "the_culprit" in error.stacks[1]
-        warnings = [event for event in seen if isinstance(event, events.HangSuspected)]
-        assert len(warnings) == 1
-        assert 1 in warnings[0].ranks
-        assert 1.5 <= warnings[0].silent_s < 3
-        assert "the_culprit" in warnings[0].stacks[1]
+        assert (error.missing, error.waiting) == ((1,), (0,)), error
+        assert error.why.startswith(proof)
+        assert proof in str(error)
+        assert "rank 1 did not arrive, rank 0 waiting in a collective" in str(error)
+        assert "all_reduce" in error.stacks[0]
+        assert stack in error.stacks[1]
+        assert isinstance(error, TimeoutError)
+        (warning,) = [event for event in seen if isinstance(event, events.HangSuspected)]
+        assert 1.5 <= warning.silent_s < 3
+        assert (warning.ranks, warning.why.startswith(proof)) == ((1,), True)
         assert_usable(pool)
 
 
 @sky.compute
-def slow(how: str, seconds: float) -> str:
-    import sys
+def idle(rank: int) -> None:
+    import time
+
+    if sky.instance_info().rank == rank or rank < 0:
+        time.sleep(600)
+
+
+def test_no_cpu_time_over_the_whole_window_is_a_hang() -> None:
+    with sky.ComputePool(nodes=2, hang_timeout=1, logs="quiet") as pool:
+        with pytest.raises(sky.HangError) as caught:
+            idle(-1) @ pool
+        assert caught.value.missing == ()
+        assert "which rank holds the others up can't be told" in str(caught.value)
+        assert "no CPU time was used by ranks 0 and 1" in str(caught.value)
+        assert "in idle" in caught.value.stacks[0]
+        with pytest.raises(sky.HangError) as caught:
+            idle(1) @ pool
+        assert caught.value.missing == (1,)
+        assert_usable(pool)
+
+
+@sky.compute
+def silent_work(how: str, seconds: float) -> str:
     import time
 
     end = time.monotonic() + seconds
+    if how == "collectives":  # rank 0 waits in one nearly all the time, for a rank that is nearly always on one line
+        import torch
+        import torch.distributed as dist
 
-    def dive(depth: int) -> None:
-        if depth:
-            dive(depth - 1)
-        else:
-            time.sleep(0.03)
-
-    if sky.instance_info().rank == 1 or how == "every rank prints":
+        go_on = torch.ones(1)
+        while go_on:
+            if sky.instance_info().rank == 1:
+                sum(range(10_000_000))
+                go_on *= time.monotonic() < end
+            dist.broadcast(go_on, 1)
+            dist.all_reduce(torch.ones(1))
+    elif how == "one line":
         while time.monotonic() < end:
-            if how == "stack":
-                for depth in range(10):  # so many that it is hardly ever met twice at the same one
-                    dive(depth)
-                continue
+            sum(range(10_000_000))
+    elif sky.instance_info().rank == 1 or how == "every rank prints":
+        while time.monotonic() < end:
             time.sleep(0.1)
             if how == "report":
                 sky.report({"left": end - time.monotonic()})
             else:
-                print(".", end="", flush=True, file=sys.stderr)
+                print(".", end="", flush=True)
     return how
 
 
 def test_slow_is_no_hang() -> None:
     seen: list[events.Event] = []
-    ways = ["prints", "report", "stack", "every rank prints"]
+    ways = ["prints", "report", "every rank prints", "one line", "collectives"]
     with ExitStack() as pools:  # at the same time: each of them takes as long as a hang would
         calls = []
         for how in ways:
             pool = sky.ComputePool(nodes=2, hang_timeout=2, on_event=seen.append, logs="quiet")
-            calls.append(pools.enter_context(pool).submit(slow, how, 3.0, everywhere=True))
-        assert [call.result(60) for call in calls] == [[how, how] for how in ways]
-    assert not any(isinstance(event, events.HangSuspected) for event in seen)
+            calls.append(pools.enter_context(pool).submit(silent_work, how, 6.0, everywhere=True))
+        assert [call.result(120) for call in calls] == [[how, how] for how in ways]
+    # On one line for the whole limit: that may be said, and no more.
+    assert all("may be well" in event.why for event in seen if isinstance(event, events.HangSuspected))
+
+
+@sky.compute
+def sleeps_in_c() -> list[int]:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    return [libc.sleep(2), libc.poll(None, 0, 2000), libc.usleep(900_000)]
+
+
+def test_nobody_feels_the_looking() -> None:
+    with sky.ComputePool(nodes=1, hang_timeout=6) as pool:  # looked at every 0.3 s
+        assert pool.run(sleeps_in_c) == [[0, 0, 0]], "no sleep was cut short, and poll got no EINTR"
 
 
 def test_idle_is_no_hang() -> None:
@@ -141,37 +171,68 @@ def test_a_stream_that_nobody_reads_is_no_failure_of_its_rank() -> None:
         assert list(pool.run_one(values)) == [0, 1, 2]
 
 
-# ------------------------------------------------------------------------------------------------- reading stacks
-DUMP = """Thread 0x00007f0000000002 (most recent call first):
-  File "/usr/lib/python3.11/selectors.py", line 468 in select
-
-Current thread 0x00007f0000000001 (most recent call first):
+# ------------------------------------------------------------------------------------------------------- what proves it
+STACK = """\
   File "/home/u/train.py", line 7 in step
   File "/x/atoll/pool/worker/main.py", line 200 in _call
-  File "<string>", line 1 in <module>
-"""
+  File "<string>", line 1 in <module>"""
 
 
-def test_summary_is_the_main_threads_own_frames() -> None:
-    assert summary(DUMP, 0x00007F0000000001) == '  File "/home/u/train.py", line 7 in step'
-    assert summary("", 1) == ""
+def test_own_frames_are_without_the_workers() -> None:
+    assert own_frames(STACK) == '  File "/home/u/train.py", line 7 in step'
+    assert own_frames("") == ""
 
 
 WAITS = '  File "/x/torch/distributed/distributed_c10d.py", line 1 in barrier'
 WORKS = '  File "/home/u/train.py", line 7 in step'
 
 
-def test_who_hangs() -> None:
-    assert hung({0: WAITS, 1: WORKS, 2: WAITS}, []) == ([1], [0, 2])
-    assert hung({0: WAITS, 2: WAITS}, [1]) == ([1], [0, 2])
-    assert hung({0: WAITS, 1: WAITS}, []) == ([0, 1], [0, 1])
+def sight(stack: str, entered: int = 0, **more: Any) -> Sight:
+    """A rank that has not moved since 0 and used CPU time until 9, in a group of three."""
+    groups = {"0": (entered, 3)} if entered else {}
+    return Sight(**{"quiet_since": 0.0, "idle_since": 9.0, "idle_cpu_s": 0.0, "stack": stack, "groups": groups} | more)
 
 
-def test_how_long_it_hangs() -> None:
-    # Rank 0 waits for a rank that works: that is rank 0's job.
-    assert hung_for({0: 100.0, 1: 0.5}, {0: WAITS, 1: WORKS}) == 0.5
-    # One of those that work has stopped.
-    assert hung_for({0: 9.0, 1: 0.5, 2: 4.0}, {0: WAITS, 1: WORKS, 2: WORKS}) == 4.0
-    # All wait: since the last of them came.
-    assert hung_for({0: 100.0, 1: 2.0}, {0: WAITS, 1: WAITS}) == 2.0
-    assert hung_for({}, {}) == 0.0
+def found(*sights: Sight, job: Job | None = None) -> Evidence | None:
+    return evidence(job or job_on(0, 1, 2), dict(enumerate(sights)), 5.0)
+
+
+def test_what_proves_a_hang() -> None:
+    waits, late = sight(WAITS, 4), sight(WORKS, 3)
+    assert found(waits, late, waits) == Evidence((1,), "ranks 0 and 2 entered a collective that rank 1 did not")
+    assert found(waits, sight(WORKS), waits) == Evidence((1,), "ranks 0 and 2 entered a collective that rank 1 did not")
+    assert found(waits, sight(WORKS, 3, quiet_since=6.0), waits) is None, "it moves"
+    assert found(waits, waits, waits) is None, "all have entered it: nothing shows that it does not go on"
+    assert found(*[sight(WAITS, 4, idle_since=1.0)] * 3) == Evidence((), "no CPU time was used by ranks 0, 1 and 2")
+    assert found(sight(WORKS, 4), late, sight(WORKS, 4)) is None, "none waits for it: they were let go on"
+    assert found(waits, sight(WAITS, 4, idle_since=1.0, state="T"), waits) == Evidence(
+        (1,), "rank 1 stopped by a signal; kill -CONT lets it go on"
+    )
+    assert found(waits, sight(WAITS, 4, idle_since=6.0, state="T"), waits) is None, "only just"
+    assert found(sight(WORKS), sight(WORKS), sight(WORKS)) is None, "the same line is no proof"
+    job = job_on(0, 1, 2)
+    job.wants_group = {0, 2}
+    assert found(sight(WAITS), sight(WORKS), sight(WAITS), job=job) == Evidence(
+        (1,), "ranks 0 and 2 entered a collective that rank 1 did not"
+    )
+    job = job_on(0, 1, 2)
+    job.ended = {2}
+    idle = sight(WAITS, 4, idle_since=1.0)
+    assert found(idle, idle, job=job) == Evidence(
+        (2,), "no CPU time was used by ranks 0 and 1; rank 2 returned, and the others wait for them"
+    )
+
+
+def test_a_looks_worth_of_cpu_time_is_none_and_work_is_some() -> None:
+    seen = {"state": "S", "wchan": "futex", "stack": STACK, "groups": {}}
+    rank = Sight(0.0, 0.0, 1.0)
+    for second in range(10):
+        rank.update({**seen, "cpu_s": 1.0 + 0.01 * (second // 2)}, float(second))
+    assert (rank.idle_since, rank.quiet_since) == (0.0, 0.0)
+    rank.update({**seen, "cpu_s": 2.0}, 10.0)
+    assert rank.idle_since == 10.0
+    rank.update({**seen, "state": "T", "cpu_s": 2.0}, 11.0)
+    assert "stopped by a signal" in rank.text(11.0)
+    rank.update({"state": "R", "wchan": "0", "cpu_s": 2.0}, 12.0)  # it gave no answer
+    assert (rank.idle_since, rank.quiet_since) == (12.0, 0.0)
+    assert "native code holds the GIL" in rank.text(12.0)

@@ -191,7 +191,7 @@ def _run(
             show(told)
         elif isinstance(event, HangSuspected):
             who = ", ".join(map(str, event.ranks))
-            show(Note(f"no progress for {event.silent_s:.0f} s on rank {who}; [train] hang_timeout_s ends it"))
+            show(Note(f"no progress for {event.silent_s:.0f} s on rank {who}: {event.why}"))
 
     def on_line(line: LogLine) -> None:
         show(Note(f"rank {line.rank}: {line.text}"))

@@ -188,21 +188,31 @@ class HangError(AtollError, TimeoutError):
     """Ranks made no progress for ``hang_timeout`` seconds; the gang was stopped.
 
     Attributes:
-        missing: ranks that did not arrive where the others wait.
+        missing: ranks that did not arrive where the others wait; none where that can't be told.
         waiting: ranks that sit in a collective.
-        stacks: Python stack of every rank that was still running, by rank.
+        stacks: state and Python stack of every rank that was still running, by rank.
+        why: what proves that it hung.
     """
 
     def __init__(
-        self, hang_timeout_s: float, missing: Sequence[int], waiting: Sequence[int], stacks: Mapping[int, str]
+        self,
+        hang_timeout_s: float,
+        missing: Sequence[int],
+        waiting: Sequence[int],
+        stacks: Mapping[int, str],
+        why: str = "",
     ) -> None:
         self.hang_timeout_s = hang_timeout_s
         self.missing = tuple(missing)
         self.waiting = tuple(waiting)
         self.stacks = dict(stacks)
-        what = f"no progress for hang_timeout={hang_timeout_s:g} s: {name_ranks(missing)} did not arrive"
+        self.why = why
+        named = f"{name_ranks(missing)} did not arrive" if missing else "which rank holds the others up can't be told"
+        what = f"no progress for hang_timeout={hang_timeout_s:g} s: {named}"
         if waiting:
             what += f", {name_ranks(waiting)} waiting in a collective"
+        if why:
+            what += f" ({why})"
         shown = "\n".join(f"rank {rank}:\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items()))
         super().__init__(f"{what}\n{shown}" if shown else what)
 

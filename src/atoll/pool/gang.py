@@ -168,8 +168,7 @@ class Gang:
         job = self._calls.running.get(frame.call)
         if job is None or job.stopping:
             return
-        stacks = {int(rank): text for rank, text in frame.meta["stacks"].items()}
-        hang = self._hangs.seen(job, stacks, {rank: self.ranks[rank].main_thread for rank in stacks})
+        hang = self._hangs.seen(job, {int(rank): seen for rank, seen in frame.meta["ranks"].items()})
         if isinstance(hang, HangError):
             self._calls.kill(job, hang)
         elif hang is not None:
@@ -271,7 +270,6 @@ class Gang:
     def _on_hello(self, frame: Frame) -> None:
         state = self.ranks[frame.rank]
         state.pid, state.port = frame.meta["pid"], frame.meta["port"]
-        state.main_thread = frame.meta["main_thread"]
         state.ready, state.spent, state.has_torch = True, False, False
         state.sent, state.path = set(), self.spec.path
         self.nodes.of(state.rank).restarts = 0

@@ -8,11 +8,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.pool.timers import Timer
 from atoll.wire.frames import Frame
 from atoll.wire.segments import Arena, Encoded
+
+if TYPE_CHECKING:
+    from atoll.pool.hangs import Sight
 
 # Ids and seeds need to differ, not to be secret. The system is asked once: it would be asked twice a call.
 _random = random.Random()
@@ -128,7 +131,7 @@ class Job:
         self.failures: list[Failure] = []
         self.ended: set[int] = set()  # ranks that are through with this call, however
         self.wants_group: set[int] = set()
-        self.progress: dict[int, tuple[str, float]] = {}  # by rank: last stack, and since when
+        self.progress: dict[int, Sight] = {}  # by rank: what it looked like when it was last looked at
         self.no_group = self.streaming = self.stopping = False
 
     @property
@@ -166,7 +169,7 @@ class Job:
     def saw(self, rank: int) -> None:
         """The rank did something: it printed, reported or produced a value."""
         if rank in self.progress:
-            self.progress[rank] = (self.progress[rank][0], time.monotonic())
+            self.progress[rank].quiet_since = time.monotonic()
 
     def meta(self, head_port: int) -> dict[str, Any]:
         """The part of the CALL frame that is the same for every rank."""

@@ -64,7 +64,6 @@ class RankState:
     node: int
     pid: int = 0
     port: int = 0
-    main_thread: int = 0
     ready: bool = False
     has_torch: bool = False
     spent: bool = False  # it said that it can't take another call, or was ordered to be killed

@@ -20,15 +20,16 @@ from typing import Any
 from atoll.pool.agent.outbox import Outbox
 from atoll.pool.agent.place import Place, take_place
 from atoll.pool.agent.process import Processes
-from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, TICK_S, OomCounter, kill_tree, prctl, reap_orphans
-from atoll.pool.agent.rank import CHANNEL_FD, STOP_FD, Output, Rank, exit_meta
+from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, TICK_S, OomCounter, activity, kill_tree, prctl, reap_orphans
+from atoll.pool.agent.rank import CHANNEL_FD, CONTROL_FD, Output, Rank, exit_meta
 from atoll.wire import frames
 from atoll.wire.frames import Parser, RawFrame, WireError, close_all, pack, receive
 from atoll.wire.poller import Poller
 
 _LOG_BACKLOG_BYTES = 8 << 20  # more than this waiting for the driver, and ranks wait before they print on
 _LEAVE_S = 1.0  # what a rank gets to end by itself when the pool goes down
-_STACK_WAIT_S = 0.05
+_ANSWER_S = 0.5  # a rank that runs Python answers within this long, on a busy machine too
+_LOOK_S = 0.01
 _CLOSED_S = 0.2  # a rank whose channel is closed gets this long to end by itself: it is probably about to
 _GOODBYES = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _FROM_RANK = frozenset(range(frames.HELLO, frames.WANT_GROUP + 1))
@@ -128,7 +129,7 @@ class Agent:
                 for process in self._processes.chosen(frame.rank):
                     process.kill()
             case frames.STACKS:
-                self._ask_stacks(frame.call)
+                self._look(frame.call)
             case frames.SETUP:
                 self._set_up(frame.parsed().meta)
             case frames.SPAWN:
@@ -167,29 +168,28 @@ class Agent:
         if not self._logs_paused:
             self._watch_outputs(rank)
 
-    def _ask_stacks(self, call: int) -> None:
+    def _look(self, call: int) -> None:
+        """Tell the driver where each rank of a call is, and what its processes do."""
         if call in self._asked:  # the last answer is still being collected
             return
         self._asked.add(call)
         asked = [rank for rank in self._ranks.values() if rank.busy == call]
         for rank in asked:
-            rank.ask_stack()
-
-        def alive() -> list[Rank]:
-            return [rank for rank in asked if self._ranks.get(rank.rank) is rank]
-
-        def insist() -> None:
-            for rank in alive():
-                if not rank.read_stack():
-                    rank.force_stack()
-            self.later(_STACK_WAIT_S, collect)
+            rank.look()
+        deadline = time.monotonic() + _ANSWER_S
 
         def collect() -> None:
+            alive = [rank for rank in asked if self._ranks.get(rank.rank) is rank]
+            answered = [rank.has_answered() for rank in alive]
+            if not all(answered) and time.monotonic() < deadline:
+                self.later(_LOOK_S, collect)
+                return
             self._asked.discard(call)
-            stacks = {str(rank.rank): rank.read_stack() for rank in alive()}
-            self.tell(frames.STACKS, call=call, meta={"stacks": stacks})
+            seen = activity([rank.pid for rank in alive])
+            ranks = {str(rank.rank): {**seen[rank.pid], **(rank.sight or {})} for rank in alive}
+            self.tell(frames.STACKS, call=call, meta={"ranks": ranks})
 
-        self.later(_STACK_WAIT_S, insist)
+        self.later(_LOOK_S, collect)
 
     def _say_goodbye(self) -> None:
         """Let idle ranks run their exit handlers; the loop ends when all are gone or time is up."""
@@ -421,7 +421,7 @@ def main() -> None:
     channel_fd, pidfd = int(sys.argv[1]), int(sys.argv[2])
     # Low descriptors are what ranks get theirs on; nothing of the agent's own may sit there.
     taken = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    while taken <= max(CHANNEL_FD, STOP_FD):
+    while taken <= max(CHANNEL_FD, CONTROL_FD):
         taken = os.dup(taken)
     channel = socket.socket(fileno=_moved(channel_fd))
     if os.getpid() != 1:

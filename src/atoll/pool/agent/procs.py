@@ -7,7 +7,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 # Names that libraries give to shared memory they mean to remove themselves. A process that is killed can't.
 _SHM_PREFIXES = ("psm_", "torch_", "nccl-", "sem.mp-", "pym-", "cuda.shm.", "__KMP_REGISTERED_LIB_")
@@ -15,6 +16,7 @@ TICK_S = 0.5
 _KILL_S = 1.5  # a process that sits in the kernel is waited for no longer
 _TRACKER_S = 0.5  # what Python's resource tracker gets to remove what the killed left, before it is left to itself,
 _LAST_TRACKER_S = 3.0  # and at the end of all, before it is killed too: it may only just have started
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -158,6 +160,30 @@ def parents() -> dict[int, tuple[int, int]]:
                 # The command name may hold spaces and brackets: what counts comes after the last bracket.
                 fields = stat.read().rpartition(b")")[2].split()
                 found[int(name)] = int(fields[1]), int(fields[3])
+    return found
+
+
+def activity(pids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """What each of these does, seen from outside.
+
+    The letter of its state, where it sleeps in the kernel, and the CPU seconds of all its session. Each of them leads
+    one.
+    """
+    ticks = dict.fromkeys(pids, 0)
+    found: dict[int, dict[str, Any]] = {pid: {"state": "", "wchan": ""} for pid in pids}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()
+                session = int(fields[3])
+                if session in ticks:
+                    ticks[session] += sum(map(int, fields[11:15]))  # also those of children that have ended
+                if int(name) in found:
+                    found[int(name)]["state"] = fields[0].decode()
+                    with open(f"/proc/{name}/wchan") as wchan:
+                        found[int(name)]["wchan"] = wchan.read()
+    for pid, seen in found.items():
+        seen["cpu_s"] = ticks[pid] / _TICKS_PER_S
     return found
 
 

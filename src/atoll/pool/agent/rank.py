@@ -1,9 +1,10 @@
-"""One rank as its agent sees it: a process, its channel, its output, its stack file and its stop word."""
+"""One rank as its agent sees it: a process, its channel, its output, and the thread in it that answers requests."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -15,13 +16,10 @@ from typing import Any
 from atoll.pool.agent.outbox import Outbox
 from atoll.wire.frames import Parser
 
-STACK_SIGNAL = signal.SIGRTMIN  # answered at once, in a signal handler: for ranks that PROBE_SIGNAL does not reach
-CANCEL_SIGNAL = signal.SIGRTMIN + 1
-PROBE_SIGNAL = signal.SIGRTMIN + 2  # answered by Python itself, between two instructions
 # Where a rank finds what the agent gave it, after standard input, output and error.
-CHANNEL_FD, STACK_FD, STOP_FD = 3, 4, 5
+CHANNEL_FD, CONTROL_FD = 3, 4
+LOOK = b"?"  # on CONTROL_FD: say where you are. Anything else is the number of a call to stop
 _TAIL_BYTES = 1 << 14
-_WORD = struct.Struct("<Q")
 _WAITING = struct.Struct("i")
 
 
@@ -131,12 +129,6 @@ def exit_meta(
     }
 
 
-def _memory_file(name: str, failed: contextlib.ExitStack) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    failed.callback(os.close, fd)
-    return fd
-
-
 class Rank:
     """A running rank. ``busy`` is the number of the call it runs, 0 when idle."""
 
@@ -147,6 +139,8 @@ class Rank:
         self.waiting = False  # `out` has more than its channel takes just now
         self.killed = False
         self.fault: str | None = None  # what it did that made its agent end it
+        self.sight: dict[str, Any] | None = None  # what it last said of itself, see `look`
+        self._owes_sight = False
         self.parser = Parser()
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{self.rank}"
         log = os.path.join(setup["log_dir"], f"rank{self.rank}")
@@ -159,14 +153,14 @@ class Rank:
             failed.callback(self.sock.close)
             self.sock.setblocking(False)
             self.out = Outbox(self.sock)  # what its channel has yet to take
-            self.stack_file = _memory_file("atoll-stacks", failed)
-            fcntl.fcntl(self.stack_file, fcntl.F_SETFL, os.O_APPEND)
-            self.stop_file = _memory_file("atoll-stop", failed)
-            os.write(self.stop_file, _WORD.pack(0))
+            self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            given.callback(control.close)
+            failed.callback(self._control.close)
+            self._control.setblocking(False)
             out, out_writer = Output.piped(f"{log}.out", False, failed, given)
             err, err_writer = Output.piped(f"{log}.err", True, failed, given)
             self.outputs = [out, err]
-            fds = (out_writer, err_writer, theirs.fileno(), self.stack_file, self.stop_file)
+            fds = (out_writer, err_writer, theirs.fileno(), control.fileno())
             key, _, value = self.tag.partition("=")
             env = {**setup["env"], **spec["env"], key: value, "ATOLL_POOL_TAG": f"{setup['tag']}.{setup['node']}"}
             if os.getpid() != 1:  # as PID 1 of a namespace the kernel takes ranks down with the agent; else they ask
@@ -176,34 +170,31 @@ class Rank:
 
     def cancel(self, call: int) -> None:
         """Raise in the rank's main thread if it still runs that call."""
-        os.pwrite(self.stop_file, _WORD.pack(call), 0)
-        self._signal(CANCEL_SIGNAL)
+        self._request(call.to_bytes(8))
 
-    def ask_stack(self) -> None:
-        """Have the rank write its main thread's Python stack, as soon as it runs Python code."""
-        os.ftruncate(self.stack_file, 0)
-        self._signal(PROBE_SIGNAL)
+    def look(self) -> None:
+        """Have the rank say where it is, as ``sight``; one that owes an answer is not asked again."""
+        self.has_answered()
+        self.sight = None
+        self._owes_sight = self._owes_sight or self._request(LOOK)
 
-    def force_stack(self) -> None:
-        """Have it write that at once; works while C code holds the GIL.
+    def has_answered(self) -> bool:
+        """Has the answer come? It can't while native code holds the GIL, or the process is stopped."""
+        with contextlib.suppress(OSError, ValueError):  # user code may write there, too
+            if answer := self._control.recv(1 << 18):
+                self._owes_sight = False
+                self.sight = json.loads(answer)
+        return self.sight is not None
 
-        For ranks that have not answered and so sit in C code: reading frames while Python changes them has crashed
-        processes (Python 3.11, once in some thousand reads).
-        """
-        self._signal(STACK_SIGNAL)
-
-    def read_stack(self) -> str:
-        """What the rank wrote since it was asked."""
-        return os.pread(self.stack_file, 1 << 18, 0).decode(errors="replace")
+    def _request(self, request: bytes) -> bool:
+        with contextlib.suppress(OSError):  # it is gone, or has not read for long
+            return bool(self._control.send(request))
+        return False
 
     def log_tail(self) -> list[str]:
         """The last lines it wrote: standard error's, or standard output's where that was silent."""
         out, err = (output.tail for output in self.outputs)
         return tail_lines(err if err.strip() else out)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
 
     def close(self) -> None:
         """Give up every descriptor of a rank that is gone."""
@@ -211,6 +202,6 @@ class Rank:
         self.parser.close()
         for output in self.outputs:
             output.close()
-        for fd in (self.stack_file, self.stop_file, self.pidfd):
-            os.close(fd)
+        self._control.close()
+        os.close(self.pidfd)
         self.out.clear()

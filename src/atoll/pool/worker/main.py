@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import json
-import mmap
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections import deque
@@ -20,7 +17,8 @@ from typing import Any, NoReturn
 
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.pool.agent.procs import PR_SET_PDEATHSIG, prctl
-from atoll.pool.agent.rank import CANCEL_SIGNAL, CHANNEL_FD, PROBE_SIGNAL, STACK_FD, STACK_SIGNAL, STOP_FD
+from atoll.pool.agent.rank import CHANNEL_FD, CONTROL_FD
+from atoll.pool.worker import probe
 from atoll.pool.worker.isolation import Isolation
 from atoll.pool.worker.streams import is_stream, send_stream
 from atoll.wire import frames
@@ -28,7 +26,7 @@ from atoll.wire.codec import Payload, dumps, loads
 from atoll.wire.frames import Frame, Parser, close_all, pack, receive, send_all
 from atoll.wire.segments import Arena, decode_parts
 
-_WORD = struct.Struct("<Q")
+_CANCEL_SIGNAL = signal.SIGRTMIN + 1  # from this process to its own main thread
 _EXIT_S = 0.5  # for exit handlers
 _ASK_AGAIN_S = 0.02
 
@@ -58,11 +56,10 @@ class Worker:
         self.port_socket = _reserve_port(setup["addr"])
         self.port: int = self.port_socket.getsockname()[1]
         self._place: tuple[bool, int] | None = None
-        self._stop_word = mmap.mmap(STOP_FD, 8, prot=mmap.PROT_READ)
-        faulthandler.register(STACK_SIGNAL, file=STACK_FD, all_threads=True, chain=False)
-        signal.signal(PROBE_SIGNAL, _write_stack)
-        signal.siginterrupt(PROBE_SIGNAL, False)  # the user's C code sees no interrupted calls
-        signal.signal(CANCEL_SIGNAL, self._on_cancel)
+        self._stopped_call = 0
+        self._main_thread = threading.get_ident()
+        signal.signal(_CANCEL_SIGNAL, self._on_cancel)
+        probe.start(CONTROL_FD, self._stop)
         self.isolation = Isolation()
 
     # -- frames ---------------------------------------------------------------------------------------------------
@@ -123,7 +120,6 @@ class Worker:
             frames.HELLO,
             {
                 "pid": os.getpid(),
-                "main_thread": threading.get_ident(),
                 "port": self.port,
             },
         )
@@ -279,13 +275,19 @@ class Worker:
         mappings = [reference for reference in (function_mapping, mapping) if reference is not None]
         return function, loads(arg_head, arg_buffers), mappings
 
+    def _stop(self, call: int) -> None:
+        """Interrupt the main thread, wherever it waits, if it runs this call."""
+        self._stopped_call = call
+        if self.call == call:
+            signal.pthread_kill(self._main_thread, _CANCEL_SIGNAL)
+
     def _on_cancel(self, _signum: int, frame: FrameType | None) -> None:
-        if not self.call or _WORD.unpack_from(self._stop_word)[0] != self.call:
+        if not self.call or self._stopped_call != self.call:
             return
         if self._sending:  # half a frame would be the end of this rank
             self._cancel_pending = True
         elif _importing(frame):  # so would half a module: torch can't be imported again. Killed if it takes too long
-            again = threading.Timer(_ASK_AGAIN_S, signal.pthread_kill, (threading.get_ident(), CANCEL_SIGNAL))
+            again = threading.Timer(_ASK_AGAIN_S, signal.pthread_kill, (self._main_thread, _CANCEL_SIGNAL))
             again.daemon = True
             again.start()
         else:
@@ -298,17 +300,6 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _write_stack(_signum: int, frame: FrameType | None) -> None:
-    """The main thread's stack as faulthandler writes it."""
-    lines = [f"Current thread 0x{threading.get_ident():016x} (most recent call first):"]
-    while frame is not None:
-        code = frame.f_code
-        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-        frame = frame.f_back
-    with contextlib.suppress(OSError):
-        os.write(STACK_FD, "\n".join(lines[:200]).encode(errors="replace"))
 
 
 def _settle(result: Any) -> Any:
@@ -343,7 +334,7 @@ def flush_output() -> None:
 
 def leave(code: int) -> NoReturn:
     """End the process as Python would, without waiting for threads that never end."""
-    signal.signal(CANCEL_SIGNAL, signal.SIG_IGN)
+    signal.signal(_CANCEL_SIGNAL, signal.SIG_IGN)
     last = threading.Timer(_EXIT_S, os._exit, (code,))
     last.daemon = True
     last.start()  # a handler that joins a child which never ends must not keep the driver waiting
@@ -367,7 +358,7 @@ def main() -> None:
     if setup.get("path"):
         sys.path[:] = setup["path"]
     sys.argv[:] = [""]
-    for fd in (CHANNEL_FD, STACK_FD, STOP_FD):
+    for fd in (CHANNEL_FD, CONTROL_FD):
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
