@@ -68,19 +68,19 @@ def started(nodes: LocalNodes, *numbers: int) -> Iterator[list[tuple[StartedNode
 def test_what_they_say_depends_on_what_can_be_had(mode: str, tmp_path: Path) -> None:
     nodes = LocalNodes(ClusterSpec("train", num_nodes=3), tmp_path / "clusters" / "train")
     assert nodes.addresses == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
-    assert nodes.shared_network == "machine"
+    assert set(nodes.shared_networks) == {"machine"}
     lines = nodes.open()
     try:
         if mode == NAMESPACE:
             assert not any("processes" in line for line in lines)
-            assert nodes.shared_network is None or lines
+            assert not nodes.shared_networks or lines
         else:
             assert lines == [
                 "nodes share processes, host name and /tmp with this machine (ATOLL_PID_NAMESPACE=0): pkill and pgrep "
                 "are kept to a node's own processes, killall is not",
                 "nodes share ports with this machine, and jobs that fix the same one wait: ATOLL_PID_NAMESPACE=0",
             ]
-            assert nodes.shared_network == "machine"
+            assert set(nodes.shared_networks) == {"machine"}
     finally:
         nodes.close()
 
@@ -151,7 +151,7 @@ time.sleep(300)
 
 def test_two_clusters_use_the_same_port_side_by_side(source: Callable[..., LocalNodes]) -> None:
     clusters = [source("one"), source("two")]
-    if clusters[0].shared_network is not None:
+    if clusters[0].shared_networks:
         pytest.skip("no network namespaces here: the second job waits, which the supervisor's tests cover")
     with started(clusters[0], 0, 1) as ones, started(clusters[1], 0) as twos:
         for _, talk in (ones[0], twos[0]):
@@ -165,7 +165,7 @@ def test_two_clusters_use_the_same_port_side_by_side(source: Callable[..., Local
 @pytest.mark.parametrize("which", ["_slirp", "_holder"])
 def test_a_network_that_ended_is_made_anew_for_later_jobs(source: Callable[..., LocalNodes], which: str) -> None:
     nodes = source()
-    if nodes.shared_network is not None:
+    if nodes.shared_networks:
         pytest.skip("no network namespaces here")
     with contextlib.ExitStack() as stack:
         running = nodes.start(1, 0, 0)

@@ -19,7 +19,9 @@ import pytest
 
 import leaks
 from atoll.pool.agent.procs import command_line, state
-from atoll.tasks import record, supervisor
+from atoll.tasks import record, runner, supervisor
+from atoll.tasks.dispatcher import Dispatcher
+from atoll.tasks.nodes import LocalNodes
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
 from atoll.tasks.store import Store
 from local_cluster import LocalCluster, descendants, processes_with, until
@@ -601,6 +603,42 @@ def test_a_port_that_can_not_be_locked_fails_its_job_alone(home: Path, monkeypat
     assert cluster.run("echo the first of them is free", ports=(8008,))[0] is SUCCEEDED
     (cluster.folder / "nodes/0/home/sky_workdir/go").touch()
     assert cluster.follow(going)[0] is SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(runner, "take_secrets"), (LocalNodes, "start"), (runner.JobRunner, "_frame"), (runner.JobRunner, "_answered")],
+)
+def test_an_error_that_nobody_expects_fails_its_job_alone(
+    home: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    cluster = LocalCluster.make(home)
+    real = getattr(owner, name)
+
+    def breaks_once(*args: Any) -> Any:
+        if failed:
+            return real(*args)
+        failed.append(name)
+        raise KeyError("what nobody expected")
+
+    failed: list[str] = []
+    monkeypatch.setattr(owner, name, breaks_once)
+    monkeypatch.setattr(supervisor, "ensure", lambda folder: None)  # it runs here
+    jobs = [cluster.submit("echo well") for _ in range(2)]
+    before = signal.getsignal(signal.SIGTERM)
+    lock = supervisor.open_lock(cluster.folder)
+    try:
+        assert record.take_lock(lock, 0.0)
+        with Store(cluster.folder) as store:
+            Dispatcher(cluster.folder, store, lock).run()
+            rows = [store.job(job) for job in jobs]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(lock)
+    assert sorted(row.status for row in rows) == [JobStatus.FAILED_DRIVER, SUCCEEDED]
+    lost = next(row for row in rows if row.status is not SUCCEEDED)
+    assert "an error of Atoll's own, KeyError: 'what nobody expected'" in lost.reason
+    assert lost.reason in cluster.log(lost.id)
 
 
 def test_a_pending_job_is_cancelled_at_once(home: Path) -> None:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ class NodeState:
     restarts: int = 0  # since a rank of it last came up
     asked_s: float = 0.0  # since when it owes an answer
     silent: str | None = None  # why it was given up
+    stop_start: Callable[[], None] | None = None  # has a start that is on its way fail soon
 
 
 def sweep_stale(tmp_root: str) -> None:

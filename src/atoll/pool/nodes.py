@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -105,13 +106,22 @@ class Nodes:
             ) from error
 
     def _start(self, node: NodeState) -> None:
-        handle = self._spec.provider.start(node.plan, agent_command(SOURCE_ROOT))
+        handle = self._started(node)
         with self._lock:
             wanted = not self.closing and not self._given_up
             if wanted:
                 self._adopt(node, handle)
         if not wanted:
             handle.stop()
+
+    def _started(self, node: NodeState) -> Node:
+        if not self._remote:
+            return self._spec.provider.start(node.plan, agent_command(SOURCE_ROOT))
+        try:
+            provider = cast("RemoteProvider", self._spec.provider)
+            return provider.start_remote(node.plan, functools.partial(setattr, node, "stop_start"))
+        finally:
+            node.stop_start = None
 
     def _adopt(self, node: NodeState, handle: Node) -> None:
         node.handle, node.parser, node.ended = handle, Parser(), None
@@ -123,8 +133,9 @@ class Nodes:
         self._reader.watch(node)
 
     def _abandon(self) -> None:
-        if self._remote:
-            cast("RemoteProvider", self._spec.provider).abandon(self._spec.plan.nodes)
+        for node in self.states:
+            if (stop := node.stop_start) is not None:
+                stop()
 
     # -- nodes that go away -----------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class RankFiles:
 
 def starts_elsewhere(provider: Provider) -> bool:
     """Does a provider start nodes on other machines?"""
-    return callable(getattr(provider, "abandon", None))
+    return callable(getattr(provider, "start_remote", None))
 
 
 def is_remote(plan: Plan) -> bool:

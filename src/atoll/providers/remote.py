@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +69,9 @@ class RemotePlan(NodePlan):
         return [*(self.bundle_path(bundle) for bundle in self.bundles), *self.packages]
 
 
+Starting = Callable[[Callable[[], None]], None]
+
+
 class RemoteHandle(Node, Protocol):
     """A started node on another machine."""
 
@@ -79,5 +82,5 @@ class RemoteHandle(Node, Protocol):
 class RemoteProvider(Provider, Protocol):
     """A provider of such nodes."""
 
-    def abandon(self, plans: Sequence[NodePlan]) -> None:
-        """Have a ``start`` of these nodes that is on its way, in another thread, fail soon."""
+    def start_remote(self, node: NodePlan, starting: Starting) -> RemoteHandle:
+        """Start one node; ``starting`` is given what makes the start fail soon, from another thread."""

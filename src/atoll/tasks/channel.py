@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from atoll.providers.base import Node
-from atoll.tasks.loop import Loop
+from atoll.tasks.loop import GuardedLoop
 from atoll.wire.frames import Parser, RawFrame, WireError, receive, send_some
 
 _READS = 32  # of one node, before others get their turn
@@ -17,13 +17,15 @@ class Channel:
     """Sends frames to an agent without ever waiting, and hands on those it sends.
 
     Args:
-        loop: the supervisor's.
+        loop: the supervisor's, as the job sees it.
         node: what was started.
         frame: gets every frame.
         lost: is told once, with the reason, when the channel is at its end.
     """
 
-    def __init__(self, loop: Loop, node: Node, frame: Callable[[RawFrame], None], lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: GuardedLoop, node: Node, frame: Callable[[RawFrame], None], lost: Callable[[str], None]
+    ) -> None:
         self._loop = loop
         self._node = node
         self._sock = node.channel

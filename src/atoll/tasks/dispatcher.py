@@ -20,7 +20,7 @@ from atoll.tasks.loop import Loop
 from atoll.tasks.nodes import LocalNodes, NodeSource
 from atoll.tasks.ports import PortLocks
 from atoll.tasks.rows import JobRow
-from atoll.tasks.runner import JobRunner
+from atoll.tasks.runner import JobRunner, unexpected
 from atoll.tasks.schedule import TURN, turns
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 from atoll.tasks.store import Store
@@ -270,12 +270,13 @@ class Dispatcher:
         return self._nodes
 
     def _take_ports(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
-        if not job.spec.ports or nodes.shared_network is None:
+        networks = nodes.shared_networks[: job.spec.num_nodes]
+        if not job.spec.ports or not networks:
             return None
         if job.spec.ports in self._awaited_ports:
             return f"{TURN}: jobs before it wait for its port"
-        folder = self._folder.parent.parent / "ports" / nodes.shared_network
-        locks = PortLocks(folder, f"job {job.id} of cluster {cluster.name}")
+        folder = self._folder.parent.parent / "ports"
+        locks = PortLocks((folder / each for each in networks), f"job {job.id} of cluster {cluster.name}")
         held = locks.take(job.spec.ports)
         if held is not None:
             self._awaited_ports.add(job.spec.ports)  # nobody tells us when they are free
@@ -289,9 +290,9 @@ class Dispatcher:
             if (why := self._take_ports(job, cluster, nodes)) is not None:
                 return why
             runner = JobRunner(job, cluster, nodes, self._folder, self._loop, self._record, self._notes)
-        except (AtollError, OSError, ValueError) as error:  # of this job: the others go on
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with this job, the others go on
             self._forget(job.id)
-            self._refuse(job, str(error))
+            self._refuse(job, str(error) if isinstance(error, (AtollError, OSError, ValueError)) else unexpected(error))
             return None
         self._pending.pop(job.id)
         self._waiting.pop(job.id, None)

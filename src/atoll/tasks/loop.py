@@ -55,3 +55,27 @@ class Loop:
     def _woken(self, _readable: bool, _writable: bool) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
+
+
+class GuardedLoop:
+    """A loop as one of its users sees it, who is told of every error that his callbacks raise."""
+
+    def __init__(self, loop: Loop, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._loop = loop
+        self.unwatch, self.want_write = loop.unwatch, loop.want_write
+
+    def guard(self, call: Callable[[], None]) -> None:
+        """Call it, now."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a user's error is no reason to end the others
+            self._failed(error)
+
+    def watch(self, fd: int, ready: Ready) -> None:
+        """As ``Loop.watch``."""
+        self._loop.watch(fd, lambda readable, writable: self.guard(lambda: ready(readable, writable)))
+
+    def post(self, call: Callable[[], None]) -> None:
+        """As ``Loop.post``."""
+        self._loop.post(lambda: self.guard(call))

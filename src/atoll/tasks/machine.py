@@ -106,6 +106,10 @@ class JobMachine:
             self._timeout_at_s = now + self._spec.timeout_s
         return [self._set(JobStatus.INIT), *self._start_attempt()]
 
+    def give_up(self, reason: str) -> list[Action]:
+        """End it at once, whatever it is doing: its driver can't go on."""
+        return [] if self.done else [*self._stop_nodes(), self._end(JobStatus.FAILED_DRIVER, reason)]
+
     def handle(self, event: Input, now: float) -> list[Action]:
         """What is to be done after ``event``, in this order."""
         if self._phase in ("new", "ended"):

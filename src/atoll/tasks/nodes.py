@@ -60,11 +60,12 @@ class NodeSource(Protocol):
 
     Attributes:
         addresses: of all nodes, head first.
-        shared_network: key of the network whose ports its jobs share with other clusters, or None: it has its own.
+        shared_networks: of each node, the name of the network whose ports its jobs share with other clusters; empty
+            where they share none.
     """
 
     addresses: tuple[str, ...]
-    shared_network: str | None
+    shared_networks: tuple[str, ...]
 
     def open(self) -> list[str]:
         """Make ready, once in a supervisor's life; returns what to tell the user, one line each."""
@@ -108,7 +109,7 @@ class LocalNodes:
         self._networks: dict[int, tuple[int, Network]] = {}  # by job: its attempt, whose nodes must share one
         self._lock = threading.Lock()
         self.addresses = tuple(_address(node) for node in range(cluster.num_nodes))
-        self.shared_network: str | None = "machine"
+        self.shared_networks: tuple[str, ...] = ("machine",) * cluster.num_nodes
 
     def open(self) -> list[str]:
         """End what earlier jobs left, start the network; a line for each thing that nodes share with the machine.
@@ -129,7 +130,7 @@ class LocalNodes:
             )
         try:
             self._network = Network.start()
-            self.shared_network = None
+            self.shared_networks = ()
         except NetworkUnavailable as error:
             lines.append(f"nodes share ports with this machine, and jobs that fix the same one wait: {error}")
         return lines
@@ -187,7 +188,7 @@ class LocalNodes:
         for network in (self._network, *self._worn):
             if network is not None:
                 network.close()
-        self._network, self.shared_network = None, "machine"
+        self._network = None
         self._worn.clear()
 
     def fault_of(self, job_id: int) -> str | None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
@@ -23,12 +24,12 @@ class PortLocks:
     """The ports that one job holds.
 
     Args:
-        folder: where the lock files of its network lie.
+        folders: where the lock files of its networks lie.
         holder: what others are told who has them.
     """
 
-    def __init__(self, folder: Path, holder: str) -> None:
-        self._folder = folder
+    def __init__(self, folders: Iterable[Path], holder: str) -> None:
+        self._folders = sorted(set(folders))  # in one order, so that no two jobs each hold what the other waits for
         self._holder = holder
         self._held: list[int] = []
 
@@ -38,10 +39,10 @@ class PortLocks:
         Raises:
             ConfigError: a lock file can't be opened or locked.
         """
-        for port in ports:
+        for folder, port in itertools.product(self._folders, ports):
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                fd = os.open(self._folder / f"{port}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fd = os.open(folder / f"{port}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 self._held.append(fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -52,7 +53,7 @@ class PortLocks:
             except OSError as error:
                 self.free()
                 raise ConfigError(
-                    f"the lock of port {port} can't be taken: {error}. Move {self._folder.parent} away while no job "
+                    f"the lock of port {port} can't be taken: {error}. Move {folder.parent} away while no job "
                     f"runs that fixes a port, and start the job again"
                 ) from error
         self._write(self._holder.encode())

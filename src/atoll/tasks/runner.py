@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from atoll.core.errors import AtollError
 from atoll.tasks import environment
 from atoll.tasks.channel import Channel
 from atoll.tasks.logs import JobLog, Stream
-from atoll.tasks.loop import Loop
+from atoll.tasks.loop import GuardedLoop, Loop
 from atoll.tasks.machine import JobMachine
 from atoll.tasks.nodes import NodeSource, StartedNode
 from atoll.tasks.ports import free_port
@@ -104,7 +105,7 @@ class JobRunner:
         self._log = JobLog(folder / "jobs" / str(job.id), secrets.values())
         self._folder = folder
         self._nodes = nodes
-        self._loop = loop
+        self._loop = GuardedLoop(loop, self._fail_unexpected)
         self._record = record
         self._notes = list(notes)
         self._inputs: deque[Input] = deque()
@@ -134,6 +135,9 @@ class JobRunner:
 
     def start(self) -> None:
         """Begin."""
+        self._loop.guard(self._start)
+
+    def _start(self) -> None:
         for note in self._notes:
             self._log.say(note)
         self._do(self._machine.start(time.monotonic()))
@@ -142,16 +146,19 @@ class JobRunner:
     def cancel(self, why: str) -> None:
         """End it before its time."""
         self.cancelled = True
-        self._tell(CancelAsked(why))
+        self._loop.guard(lambda: self._tell(CancelAsked(why)))
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
         if fault not in self._notes and not self._machine.done:
             self._notes.append(fault)
-            self._do([Log("note", fault)])
+            self._loop.guard(lambda: self._do([Log("note", fault)]))
 
     def tick(self) -> None:
         """Time passed."""
+        self._loop.guard(self._tick)
+
+    def _tick(self) -> None:
         now = time.monotonic()
         self._bar_due = self._log.tick(now)
         for place in list(self._places.values()):
@@ -159,6 +166,11 @@ class JobRunner:
                 self._lost(place, f"its agent did not answer within {_ANSWER_S:.0f} s")
         if self._machine.deadline is not None and now >= self._machine.deadline:
             self._tell(Tick())
+
+    def _fail_unexpected(self, error: Exception) -> None:
+        """Fail this job, and no other, after an error that nothing here expected."""
+        self._inputs.clear()
+        self._do(self._machine.give_up(unexpected(error)))
 
     def close(self) -> None:
         """Give up threads and files; the job has finished."""
@@ -310,12 +322,14 @@ class JobRunner:
             self._loop.post(lambda: after(future))
 
         def after(future: Future[T]) -> None:
-            then(future.result())  # what work doesn't expect ends the supervisor, which says so
-            turns.popleft()
-            if turns:
-                turns[0]()
-            else:
-                del self._turns[node]
+            try:
+                then(future.result())
+            finally:  # also where the work raised what it doesn't expect, which fails the job
+                turns.popleft()
+                if turns:
+                    turns[0]()
+                else:
+                    del self._turns[node]
 
         def begin() -> None:
             self._threads.submit(work).add_done_callback(done)
@@ -433,6 +447,12 @@ class JobRunner:
         if attempt not in self._ports:
             self._ports[attempt] = self.job.spec.master_port or free_port(self._task.addresses[0])
         return self._ports[attempt]
+
+
+def unexpected(error: Exception) -> str:
+    """What an error that nothing expected is called in its job; where it came from is in the supervisor's log."""
+    traceback.print_exception(error)
+    return f"an error of Atoll's own, {type(error).__name__}: {error}; the supervisor's log has its traceback"
 
 
 def _ignore(_result: object) -> None:

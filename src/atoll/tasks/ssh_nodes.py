@@ -86,8 +86,6 @@ class SSHNodes:
         folder: the cluster's folder.
     """
 
-    shared_network: str | None = "hosts"
-
     def __init__(self, cluster: ClusterSpec, folder: Path) -> None:
         self._cluster = cluster
         self._folder = folder
@@ -97,6 +95,7 @@ class SSHNodes:
         # What the cluster's earlier supervisors left on a host ends before our agent starts there.
         self._owner = f"{remains.owner_on_hosts(cluster, folder)}.{_SUPERVISOR}"
         self.addresses: tuple[str, ...] = tuple(cluster.ssh.get("addresses") or ())
+        self.shared_networks: tuple[str, ...] = ()
 
     def open(self) -> list[str]:
         """Ask the hosts about themselves.
@@ -108,7 +107,7 @@ class SSHNodes:
             use_packed(digest)
         self._plans = plans_of(self._cluster)
         remains.note_driver(self._folder, self._owner)
-        self.addresses = tuple(plan.addr for plan in self._plans)
+        self.addresses = self.shared_networks = tuple(plan.addr for plan in self._plans)
         return []
 
     def start(

@@ -17,7 +17,7 @@ from atoll.core.hints import check_seconds, suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlan, Plan
 from atoll.providers.gpus import Gpu
-from atoll.providers.remote import RemotePlan
+from atoll.providers.remote import RemotePlan, Starting
 from atoll.providers.ssh import bundle, facts
 from atoll.providers.ssh.connection import Connection, connections, on_each
 from atoll.providers.ssh.facts import Facts, python_command
@@ -135,20 +135,18 @@ class SSH:
         return dataclasses.replace(plan, accelerator=name, num_accelerators=len(gpus), env=env)
 
     def start(self, node: NodePlan, agent: Sequence[str]) -> SSHNode:
-        """Bring the code to the host where it lacks it, and start its agent; ``agent`` is for this machine only.
+        """As ``start_remote``; ``agent`` is for this machine only."""
+        return self.start_remote(node, lambda stop: None)
+
+    def start_remote(self, node: NodePlan, starting: Starting) -> SSHNode:
+        """Bring the code to the host where it lacks it, and start its agent.
 
         Raises:
             ProvisionError: the host can't be reached, or the agent does not start.
         """
         if not isinstance(node, RemotePlan):
             raise ProvisionError(f"node {node.node} was not planned by this provider")
-        return start_agent(self.targets()[node.node], node)
-
-    def abandon(self, plans: Sequence[NodePlan]) -> None:
-        """Have starts of these nodes that are on their way fail soon."""
-        for plan in plans:
-            if (stop := _starting.get(id(plan))) is not None:
-                stop()
+        return start_agent(self.targets()[node.node], node, starting=starting)
 
 
 def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
@@ -193,34 +191,30 @@ def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> Re
     )
 
 
-def start_agent(target: Target, plan: RemotePlan, owner: str = "") -> SSHNode:
+def start_agent(target: Target, plan: RemotePlan, owner: str = "", starting: Starting = lambda stop: None) -> SSHNode:
     """Start an agent on a host, with the code it needs brought there first; returns once the host has answered.
 
     Args:
         target: the host.
         plan: what was planned there.
         owner: ``CLUSTER.DRIVER``: agents there of the cluster's earlier drivers are ended first.
+        starting: is given what makes the start fail soon, from another thread; what it was given last counts.
 
     Raises:
         ProvisionError: the host can't be reached, its disk is full, or the agent does not start.
     """
     connection = connections.hold(target)
     try:
-        _starting[id(plan)] = connection.abort
+        starting(connection.abort)
         for each in plan.bundles:
             bundle.put(connection, plan, each)
         node = SSHNode(connection, plan, owner)
-        _starting[id(plan)] = node.end
+        starting(node.end)
         node.start()
     except BaseException:
         connections.release(target)
         raise
-    finally:
-        del _starting[id(plan)]
     return node
-
-
-_starting: dict[int, Callable[[], None]] = {}  # by the id of its plan: what ends a start that is on its way
 
 
 class SSHNode:
