@@ -63,6 +63,7 @@ _COMMANDS = (
     "multiprocessing.resource_tracker",  # started once by SharedMemory and semaphores, ends with the process
     "loky.backend.resource_tracker",  # joblib's copy of it
 )
+_SHARED_MEMORY = {"atoll-gpus"}  # who leases which GPU: one file a GPU, for all users, meant to stay
 _TEMPORARY = ("torchinductor_",)  # compiled kernels, a cache meant to stay
 
 
@@ -113,7 +114,7 @@ class Watch:
             processes=frozenset(self._processes()),
             threads=frozenset(_threads()),
             descriptors=frozenset(_descriptors()),
-            shared_memory=frozenset(_names(_SHM)),
+            shared_memory=frozenset(_names(_SHM)) - _SHARED_MEMORY,
             files=frozenset(name for name in _names(self.temporary) if not name.startswith(_TEMPORARY)),
             pools=frozenset(_names(self.home / "pools")),
         )
