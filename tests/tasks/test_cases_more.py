@@ -153,7 +153,7 @@ def test_a_line_that_comes_in_parts_is_one_line(atoll: Atoll) -> None:
 
 def test_lines_of_several_never_mix(tmp_path: Path) -> None:
     log = JobLog(tmp_path, ["s3cret-value"])
-    one, two = log.stream("(1) ", "1"), log.stream("(2) ", "2")
+    one, two = log.stream("(1) "), log.stream("(2) ")
     one.feed(b"begun ", 1.0)
     assert one.due == 1.5
     log.tick(1.5)
@@ -173,7 +173,6 @@ def test_lines_of_several_never_mix(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").read_text().splitlines() == [
         *("(1) begun ", "(2) whole", "(1) goes on", "(1) 10%", "(1) 20%", "we", "(1) ", "(2) a **** b")
     ]
-    assert (tmp_path / "2").read_bytes() == b"whole\na **** b"
 
 
 def test_whatever_a_job_prints(atoll: Atoll) -> None:
@@ -185,10 +184,8 @@ def test_whatever_a_job_prints(atoll: Atoll) -> None:
     )
     atoll("launch", "-c", "t", "-d", f'{python} -c "$CODE"', "--env", f"CODE={code}")
     eventually(lambda: atoll("logs", "t", "--status")[0] != 101, "its end", 60)
-    raw = (clusters.folder_of("t") / "jobs/1/tasks/0-head.log").read_bytes()
     shown = (clusters.folder_of("t") / "jobs/1/run.log").read_bytes()
-    assert raw.startswith(bytes(range(256)) + b"\ncrlf\r\n\x1b[31mred")
-    assert raw.count(b"x" * 1000) == 10_000
+    assert bytes(range(14, 256)) in shown
     assert b") crlf\n" in shown
     assert b") \x1b[31mred\x1b[0m\n" in shown
     assert b") 100%\n" in shown

@@ -248,7 +248,6 @@ def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None
     assert [row["job_id"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == [2, 1]
     assert "sky_logs/c/1" in atoll("logs", "c", "1", "--sync-down", cwd=tmp_path)
     copied = tmp_path / "sky_logs" / "c" / "1"
-    assert list(copied.glob("tasks/*"))
     assert ") the tool on h1\n" in (copied / "run.log").read_text()
     for host in ("h1", "h2"):
         assert f") another tool on {host}\n" in said

@@ -123,6 +123,7 @@ class LocalControl:
         follow: bool = True,
         tail: int = 0,
         rank: int | None = None,
+        start: int = 0,
         skip_bytes: int = 0,
     ) -> JobStatus:
         """Write a job's log, until the job has ended.
@@ -133,7 +134,8 @@ class LocalControl:
             follow: go on until the job has ended; else write what there is.
             tail: begin with the last so many lines; 0 is with the first.
             rank: only lines of this rank.
-            skip_bytes: begin behind so many bytes of what would be written.
+            start: begin at this byte of the log, where ``tail`` does not say it,
+            skip_bytes: and behind so many bytes of what would be written from there.
 
         Returns:
             The job's status.
@@ -150,7 +152,7 @@ class LocalControl:
             if watched.job.started_s is not None and not path.exists():
                 write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode(errors="replace"))
             with Follower(path, write, only) as follower:
-                follower.skip(_position_of_tail(path, tail, only) if tail else skip_bytes)
+                follower.skip(follower.position_of_tail(tail) if tail else start, skip_bytes)
                 if follow:
                     follow_log(follower, watched.has_ended, self._wait)
                 status = store.job(job_id).status  # before the last look: what led to it is in the log by then
@@ -162,10 +164,11 @@ class LocalControl:
             supervisor.reconcile_store(store, self._folder)
 
     def position_of_tail(self, job_id: int, num_lines: int, rank: int | None = None) -> int:
-        """Where in a job's log the last so many lines begin: what ``skip_bytes`` of ``follow`` is to be."""
+        """Where in a job's log the last so many lines begin: what ``start`` of ``follow`` is to be."""
         with Store(self._folder) as store:
             only = _only(store.job(job_id), rank)
-        return _position_of_tail(self._folder / "jobs" / str(job_id) / RUN_LOG, num_lines, only)
+        with Follower(self._folder / "jobs" / str(job_id) / RUN_LOG, lambda data: None, only) as follower:
+            return follower.position_of_tail(num_lines)
 
     def cluster(self) -> ClusterSpec:
         """The cluster's record."""
@@ -337,11 +340,6 @@ def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
         )
 
 
-def _position_of_tail(path: Path, num_lines: int, only: re.Pattern[bytes] | None) -> int:
-    with Follower(path, lambda data: None, only) as follower:
-        return follower.position_of_tail(num_lines)
-
-
 def _only(job: JobRow, rank: int | None) -> re.Pattern[bytes] | None:
     if rank is None:
         return None
@@ -425,9 +423,8 @@ def _stream(folder: Path, wish: Mapping[str, Any]) -> int:
             view = view[os.write(sys.stdout.fileno(), view) :]
 
     control = LocalControl(folder, wait)
-    status = control.follow(
-        wish["job_id"], write, follow=wish["follow"], rank=wish["rank"], skip_bytes=wish["skip_bytes"]
-    )
+    how = {name: wish[name] for name in ("follow", "rank", "start", "skip_bytes")}
+    status = control.follow(wish["job_id"], write, **how)
     sys.stderr.write(json.dumps({"status": status}))
     return status.exit_code
 

@@ -1,4 +1,4 @@
-"""A job's logs: one file that people read, with a prefix before each line, and one of raw bytes for each process.
+"""A job's log: one file, with what each of its processes wrote behind a prefix that says which.
 
 Everything here works on whole chunks, never line by line: a job that prints 80 MB/s must not be slowed by its log.
 Standard library only.
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ _HIDDEN = b"****"
 _OVERDRAWN = re.compile(rb"^[^\n]*\r", re.M)
 _LINE_ENDS = re.compile(rb"\r+\n")
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 _BLOCK_BYTES = 1 << 20
 _POLL_S = (0.01, 0.03)  # a follower looks so often: while lines come, and when it is quiet
 
@@ -268,11 +268,10 @@ class LogFile:
 
 
 class Stream:
-    """What one process writes: into its raw file, and as prefixed lines into the job's."""
+    """What one process writes, as prefixed lines into its job's log."""
 
-    def __init__(self, run_log: LogFile, raw: LogFile, prefix: str, redactor: Redactor) -> None:
+    def __init__(self, run_log: LogFile, prefix: str, redactor: Redactor) -> None:
         self._run_log = run_log
-        self._raw = raw
         self._redacted = _Redacted(redactor)
         self._prefixer = Prefixer(prefix.encode())
         self._quiet_at: float | None = None  # until then it may have more to say
@@ -300,10 +299,8 @@ class Stream:
         """It ended: what it left without an end of line is shown too."""
         self._take(self._redacted.flush(), now)
         self._show(self._prefixer.flush())
-        self._raw.close()
 
     def _take(self, data: bytes, now: float) -> None:
-        self._raw.write(data)
         if self._run_log.begun_by is not self:
             self._prefixer.interrupted()
         self._show(self._prefixer.feed(data, now))
@@ -313,11 +310,10 @@ class Stream:
 
 
 class JobLog:
-    """All logs of one job, in its folder."""
+    """The log of one job, in its folder."""
 
     def __init__(self, folder: Path, secrets: Iterable[str] = ()) -> None:
         self.redactor = Redactor(secrets)
-        self._folder = folder
         self._run_log = LogFile(folder / RUN_LOG)
         self._streams: set[Stream] = set()
 
@@ -334,9 +330,9 @@ class JobLog:
         """The line that says how the job ended; ``make_room`` is called where the disk is full."""
         self._run_log.write_last(self.redactor.hide(_bytes_of(text)) + b"\n", make_room)
 
-    def stream(self, prefix: str, raw: str) -> Stream:
-        """For one process; ``raw`` is its file's name in the job's folder."""
-        stream = Stream(self._run_log, LogFile(self._folder / raw), prefix, self.redactor)
+    def stream(self, prefix: str) -> Stream:
+        """For one process."""
+        stream = Stream(self._run_log, prefix, self.redactor)
         self._streams.add(stream)
         return stream
 
@@ -367,18 +363,18 @@ def only_rank(rank: int, *, several: bool) -> re.Pattern[bytes]:
     return re.compile(rb"^\((?:head|worker\d+), rank=%d, [^\n]*\n" % rank if several else rb"^\([^\n]*\n", re.M)
 
 
-def tail_start(fd: int, num_lines: int) -> int:
-    """Where the last so many lines of a file begin."""
-    at = end = os.fstat(fd).st_size
+def tail_start(fd: int, num_lines: int, only: re.Pattern[bytes] | None = None) -> int:
+    """Where the last so many lines of a file begin, or of those that match. Reads from its end, no more than needed."""
+    at, rest = os.fstat(fd).st_size, b""  # the end of a line that begins further up
     while at > 0:
         start = max(0, at - _BLOCK_BYTES)
-        block = os.pread(fd, at - start, start)
-        cut = len(block) - 1 if at == end and block.endswith(b"\n") else len(block)
-        while (cut := block.rfind(b"\n", 0, cut)) >= 0:
-            num_lines -= 1
-            if num_lines <= 0:
-                return start + cut + 1
-        at = start
+        block = os.pread(fd, at - start, start) + rest
+        first = block.find(b"\n") + 1 or len(block) if start else 0
+        begins = [line.start() for line in (only or _LINE).finditer(block, first)]
+        if len(begins) >= num_lines:
+            return start + begins[-num_lines]
+        num_lines -= len(begins)
+        at, rest = start, block[:first]
     return 0
 
 
@@ -409,21 +405,16 @@ class Follower:
         return any_came
 
     def position_of_tail(self, num_lines: int) -> int:
-        """How many bytes come before the last so many lines of what there is now; of a log with this one position."""
-        if self._only is None:
-            return 0 if (fd := self._found()) is None else tail_start(fd, num_lines)
-        num_bytes, lines = 0, deque[bytes](maxlen=num_lines)
-        for block in self._blocks():
-            num_bytes += len(block)
-            lines.extend(block.splitlines(keepends=True))
-        return num_bytes - sum(map(len, lines))
+        """Where the last so many lines begin of what would be handed on now."""
+        return 0 if (fd := self._found()) is None else tail_start(fd, num_lines, self._only)
 
-    def skip(self, num_bytes: int) -> None:
-        """Leave out the first so many bytes of what would be handed on."""
-        if self._only is None and (fd := self._found()) is not None:
-            os.lseek(fd, num_bytes, os.SEEK_SET)
-        else:
-            self._skip_bytes = num_bytes
+    def skip(self, start: int, num_bytes: int) -> None:
+        """Begin at a byte of the log, and leave out the first so many bytes of what would be handed on from there."""
+        if self._only is None:
+            start, num_bytes = start + num_bytes, 0
+        self._skip_bytes = num_bytes
+        if (fd := self._found()) is not None:
+            os.lseek(fd, start, os.SEEK_SET)
 
     def _found(self) -> int | None:
         if self._fd is None:

@@ -110,8 +110,9 @@ class ProgramControl:
         rank: int | None = None,
     ) -> JobStatus:
         """Write a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
-        wish = {"job_id": job_id, "follow": follow, "rank": rank}
-        seen_bytes = self._patiently("position_of_tail", job_id=job_id, tail=tail, rank=rank) if tail else 0
+        start = self._patiently("position_of_tail", job_id=job_id, tail=tail, rank=rank) if tail else 0
+        wish = {"job_id": job_id, "follow": follow, "rank": rank, "start": start}
+        seen_bytes = 0
 
         def counted(data: bytes) -> None:
             nonlocal seen_bytes

@@ -381,8 +381,7 @@ class JobRunner:
             case frames.STARTED if frame.rank in place.running:
                 phase, process = place.running[frame.rank]
                 pid = int(frame.parsed().meta["pid"])
-                raw, prefix = self._names(place, phase, process, pid)
-                place.streams[frame.rank] = self._log.stream(prefix, raw)
+                place.streams[frame.rank] = self._log.stream(self._prefix(place, phase, process, pid))
                 self._tell(ProcessStarted(place.node, process, phase, place.attempt, pid))
             case frames.EXIT if frame.rank in place.running:
                 self._exited(place, frame)
@@ -425,21 +424,19 @@ class JobRunner:
             self._log.end(stream, time.monotonic())
         place.streams.clear()
 
-    def _names(self, place: _Place, phase: Phase, process: int, pid: int) -> tuple[str, str]:
-        """A process's raw log, and the prefix of its lines."""
+    def _prefix(self, place: _Place, phase: Phase, process: int, pid: int) -> str:
+        """What the lines of a process begin with in the job's log."""
         spec, name, addr = self.job.spec, node_name(place.node), self._task.addresses[place.node]
         if phase == "setup":
             num_there = len(self._task.addresses), self._task.addresses.count(addr)
             which = "" if num_there[0] == 1 else f", ip={addr}" if num_there[1] == 1 else f", ip={addr}, {name}"
-            return f"setup-{name}.log", f"(setup pid={pid}{which}) "
+            return f"(setup pid={pid}{which}) "
         num_processes = spec.num_processes if spec.command is not None else 1
         rank = place.node * num_processes + process
-        raw = f"tasks/{rank}-{name}.log"
         if spec.num_nodes * num_processes == 1:
-            return raw, f"({spec.name or 'task'}, pid={pid}) "
+            return f"({spec.name or 'task'}, pid={pid}) "
         return (
-            raw,
-            f"({name}, rank={rank}, pid={pid}) " if not place.node else f"({name}, rank={rank}, pid={pid}, ip={addr}) ",
+            f"({name}, rank={rank}, pid={pid}) " if not place.node else f"({name}, rank={rank}, pid={pid}, ip={addr}) "
         )
 
     def _master_port(self, attempt: int) -> int:
