@@ -228,13 +228,13 @@ def test_all_ranks_start_again_together_after_a_failure():
 
 
 def test_secrets_reach_the_ranks_and_nobody_else(monkeypatch, home):
-    monkeypatch.setenv("API_TOKEN", "of-the-caller-123")
+    monkeypatch.setenv("API_TOKEN", "tk_9fQ2xZ71bLw3")
     text = "import os; print(*(str(len(os.environ[n])) + os.environ[n] for n in ('WORD', 'HIDDEN', 'API_TOKEN')))"
     out, _ = run("--env", "WORD=shown", "--secret", "HIDDEN=swordfish", script(text))
-    assert out == "5shown 9**** 17****\n"
+    assert out == "5shown 9**** 15****\n"
     for path, held in contents(home).items():
         assert b"swordfish" not in held, path
-        assert b"of-the-caller-123" not in held, path
+        assert b"tk_9fQ2xZ71bLw3" not in held, path
 
 
 SLEEPY = (

@@ -222,7 +222,7 @@ def test_nodes_that_start_in_any_order(home: Path) -> None:
 def test_everything_through_the_program(home: Path) -> None:
     control = program_control()
     control.create(ClusterSpec("train", created_s=time.time()), anew=True)
-    spec = JobSpec(name="far", run="echo my $API_TOKEN; echo é; exit 3", base_env={"PATH": os.environ["PATH"]})
+    spec = JobSpec(name="far", run="echo my $API_TOKEN; echo é; exit 3", secret_names=("API_TOKEN",))
     job = control.submit(spec, {"API_TOKEN": "0123456789"})
     got: list[bytes] = []
     assert control.follow(job, got.append) is JobStatus.FAILED

@@ -11,9 +11,9 @@ import pytest
 from atoll.tasks.environment import (
     Task,
     command_environment,
+    hidden_values,
     script_environment,
     task_id,
-    without_secrets,
 )
 from atoll.tasks.spec import ClusterSpec, JobSpec, Restarts
 
@@ -113,10 +113,32 @@ def test_threads_of_commands(num: int, given: dict[str, str], expected: str | No
     assert command_environment(job, 0, 0, {}, master_port=1, restarts=0).get("OMP_NUM_THREADS") == expected
 
 
-def test_secrets_leave_the_job() -> None:
-    job = JobSpec(env={"HF_TOKEN": "hf_abc", "LR": "0.1"}, base_env={"API_KEY": "k1", "HF_TOKEN": "old"})
-    clean, secrets = without_secrets(job, {"PW": "p"})
-    assert secrets == {"HF_TOKEN": "hf_abc", "API_KEY": "k1", "PW": "p"}
-    assert clean.env == {"LR": "0.1"}
-    assert clean.base_env == {}
-    assert clean.secret_names == ("API_KEY", "HF_TOKEN", "PW")
+KEY = "x7Kq9vTgX7Zq81"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hidden"),
+    [
+        ("DEPLOY_KEY", "production", set()),
+        ("DEPLOY_KEY", "production-eu-west-1", set()),
+        ("API_TOKEN", "", set()),
+        ("MAX_TOKENS", "4096", set()),
+        ("PUBLIC_KEY", "/home/ada/.ssh/id_ed25519", set()),
+        ("MODEL_KEY", "llama3-8b-instruct", set()),
+        ("SORT_KEYS", "true", set()),
+        ("ENCRYPTION_KEY", "Correct Horse Battery Staple", set()),
+        ("WORD", KEY, set()),
+        ("GIT_COMMIT", "da39a3ee5e6b4b0d3255bfef95601890afd80709", set()),
+        ("API_KEY", KEY, {KEY}),
+        ("GITHUB_PAT", KEY, {KEY}),
+        ("PGPASS", KEY, {KEY}),
+        ("DB_PASSWORD", "9$kQ2!zv", {"9$kQ2!zv"}),
+        ("MY_SECRET", "123e4567-e89b-12d3-a456-426614174000", {"123e4567-e89b-12d3-a456-426614174000"}),
+        ("ANYTHING", "ghp_0123456789abcdefABCDEF", {"ghp_0123456789abcdefABCDEF"}),
+        ("DB", f"postgres://ada:{KEY}@db:5432/x", {f"postgres://ada:{KEY}@db:5432/x", KEY}),
+        ("DB", "postgres://ada:local@db/x", {"postgres://ada:local@db/x"}),
+    ],
+)
+def test_what_logs_hide_of_what_nobody_declared(name: str, value: str, hidden: set[str]) -> None:
+    assert hidden_values(JobSpec(base_env={name: value}), {}) == hidden
+    assert hidden_values(JobSpec(secret_names=(name,)), {name: value}) == {value}

@@ -26,7 +26,7 @@ def cluster(folder: Path, num_jobs: int, of: str = "task") -> Path:
             at = folder / "jobs" / str(add(store, of))
             at.mkdir(parents=True)
             (at / "run.log").write_text(f"said by {of}\n")
-            (at / "secrets.json").write_text("{}")
+            (at / "variables.json").write_text("{}")
     return folder
 
 
@@ -42,13 +42,13 @@ def packed(folder: Path, *names: str) -> io.BytesIO:
     return tar
 
 
-def test_numbers_go_on_and_logs_are_there_but_no_secrets(tmp_path: Path) -> None:
+def test_numbers_go_on_and_logs_are_there_but_no_variables(tmp_path: Path) -> None:
     before, after = cluster(tmp_path / "before" / "c", 2), tmp_path / "after" / "c"
     with Store(before):  # while it is open
         tar = packed(before)
     assert history.take(tar, after) == (3, None)
     assert (after / "jobs" / "1" / "run.log").read_text() == "said by task\n"
-    assert not list(after.rglob("secrets.json"))
+    assert not list(after.rglob("variables.json"))
     assert sorted(path.name for path in after.iterdir()) == ["jobs", "jobs.db"]
     with Store(after) as store:
         assert add(store) == 3

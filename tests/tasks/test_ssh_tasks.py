@@ -6,14 +6,18 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.tasks.test_secrets import GIVEN, LAUNCHED, arrived, holding, plant, say
 
+from atoll.tasks import clusters
 from testbed.hosts import Testbed
 from testbed.terminal import log_out, only_by_password, talk
 
@@ -301,31 +305,47 @@ def refused(*words: str, cwd: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize("either", [pytest.param(HERE, marks=pytest.mark.long), HEAD], indirect=True)
-def test_secrets_are_seen_nowhere(either: Testbed, tmp_path: Path) -> None:
-    task = tmp_path / "task.yaml"
-    task.write_text(
-        "num_nodes: 2\nsecrets: {PLAIN: null}\n"
-        "run: |\n  echo lengths ${#PLAIN} ${#HF_TOKEN} and the value $HF_TOKEN\n  touch ~/up-$SKYPILOT_NODE_RANK\n"
-        "  while [ ! -e ~/go ]; do sleep 0.1; done\n"
-    )
-    values = ("very-secret-value-1", "hf_very-secret-value-2")
-    given = ("--secret", f"PLAIN={values[0]}", "--env", "HF_TOKEN")
-    os.environ["HF_TOKEN"] = values[1]
-    try:
-        atoll("launch", "-d", "-c", "c", "--infra", "ssh/lab", *given, str(task))
-    finally:
-        del os.environ["HF_TOKEN"]
-    home = either.hosts[0]
-    eventually(lambda: {"up-0", "up-1"} <= {*home.run("ls /home/sky").split()}, "it runs")
-    for host in either.hosts:
-        seen = "\n".join(host.command_lines())
-        assert "run.sh" in seen
-        assert not any(value in seen for value in values)
-    home.run("touch /home/sky/go")
-    said = atoll("logs", "c")
-    assert said.count("lengths 19 22 and the value ****") == 2
-    places = [either.folder / "home", Path(os.environ["ATOLL_HOME"])]
-    for folder in places:
-        for path in folder.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # the supervisor is about to end, and clears up
-                assert not (path.is_file() and any(value.encode() in path.read_bytes() for value in values)), path
+@pytest.mark.parametrize("end", [pytest.param("finished", marks=pytest.mark.long), "killed"])
+def test_jobs_leave_no_value(
+    either: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, end: str
+) -> None:
+    plant(monkeypatch)
+    places = [either.folder / "home", Path(os.environ["ATOLL_HOME"]), Path(tempfile.gettempdir())]
+    task, head = tmp_path / "task.yaml", either.hosts[0]
+    script = say(LAUNCHED).replace("> up", "> up-$SKYPILOT_NODE_RANK")
+    task.write_text(json.dumps({"num_nodes": 2, "run": f"cd; rm -f up-$SKYPILOT_NODE_RANK; {script}"}))
+    folder = clusters.folder_of("c") if "here" in request.node.name else either.folder / "home/sky/.atoll/clusters/c"
+    for number, words in enumerate((["launch", "-c", "c", "--infra", "ssh/lab"], ["exec", "c"]), 1):
+        head.run("rm -f /home/sky/go /home/sky/up-*")
+        atoll(*words, "-d", "--env", "HF_TOKEN", *GIVEN, str(task))
+        log = folder / "jobs" / str(number) / "run.log"
+        eventually(lambda log=log: log.exists() and log.read_text().count("production") == 2, "both nodes run it")
+        assert holding(*places) == []
+        for host in either.hosts:
+            lines = "\n".join(host.command_lines())
+            assert "run.sh" in lines
+            assert "planted" not in lines
+        if end == "killed":
+            pid = int((folder / "supervisor.lock").read_text())
+            os.kill(pid, signal.SIGKILL) if "here" in request.node.name else head.run(f"kill -9 {pid}")
+        head.run("touch /home/sky/go")
+        arrived(atoll("logs", "c", code=0 if end == "finished" else 100), LAUNCHED)
+        assert holding(*places) == []
+    if end == "finished":
+        (tmp_path / "go").touch()
+        run = (
+            "run",
+            "--infra",
+            "ssh/lab",
+            "--nodes",
+            "2",
+            *GIVEN,
+            "--env",
+            "HF_TOKEN",
+            "--",
+            "bash",
+            "-c",
+            say(LAUNCHED),
+        )
+        arrived(atoll(*run, cwd=tmp_path), LAUNCHED)
+        assert holding(*places) == []

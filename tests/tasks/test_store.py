@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.tasks import record
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
-from atoll.tasks.store import Store, drop_secrets, put_secrets, take_secrets
+from atoll.tasks.store import Store, put_variables, read_variables
 from atoll.tasks.transitions import Log, SetStatus
 
 RUNNING = SetStatus(JobStatus.RUNNING)
@@ -32,7 +33,7 @@ def child(code: str, *arguments: object) -> subprocess.Popen[str]:
     """A process of its own that has a store, ``store``, of the folder in ``folder``, its first argument."""
     before = (
         "import os, sys, time\nfrom pathlib import Path\nfrom atoll.core.errors import AtollError\n"
-        "from atoll.tasks.spec import JobSpec, JobStatus\nfrom atoll.tasks.store import Store, put_secrets\n"
+        "from atoll.tasks.spec import JobSpec, JobStatus\nfrom atoll.tasks.store import Store, put_variables\n"
         "from atoll.tasks.transitions import Log, SetStatus\nfolder = Path(sys.argv[1])\nstore = Store(folder)\n"
     )
     command = [sys.executable, "-c", before + code, *map(str, arguments)]
@@ -79,7 +80,7 @@ def test_a_job_from_its_submission_to_its_end(tmp_path: Path) -> None:
         assert add(store, spec) == 1
         row = store.job(1)
         assert (row.id, row.name, row.task_id, row.user) == (1, "train", "sky-1_c_1", "ada")
-        assert row.spec == spec
+        assert row.spec == dataclasses.replace(spec, env={})
         assert row.status is JobStatus.PENDING
         assert abs(row.submitted_s - time.time()) < 60
         store.apply(1, [SetStatus(JobStatus.PENDING, "waiting for port 8008, held by job 3 of cluster train")], 5.0)
@@ -193,39 +194,40 @@ def test_asking_for_an_end(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- secrets
-def test_secrets_are_apart_and_go_with_the_end(tmp_path: Path) -> None:
-    assert take_secrets(tmp_path, 1) == {}
-    put_secrets(tmp_path, 1, {"HF_TOKEN": "s3cret"})
-    path = tmp_path / "jobs" / "1" / "secrets.json"
+VALUES = {"env": {"WORD": "planted-1"}, "base_env": {"PGHOST": "planted-2"}, "secrets": {"HF_TOKEN": "planted-3"}}
+
+
+def test_values_of_variables_are_apart(tmp_path: Path) -> None:
+    for _ in range(2):  # the second after one that could not be added
+        put_variables(tmp_path, 1, VALUES)
+    path = tmp_path / "jobs" / "1" / "variables.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert take_secrets(tmp_path, 1) == {"HF_TOKEN": "s3cret"}
-    left = path.with_name(".secrets.json.abc.tmp")  # of one that was killed while it wrote
-    left.write_text('{"HF_TOKEN": "s3cret"}')
-    drop_secrets(tmp_path, 1)
-    assert list(path.parent.iterdir()) == []
-    drop_secrets(tmp_path, 1)
-    assert take_secrets(tmp_path, 1) == {}
+    assert read_variables(tmp_path, 1) == VALUES
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"its variables can't be read: .*Submit it again"):
+        read_variables(tmp_path, 1)
 
 
 @pytest.mark.parametrize("end", ["ended", "cancelled"])
-def test_secrets_put_with_the_job_go_with_it(tmp_path: Path, end: str) -> None:
+def test_values_go_with_the_end_of_their_job(tmp_path: Path, end: str) -> None:
     def begin(job_id: int) -> str:
-        put_secrets(tmp_path, job_id, {"HF_TOKEN": "s3cret"})
+        put_variables(tmp_path, job_id, VALUES)
         return "sky-1"
 
     with Store(tmp_path) as store:
-        store.add(JobSpec(secret_names=("HF_TOKEN",)), task_id_for=begin, user="ada")
+        spec = JobSpec(env=VALUES["env"], base_env=VALUES["base_env"], secret_names=("HF_TOKEN",))
+        store.add(spec, task_id_for=begin, user="ada")
         store.apply(1, [Log("note"), SetStatus(JobStatus.PENDING, "waits")], 1.0)
-        assert take_secrets(tmp_path, 1) == {"HF_TOKEN": "s3cret"}
+        assert read_variables(tmp_path, 1) == VALUES
         for file in tmp_path.glob("jobs.db*"):
-            assert b"s3cret" not in file.read_bytes()
+            assert b"planted" not in file.read_bytes()
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
         if end == "ended":
             store.apply(1, [SetStatus(JobStatus.FAILED)], 1.0)
         else:
             store.ask_cancel(None)
-    assert take_secrets(tmp_path, 1) == {}
+    assert list((tmp_path / "jobs" / "1").iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------- several processes
@@ -313,7 +315,7 @@ def test_no_room_for_secrets_means_no_job(tmp_path: Path) -> None:
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
         "try:\n"
-        "    put = lambda job: put_secrets(folder, job, {'A': 'x' * 300_000})\n"
+        "    put = lambda job: put_variables(folder, job, {'env': {'A': 'x' * 300_000}})\n"
         "    store.add(JobSpec(), task_id_for=put, user='u')\n"
         "except AtollError as error:\n"
         "    print(error)\n"
@@ -339,7 +341,7 @@ def test_a_damaged_store_says_so_and_what_to_do(tmp_path: Path, where: int) -> N
     message = str(caught.value)
     assert str(path) in message
     advice = message.partition("move this one away: ")[2]
-    put_secrets(tmp_path, 50, {})  # the folder of a job of old
+    put_variables(tmp_path, 50, {})  # the folder of a job of old
     subprocess.run(["bash", "-c", advice], check=True)
     with Store(tmp_path) as store:
         assert add(store) == 51, "not where an old job's log is"
@@ -437,12 +439,12 @@ def test_a_number_that_something_else_has_is_left_out(tmp_path: Path) -> None:
     assert [row.id for row in consistent(tmp_path)] == [1, 4, 5]
 
 
-@pytest.mark.parametrize("text", ["{", "null", '{"A": 1}'])
-def test_damaged_secrets(tmp_path: Path, text: str) -> None:
-    put_secrets(tmp_path, 1, {"HF_TOKEN": "s3cret"})
-    (tmp_path / "jobs" / "1" / "secrets.json").write_text(text)
+@pytest.mark.parametrize("text", ["{", "null", '{"A": 1}', '{"env": {"A": 1}}'])
+def test_damaged_variables(tmp_path: Path, text: str) -> None:
+    put_variables(tmp_path, 1, VALUES)
+    (tmp_path / "jobs" / "1" / "variables.json").write_text(text)
     with pytest.raises(ConfigError, match="are damaged: submit it again"):
-        take_secrets(tmp_path, 1)
+        read_variables(tmp_path, 1)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from atoll.tasks import record, runner, supervisor
 from atoll.tasks.dispatcher import Dispatcher
 from atoll.tasks.nodes import LocalNodes
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
-from atoll.tasks.store import Store
+from atoll.tasks.store import Store, put_variables
 from local_cluster import LocalCluster, descendants, processes_with, until
 
 SUCCEEDED, FAILED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED
@@ -315,12 +315,12 @@ def test_a_closed_terminal_ends_nothing(home: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["text", "kind", "folder"])
-def test_damaged_secrets_fail_their_job_alone(home: Path, harm: str) -> None:
+def test_damaged_variables_fail_their_job_alone(home: Path, harm: str) -> None:
     cluster = LocalCluster.make(home, accelerator="L4", num_accelerators=1, simulated=True)
     innocent = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done", num_accelerators=1)
     cluster.wait_for(innocent, "going")
     waits = cluster.submit("echo never", secrets={"HF_TOKEN": "s3cret-value"}, num_accelerators=1)
-    path = cluster.folder / "jobs" / str(waits) / "secrets.json"
+    path = cluster.folder / "jobs" / str(waits) / "variables.json"
     path.unlink()
     path.mkdir() if harm == "folder" else path.write_text({"text": '{"HF_', "kind": "[1]"}[harm])
     after = cluster.submit("echo next", num_accelerators=1)
@@ -328,7 +328,7 @@ def test_damaged_secrets_fail_their_job_alone(home: Path, harm: str) -> None:
     (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
     status, log = cluster.follow(waits)
     assert status is JobStatus.FAILED_DRIVER
-    assert "its secrets" in log
+    assert "its variables" in log
     assert "never" not in log
     assert len(re.findall("^✗", log, re.M)) == 1
     assert cluster.follow(innocent)[0] is SUCCEEDED
@@ -419,10 +419,20 @@ def test_jobs_that_wait_for_a_cluster_made_anew_say_so(home: Path) -> None:
     assert cluster.follow(late)[0] is SUCCEEDED
 
 
+def add(store: Store, spec: JobSpec) -> int:
+    """A job that no client saw to."""
+
+    def begin(job_id: int) -> str:
+        put_variables(store.path.parent, job_id, spec.variables())
+        return "sky-1"
+
+    return store.add(spec, task_id_for=begin, user="ada")
+
+
 def test_a_client_that_is_gone_ends_no_supervisor(home: Path) -> None:
     cluster = LocalCluster.make(home)
     with Store(cluster.folder) as store:
-        job = store.add(JobSpec(run="echo ran", base_env={"PATH": os.environ["PATH"]}), task_id_for=str, user="ada")
+        job = add(store, JobSpec(run="echo ran", base_env={"PATH": os.environ["PATH"]}))
     reader, writer = os.pipe()
     os.close(reader)
     with (cluster.folder / supervisor.LOG).open("w") as log:
@@ -477,9 +487,7 @@ def test_a_job_that_no_supervisor_survives_is_given_up(home: Path) -> None:
     cluster = LocalCluster.make(home)
     specs: list[dict[str, Any]] = [{"timeout_s": "soon"}, {"owner_pid": -1}]
     with Store(cluster.folder) as store:
-        harmful, unwatched = [
-            store.add(JobSpec(run="echo never", **spec), task_id_for=str, user="ada") for spec in specs
-        ]
+        harmful, unwatched = [add(store, JobSpec(run="echo never", **spec)) for spec in specs]
     status, log = cluster.follow(harmful)
     assert status is JobStatus.FAILED_DRIVER
     assert "its supervisor ended 2 times before it had begun the job: TypeError: unsupported operand" in log
@@ -678,7 +686,7 @@ def test_secrets_are_nowhere(home: Path) -> None:
         assert not [text for text in texts if value in text]
     with Store(cluster.folder) as store:
         assert all(value not in repr(store.events(job)) for value in values.values())
-    assert not (cluster.folder / "jobs" / str(job) / "secrets.json").exists()
+    assert not (cluster.folder / "jobs" / str(job) / "variables.json").exists()
 
 
 # ------------------------------------------------------------------------------------------------- full disks

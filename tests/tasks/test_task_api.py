@@ -108,7 +108,7 @@ def test_the_torchtitan_task_takes_its_token_from_the_shell(tmp_path: Path, monk
     assert (spec.accelerator, spec.num_accelerators, spec.num_nodes) == ("H100", 8, 4)
     assert [str(each.accelerators[0]) for each in task.resources.choices()] == ["H100:8", "H200:8"]
     assert spec.env == {"CONFIG_FILE": "70b.toml"}
-    assert spec.secret_names == ("HF_TOKEN",)
+    assert spec.secret_names == ()  # by its name alone: logs hide its value where that looks like a secret
     assert secrets == {"HF_TOKEN": "hf_sesame"}
     assert spec.workdir
     assert "hf_sesame" not in f"{task!r} {task.to_yaml_config()} {spec}"

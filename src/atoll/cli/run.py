@@ -136,6 +136,7 @@ def run(
                 place.job(cluster, (*place.interpreter(kind, cluster), *words)),
                 num_processes=1 if once_a_node else _num_processes(nproc, num_gpus, infra),
                 env=variables,
+                secret_names=tuple(values),
                 restarts=Restarts(on_errors=max_restarts, on_lost_nodes=max_restarts),
                 run_id=rdzv_id,
                 master_port=master_port,

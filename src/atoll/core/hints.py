@@ -19,7 +19,17 @@ _TEN_YEARS_S = 10 * 365.25 * 86400.0
 _VARIABLE_KEYWORDS = 0x08  # inspect.CO_VARKEYWORDS, without what importing inspect costs
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
 _PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # of a URL; a user alone is no secret
-_SECRET_NAME = re.compile(r".*(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?:_?\d+)?", re.I)
+_SECRET_NAME = re.compile(
+    r"(?:.*(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)|PGPASS|(?:.*_)?(?:PAT|PASS))S?(?:_?\d+)?", re.I
+)
+# What providers' tokens begin with, whatever the variable is called.
+_TOKEN = re.compile(
+    r"(?:gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|AKIA|AIza|eyJ|npm_|pypi-|https://hooks\.slack\.com/)[\w./+=-]{12,}"
+)
+_PARTS = re.compile(r"[^\s\-_.:,;@/|\"'{}()\[\]]+")
+_WORD = re.compile(r"(?=.{1,24}$)(?:(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|[A-Za-z])+\d{0,4}|\d+[A-Za-z]{0,3})")
+_PATH = re.compile(r"(?:~|\.{0,2})(?:/[\w.@ -]+)+/?")
+_SHORTEST_SECRET = 8
 
 
 def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -108,8 +118,29 @@ def digest_credentials(text: str) -> str:
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Is this variable one whose value nobody may see: by its name (``HF_TOKEN``), or as a URL with a password?"""
-    return _SECRET_NAME.fullmatch(name) is not None or _PASSWORD.search(value) is not None
+    """Is this variable one that no record shows: by its name (``HF_TOKEN``), as a token, as a URL with a password?"""
+    return any((_SECRET_NAME.fullmatch(name), _TOKEN.fullmatch(value), _PASSWORD.search(value)))
+
+
+def secret_parts(name: str, value: str) -> set[str]:
+    """What logs hide of a variable that nobody declared a secret: nothing where its value is made of ordinary words.
+
+    ``DEPLOY_KEY=production`` hides nothing, ``DEPLOY_KEY=x7Kq9…`` its value, a URL with a password both.
+    """
+    if (found := _PASSWORD.search(value)) is not None:
+        password = found[0][3:-1].partition(":")[2]
+        return {value, password} if _looks_generated(password) else {value}
+    if _TOKEN.fullmatch(value) or (_SECRET_NAME.fullmatch(name) and _looks_generated(value)):
+        return {value}
+    return set()
+
+
+def _looks_generated(value: str) -> bool:
+    """Has this text the length and the variety of a key? Words, numbers, names of models and paths have not."""
+    if len(value) < _SHORTEST_SECRET or _PATH.fullmatch(value):
+        return False
+    odd = "".join(part for part in _PARTS.findall(value) if not _WORD.fullmatch(part))
+    return len(odd) >= 6 and len(set(odd)) >= 5
 
 
 def shown_variable(name: str, value: str) -> str:

@@ -14,6 +14,7 @@ from atoll.tasks.jobs import Job, find_job
 from atoll.tasks.launches import Options, start_jobs
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
+from atoll.tasks.store import VARIABLES
 
 if TYPE_CHECKING:
     from atoll.tasks.rows import JobRow
@@ -215,7 +216,7 @@ def sync_down_logs(cluster_name: str, job_id: int) -> Path:
         ssh_clusters.fetch_logs(cluster, job_id, dest)
         return dest
     source = clusters.folder_of(cluster_name) / "jobs" / str(job_id)
-    shutil.copytree(source, dest, ignore=shutil.ignore_patterns("secrets.json"), dirs_exist_ok=True)
+    shutil.copytree(source, dest, ignore=shutil.ignore_patterns(VARIABLES), dirs_exist_ok=True)
     return dest
 
 

@@ -27,11 +27,11 @@ from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.tasks import history, record, remains, supervisor
 from atoll.tasks.clusters import is_stopped, user_name
-from atoll.tasks.environment import check_size, task_id, without_secrets
+from atoll.tasks.environment import check_size, task_id
 from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import EXIT_NOT_FOUND, ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
-from atoll.tasks.store import NoRoom, Store, drop_secrets, make_folder, put_secrets
+from atoll.tasks.store import NoRoom, Store, put_variables
 
 Write = Callable[[bytes], None]
 
@@ -57,7 +57,7 @@ class LocalControl:
         self._wait = wait
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
-        """Add a job; returns its number. Variables whose names say so are kept as secrets too.
+        """Add a job; returns its number.
 
         Raises:
             ConfigError: the cluster is not up, or has less than the job wants.
@@ -67,14 +67,10 @@ class LocalControl:
         record.check_owner(self._folder)
         _check(spec, cluster)
         check_size(spec, secrets)
-        spec, values = without_secrets(spec, secrets)
 
         def begin(job_id: int) -> str:
             # Before the job can be seen: a supervisor that runs may start it at once.
-            make_folder(self._folder, job_id)
-            drop_secrets(self._folder, job_id)  # of one that could not be added
-            if values:
-                put_secrets(self._folder, job_id, values)
+            put_variables(self._folder, job_id, {**spec.variables(), "secrets": secrets})
             return task_id(cluster.name, job_id, datetime.now())
 
         with Store(self._folder) as store:
@@ -385,7 +381,7 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
             record.save(folder, cluster)
             return ended
         case "submit":
-            return control.submit(JobSpec.from_json(wish["spec"]), wish["secrets"])
+            return control.submit(JobSpec.from_json({**wish["spec"], **wish["variables"]}), wish["secrets"])
         case "cancel":
             return control.cancel(wish["job_ids"])
         case "queue":

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import is_secret
+from atoll.core.hints import secret_parts
 from atoll.tasks.spec import ClusterSpec, JobSpec
 from atoll.tasks.transitions import Phase
 
@@ -27,7 +27,7 @@ class Task:
         spec, cluster: the job and where it runs.
         job_id, task_id, user: as in the job's row.
         addresses: of every node of the cluster, head first.
-        secrets: values of ``spec.secret_names``.
+        secrets: variables that no record shows.
     """
 
     spec: JobSpec
@@ -174,13 +174,9 @@ def check_size(spec: JobSpec, secrets: Mapping[str, str]) -> None:
         )
 
 
-def without_secrets(spec: JobSpec, secrets: Mapping[str, str]) -> tuple[JobSpec, dict[str, str]]:
-    """The job with no secret left in it, and all its secrets: those given, and those found among its variables."""
-    found = {n: v for each in (spec.base_env, spec.env) for n, v in each.items() if is_secret(n, v)}
-    found |= secrets
-    return replace(
-        spec,
-        base_env={name: value for name, value in spec.base_env.items() if name not in found},
-        env={name: value for name, value in spec.env.items() if name not in found},
-        secret_names=tuple(sorted({*spec.secret_names, *found})),
-    ), found
+def hidden_values(spec: JobSpec, secrets: Mapping[str, str]) -> set[str]:
+    """What logs hide: values of declared secrets, and those of all variables that look like one."""
+    found: set[str] = set()
+    for name, value in {**spec.base_env, **spec.env, **secrets}.items():
+        found |= {value} if name in spec.secret_names else secret_parts(name, value)
+    return found

@@ -18,16 +18,16 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from atoll.core.errors import AtollError
+from atoll.tasks.store import VARIABLES
 from atoll.tasks.tarball import BUFFER_BYTES
 
 STORE, JOBS = "jobs.db", "jobs"  # in a cluster's folder
-_SECRETS = "secrets.json"
 _STORE_FILES = (STORE, f"{STORE}-wal", f"{STORE}-shm")
 _ARRIVING = ".arriving"
 
 
 def pack(folder: Path, names: Sequence[str], stream: IO[bytes]) -> None:
-    """Write what is there of some files and folders in a cluster's folder, without secrets.
+    """Write what is there of some files and folders in a cluster's folder, without values of variables.
 
     Raises:
         BrokenPipeError: nobody reads it.
@@ -38,7 +38,7 @@ def pack(folder: Path, names: Sequence[str], stream: IO[bytes]) -> None:
             if name == STORE and (folder / name).exists():
                 _pack_store(folder / name, tar)
             elif (folder / name).exists():
-                tar.add(folder / name, name, filter=_unless_secret)
+                tar.add(folder / name, name, filter=_unless_variables)
 
 
 def _pack_store(path: Path, tar: tarfile.TarFile) -> None:
@@ -51,8 +51,8 @@ def _pack_store(path: Path, tar: tarfile.TarFile) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def _unless_secret(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return None if PurePosixPath(member.name).name == _SECRETS else member
+def _unless_variables(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if PurePosixPath(member.name).name == VARIABLES else member
 
 
 def unpack(stream: IO[bytes], folder: Path, below: str = "") -> int:

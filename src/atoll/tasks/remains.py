@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.hints import is_secret
 from atoll.pool.agent import remains
 from atoll.tasks import background, record
 from atoll.tasks.spec import ClusterSpec
@@ -208,9 +207,8 @@ def end_left(folder: Path, log: Path) -> list[str]:
     """
     with contextlib.suppress(FileNotFoundError):
         owner = (folder / _DRIVER).read_text()
-        env = {name: value for name, value in os.environ.items() if not is_secret(name, value)}
         with open(log, "ab") as output:
-            background.start(_BOOT, [str(folder), owner], folder, output, env)
+            background.start(_BOOT, [str(folder), owner], folder, output)
     return end_here(folder)
 
 

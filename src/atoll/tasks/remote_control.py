@@ -69,7 +69,7 @@ class ProgramControl:
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
         """Add a job; returns its number."""
-        return int(self._ask("submit", spec=spec.to_json(), secrets=dict(secrets)))
+        return int(self._ask("submit", spec=spec.to_json(), variables=spec.variables(), secrets=dict(secrets)))
 
     def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
         """Ask for the end of jobs."""

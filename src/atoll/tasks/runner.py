@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from atoll.tasks.nodes import NodeSource, StartedNode
 from atoll.tasks.ports import free_port
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
-from atoll.tasks.store import give_reserve, take_secrets
+from atoll.tasks.store import drop_variables, give_reserve, read_variables
 from atoll.tasks.transitions import (
     Action,
     CancelAsked,
@@ -96,13 +96,14 @@ class JobRunner:
         record: Record,
         notes: Sequence[str],
     ) -> None:
-        spec = job.spec
-        self.job = job
+        values = read_variables(folder, job.id)
+        secrets = values.get("secrets", {})
+        spec = replace(job.spec, base_env=values.get("base_env", {}), env=values.get("env", {}))
+        self.job = replace(job, spec=spec)
         self.cancelled = False
         self._machine = JobMachine(spec, num_cluster_nodes=cluster.num_nodes, setup_needed=spec.setup is not None)
-        secrets = take_secrets(folder, job.id)
         self._task = environment.Task(spec, cluster, job.id, job.task_id, job.user, nodes.addresses, secrets)
-        self._log = JobLog(folder / "jobs" / str(job.id), secrets.values())
+        self._log = JobLog(folder / "jobs" / str(job.id), environment.hidden_values(spec, secrets))
         self._folder = folder
         self._nodes = nodes
         self._loop = GuardedLoop(loop, self._fail_unexpected)
@@ -141,6 +142,7 @@ class JobRunner:
         for note in self._notes:
             self._log.say(note)
         self._do(self._machine.start(time.monotonic()))
+        drop_variables(self._folder, self.job.id)  # from here on the job ends with this process
         self._handle_inputs()
 
     def cancel(self, why: str) -> None:

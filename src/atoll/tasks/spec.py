@@ -85,20 +85,23 @@ class Restarts:
     on_lost_nodes: int = 3
 
 
+_VALUES = ("env", "base_env")  # of a job, what no record holds
+
+
 def _short(spec: Any) -> str:
-    """A spec with what differs from the defaults, without the caller's environment."""
+    """A spec with what differs from the defaults, without the values of variables."""
     said = []
     for each in dataclasses.fields(spec):
         value, default = getattr(spec, each.name), each.default
         default = each.default_factory() if callable(each.default_factory) else default
-        if each.name != "base_env" and value != default:
+        if each.name not in _VALUES and value != default:
             said.append(f"{each.name}={str(value) if isinstance(value, enum.Enum) else value!r}")
     return f"{type(spec).__name__}({', '.join(said)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class JobSpec:
-    """One job: what its nodes run. Plain JSON values only; secrets are not part of it.
+    """One job: what its nodes run. Plain JSON values only. Values of variables travel apart (``store.put_variables``).
 
     Attributes:
         name: of the task, or None.
@@ -109,8 +112,8 @@ class JobSpec:
         num_processes: processes a node (only with ``command``); each gets torchrun's variables.
         run_id: torchrun's ``--rdzv-id`` for ``TORCHELASTIC_RUN_ID``.
         master_port: where rank 0 listens (only with ``command``); a free port by default.
-        env: the user's variables, as text. Never a secret.
-        secret_names: names of variables whose values travel apart (``store.put_secrets``).
+        env: the user's variables, as text.
+        secret_names: variables that were declared or given as secrets: logs hide their values, whatever they are.
         accelerator, num_accelerators: of each node; ``SKYPILOT_NUM_GPUS_PER_NODE``.
         simulated: the machine lacks them, the ranks run on CPU.
         ports: ports that the scripts fix, so that two jobs that share a network wait for each other.
@@ -162,8 +165,12 @@ class JobSpec:
         return _short(self)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return dataclasses.asdict(self)
+        """As JSON values, without the values of variables."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key not in _VALUES}
+
+    def variables(self) -> dict[str, dict[str, str]]:
+        """The values that ``to_json`` leaves out."""
+        return {name: dict(getattr(self, name)) for name in _VALUES}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> JobSpec:

@@ -1,8 +1,8 @@
 """The job store of a cluster: ``jobs.db`` in its folder, SQLite in WAL mode, read and written by several processes.
 
 Table ``events`` is the truth, one row for everything that happened to a job; its row in ``jobs`` is the fold of them
-(``JobRow.after``), kept beside so that a thousand past jobs are listed at once. Secrets are in neither: their values
-lie in a file of the job's own folder until the job has ended. Standard library only.
+(``JobRow.after``), kept beside so that a thousand past jobs are listed at once. Values of variables are in neither:
+they lie in a file of the job's own folder until the job starts. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.paths import sweep_temporary, write_atomic
 from atoll.tasks.record import check_owner
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import JobSpec, JobStatus
@@ -32,6 +31,7 @@ SCHEMA = 1
 _BUSY_S = 20.0  # other processes' transactions take milliseconds
 _RESERVE = "reserve"  # a file whose room is given up for what must be written on a disk that a job has filled
 _RESERVE_BYTES = 1 << 18
+VARIABLES = "variables.json"
 IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)  # of what a cluster consists of
 
 _TABLES = """
@@ -116,7 +116,7 @@ class Store:
     def add(self, spec: JobSpec, *, task_id_for: Callable[[int], str], user: str) -> int:
         """A new job, ``PENDING``; its number.
 
-        ``spec`` holds no secret. ``task_id_for`` makes the task id of the number, and may put the job's secrets:
+        ``task_id_for`` makes the task id of the number, and may put the values of the job's variables:
         nobody can see the job before it returns, and where it raises there is none.
         """
         with self._transaction() as db:
@@ -160,7 +160,7 @@ class Store:
                 row = self._record(row, event)
             self._write(row)
         if row.status.ended:
-            drop_secrets(self._folder, job_id)
+            drop_variables(self._folder, job_id)
         return row.status
 
     @_for_sure
@@ -180,7 +180,7 @@ class Store:
                     ended.append(row.id)
                 self._write(changed)
         for job_id in ended:
-            drop_secrets(self._folder, job_id)
+            drop_variables(self._folder, job_id)
         return [row.id for row in rows]
 
     # ------------------------------------------------------------------------------------------- reading
@@ -382,7 +382,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path, job_id: int) -> None:
-    """Make the folder of a job's logs and secrets.
+    """Make the folder of a job's logs and variables.
 
     Raises:
         AtollError: something is in its way.
@@ -401,41 +401,45 @@ def unusable(path: Path, error: OSError) -> AtollError:
     )
 
 
-# ------------------------------------------------------------------------------------------------- secrets
-def _secrets_path(folder: Path, job_id: int) -> Path:
-    return folder / "jobs" / str(job_id) / "secrets.json"
+# ------------------------------------------------------------------------------------------------- variables
+def _variables_path(folder: Path, job_id: int) -> Path:
+    return folder / "jobs" / str(job_id) / VARIABLES
 
 
-def put_secrets(folder: Path, job_id: int, values: Mapping[str, str]) -> None:
-    """Keep values of a job's secret variables, in a file that only its owner can read, until the job has ended."""
+def put_variables(folder: Path, job_id: int, values: Mapping[str, Mapping[str, str]]) -> None:
+    """Keep the values of a job's variables, in a file that only its owner can read, until the job starts or ends."""
     make_folder(folder, job_id)
-    path = _secrets_path(folder, job_id)
-    write_atomic(path, _json(dict(values)).encode(), mode=0o600)
+    drop_variables(folder, job_id)  # of a job that could not be added
+    try:
+        descriptor = os.open(
+            _variables_path(folder, job_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        with open(descriptor, "w", encoding="ascii") as file:  # nobody reads it before the job can be seen
+            file.write(_json(values))
+    except OSError:
+        drop_variables(folder, job_id)
+        raise
 
 
-def take_secrets(folder: Path, job_id: int) -> dict[str, str]:
-    """Values of a job's secret variables; none where none were put, or the job has ended.
+def read_variables(folder: Path, job_id: int) -> dict[str, dict[str, str]]:
+    """The values of a waiting job's variables.
 
     Raises:
-        ConfigError: their file can't be read, or is damaged.
+        ConfigError: their file is gone, can't be read, or is damaged.
     """
-    path = _secrets_path(folder, job_id)
+    path = _variables_path(folder, job_id)
     try:
         values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
+        if all(isinstance(text, str) for each in values.values() for text in each.values()):
+            return {str(key): each for key, each in values.items()}
     except OSError as error:
-        raise ConfigError(f"its secrets can't be read: {error}") from error
-    except ValueError:
-        values = None
-    if not isinstance(values, dict) or not all(isinstance(each, str) for each in values.values()):
-        raise ConfigError(f"its secrets in {path} are damaged: submit it again")
-    return values
+        raise ConfigError(f"its variables can't be read: {error}. Submit it again") from error
+    except (ValueError, AttributeError):
+        pass  # the same as one of another shape
+    raise ConfigError(f"its variables in {path} are damaged: submit it again")
 
 
-def drop_secrets(folder: Path, job_id: int) -> None:
-    """Forget them, where they are ours."""
-    path = _secrets_path(folder, job_id)
+def drop_variables(folder: Path, job_id: int) -> None:
+    """Forget the values of a job's variables."""
     with contextlib.suppress(OSError):
-        path.unlink()
-    sweep_temporary(path)
+        _variables_path(folder, job_id).unlink()

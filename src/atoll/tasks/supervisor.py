@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from atoll.core.errors import AtollError, ProvisionError
-from atoll.core.hints import is_secret
 from atoll.core.paths import is_locked
-from atoll.pool.agent.remains import VARIABLE
 from atoll.tasks import background, record, remains
 from atoll.tasks.logs import JobLog
 from atoll.tasks.spec import JobStatus
@@ -38,7 +36,6 @@ _MOST_STARTS = 2  # a job that so many supervisors could not even begin has fail
 _LONGEST_ERROR = 2000  # characters of one that is passed on
 _KILL_S = 10.0  # one that is killed is gone within milliseconds, unless its disk hangs
 # What it is started with: it runs no user code, and finds ssh's agent, homes and state where its user does.
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "SSH_AUTH_SOCK", "TZ")
 _BOOT = """import os, sys
 if os.fork(): os._exit(0)
 sys.path.insert(0, sys.argv[1])
@@ -112,14 +109,11 @@ def ensure(folder: Path) -> None:
 
 def _start(folder: Path, log: Path) -> bytes:
     """Start a supervisor; what it says: that it will see to the jobs, or why not; empty where it only ended."""
-    env = {name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("ATOLL_")}
-    # One that a job starts is not below that job.
-    env = {name: value for name, value in env.items() if not is_secret(name, value) and name != VARIABLE}
     answer, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         try:
             with _opened(log) as output:
-                background.start(_BOOT, [str(folder), str(theirs)], folder, output, env, (theirs,))
+                background.start(_BOOT, [str(folder), str(theirs)], folder, output, (theirs,))
         finally:
             os.close(theirs)
         return os.read(answer, _LONGEST_ERROR) if select.select([answer], [], [], _START_S)[0] else b""

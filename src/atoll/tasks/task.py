@@ -208,6 +208,7 @@ class Task:
         self.notes: list[str] = []
         self._elsewhere = {key: checked[key] for key in _ELSEWHERE if key in checked}
         self.envs, self.secrets = settle(at, checked.get("envs", {}), checked.get("secrets", {}), given)
+        self._declared = {*checked.get("secrets", ()), *given.secrets}  # else its name made it one
         for target in self.file_mounts if self.workdir is not None else ():
             if target.rstrip("/") == _WORKDIR:
                 (at / "file_mounts" / target).refuse("that is where workdir goes: mount into a folder below it")
@@ -286,6 +287,7 @@ class Task:
 
     def _update(self, given: Given) -> Task:
         self.envs, self.secrets = settle(_HERE, self.envs, self.secrets, given)
+        self._declared |= given.secrets.keys()
         return self
 
     def set_resources(self, resources: Resources | Mapping[str, Any] | Iterable[Resources]) -> Task:
@@ -347,7 +349,7 @@ class Task:
             setup=self.setup,
             run=self.run,
             env=dict(self.envs),
-            secret_names=tuple(sorted(self.secrets)),
+            secret_names=tuple(sorted(self._declared)),
             accelerator=wish.name if wish else None,
             num_accelerators=wish.num_accelerators if wish else 0,
             ports=fixed_ports(f"{self.setup or ''}\n{self.run or ''}", self.envs),
