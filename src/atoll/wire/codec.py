@@ -21,13 +21,13 @@ import functools
 import pickle
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.errors import AtollError, SerializationError
 from atoll.wire.culprits import PLAIN_SCALARS, locate, refusal
+from atoll.wire.definitions import reduce_cached_property, reduce_class, reduce_function, reduce_named, reduce_weak_dict
 from atoll.wire.tensors import TORCH_HANDLERS, same
 
 INLINE_BYTES = 16 * 1024
@@ -182,6 +182,7 @@ def _pickler_type() -> Any:
             self.notes = notes
             self.note = note
             self.last: object = None
+            self.namespaces: dict[int, Any] = {}
             self.tensors: Any = None
             self.kinds = _static_handlers.copy()
             self.plan = plan
@@ -213,24 +214,8 @@ class _Sink:
         self.write = write
 
 
-# Classes sent by value come back as the very class they were sent from, and cloudpickle would then write the state
-# that travelled over the original: methods replaced by copies, class attributes reset. Only classes that were made
-# here from a payload take state from a payload.
-_native_classes: weakref.WeakSet[type] = weakref.WeakSet()
-_made_classes: weakref.WeakSet[type] = weakref.WeakSet()
-
-
-def _reduce_class(pickler: Any, cls: Any) -> Any:
-    reduced = pickler.by_cloudpickle(cls)
-    if type(reduced) is not tuple or len(reduced) != 6:
-        return reduced
-    if cls not in _made_classes:
-        _native_classes.add(cls)
-    return (*reduced[:5], functools.partial(set_class_state, reduced[5]))
-
-
 def _reduce_function(pickler: Any, function: Any) -> Any:
-    reduced = pickler.by_cloudpickle(function)
+    reduced = reduce_function(pickler, function)
     if reduced is not NotImplemented and "_torchdynamo_orig_callable" in function.__dict__:
         pickler.note("a function compiled with torch.compile arrives as the original function")
         return same, (function._torchdynamo_orig_callable,)
@@ -244,20 +229,13 @@ def _reduce_code(pickler: Any, code: types.CodeType) -> Any:
     return maker, tuple(file if type(arg) is str and arg == "<dynamic-code>" else arg for arg in args)
 
 
-def set_class_state(setter: Callable[[type, Any], Any], cls: type, state: Any) -> None:
-    """Used in payloads: fill a class that was sent by value, unless it was defined in this process."""
-    if cls not in _native_classes:
-        _made_classes.add(cls)
-        setter(cls, state)
-
-
 Handler = Callable[[Any, Any], Any]
 
 
 def _handler(kind: type) -> Handler | None:
     """The reducer for a type, found by the names in its MRO so that no framework has to be imported to ask."""
     if issubclass(kind, type):
-        return _reduce_class
+        return reduce_class
     for base in kind.__mro__:
         module: Any = base.__module__
         if not isinstance(module, str):  # a class may call its module anything
@@ -268,7 +246,8 @@ def _handler(kind: type) -> Handler | None:
             handler = _OTHERS.get((module, base.__qualname__))
         if handler is not None:
             return handler
-    return None
+    own = (kind.__reduce_ex__, kind.__reduce__)  # what is left to `object` is pickled by class and state, not by name
+    return None if own == (object.__reduce_ex__, object.__reduce__) else reduce_named
 
 
 def _reduce_array(pickler: Any, obj: Any) -> Any:
@@ -314,6 +293,9 @@ _OTHERS: dict[tuple[str, str], Handler] = {
     ("builtins", "BaseException"): _reduce_exception,
     ("_io", "TextIOWrapper"): _reduce_text_file,
     ("threading", "Thread"): _refuse_thread,
+    ("functools", "cached_property"): reduce_cached_property,
+    ("weakref", "WeakKeyDictionary"): reduce_weak_dict,
+    ("weakref", "WeakValueDictionary"): reduce_weak_dict,
 }
 # Types that nearly every payload has, looked up once.
 _static_handlers: dict[type, Handler | None] = {
@@ -323,5 +305,5 @@ _static_handlers: dict[type, Handler | None] = {
     types.CellType: None,
     types.ModuleType: None,
     types.MethodType: None,
-    type: _reduce_class,
+    type: reduce_class,
 }

@@ -19,9 +19,10 @@ from atoll.core.context import CallContext, Peer, set_current
 from atoll.pool.agent.procs import PR_SET_PDEATHSIG, prctl
 from atoll.pool.agent.rank import CHANNEL_FD, CONTROL_FD
 from atoll.pool.worker import probe
+from atoll.pool.worker.children import DefinitionsSpec
 from atoll.pool.worker.isolation import Isolation
 from atoll.pool.worker.streams import is_stream, send_stream
-from atoll.wire import frames
+from atoll.wire import definitions, frames
 from atoll.wire.codec import Payload, dumps, loads
 from atoll.wire.frames import Frame, Parser, close_all, pack, receive, send_all
 from atoll.wire.segments import Arena, decode_parts
@@ -137,6 +138,7 @@ class Worker:
         self.broadcast = bool(meta.get("b"))
         self._cancel_pending = False
         self.isolation.before_call()
+        definitions.begin_call()
         self._enter(meta, frame.call)
         self.call = frame.call
         try:
@@ -362,4 +364,5 @@ def main() -> None:
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    definitions.keep_definitions(DefinitionsSpec())
     Worker(socket.socket(fileno=CHANNEL_FD), setup).serve()
