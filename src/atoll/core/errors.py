@@ -25,10 +25,24 @@ from __future__ import annotations
 
 import signal as _signal
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def _reduce(error: Exception) -> tuple[Any, ...]:
+    """Pickles an error by message and attributes, whatever its ``__init__`` takes."""
+    return _rebuild, (type(error), error.args), error.__dict__
+
+
+def _rebuild(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class AtollError(Exception):
-    """Root of every error that Atoll raises."""
+    """Root of every error that Atoll raises. All of them survive pickle."""
+
+    __reduce__ = _reduce
 
 
 class ConfigError(AtollError, ValueError):
@@ -65,6 +79,8 @@ class PoolClosed(AtollError):
 
 class RemoteTraceback(Exception):
     """The traceback of a remote exception as text; the ``__cause__`` of the exception raised here."""
+
+    __reduce__ = _reduce
 
     def __init__(self, text: str, rank: int, node: int) -> None:
         super().__init__(text)
