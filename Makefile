@@ -4,7 +4,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all coverage check bench bench-train bench-launch inputs docs clean venv debian install \
+.PHONY: help quickstart test test-all coverage check bench bench-train bench-launch bench-scale inputs docs clean venv debian install \
 	install-train install-bench
 
 VENV := .venv
@@ -39,6 +39,7 @@ help:
 	@echo 'make bench        call latency and throughput beside Ray and Dask'
 	@echo 'make bench-train  the training step, resume, tokeniser and checkpoints beside plain PyTorch'
 	@echo 'make bench-launch the launcher: echo on two nodes, torchrun, ssh calls, logs, status, 64 nodes'
+	@echo 'make bench-scale  what costs grow like: ranks, calls, jobs, log lines, text, files, steps; under ten minutes'
 	@echo 'make inputs       a real pretrained model for the long tests, 98 MB'
 	@echo 'make docs         the documentation, into site/'
 	@echo 'make clean        remove what these made, the environments included'
@@ -167,6 +168,9 @@ bench-train: install
 
 bench-launch: debian install
 	@echo "==> bench/launch.py"; $(BIN)/python bench/launch.py $(ARGS)
+
+bench-scale: install
+	@echo "==> bench/scale.py"; $(BIN)/python bench/scale.py $(ARGS)
 
 bench: install-bench
 	@echo "==> bench/dispatch.py: Atoll, Ray and Dask in turn"
