@@ -117,6 +117,24 @@ def test_a_progress_bar_does_not_flood(home: Path) -> None:
     assert "\r" not in log
 
 
+def test_a_job_whose_answer_was_lost_on_its_way_is_added_once(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    lost = home / "lost"
+
+    def command(operation: str) -> list[str]:
+        there = marked("exec " + shlex.join([*PROGRAM, operation]))
+        return ["sh", "-c", f"[ -e {lost} ] || {{ touch {lost}; ({there}) >/dev/null; exit 255; }}; {there}"]
+
+    control = ProgramControl(command, "train", patience_s=60.0)
+    assert control.submit(JobSpec(run="true"), {"TOKEN": "a value of its own"}) == 1
+    assert control.submit(JobSpec(run="true"), {}) == 2  # another job of the same text
+    assert lost.exists()
+    assert [job.id for job in cluster.control.queue()] == [2, 1]
+    assert cluster.control.submit(JobSpec(run="true", key=cluster.control.job(1).spec.key), {}) == 1
+    assert cluster.follow(2)[0] is SUCCEEDED
+    cluster.wait_until_idle()
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("cluster", "job", "message"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import re
+import secrets as random
 import shutil
 import subprocess
 import sys
@@ -68,8 +70,10 @@ class ProgramControl:
         return list(self._ask("end"))
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
-        """Add a job; returns its number."""
-        return int(self._ask("submit", spec=spec.to_json(), variables=spec.variables(), secrets=dict(secrets)))
+        """Add a job, once however often the connection is lost meanwhile; returns its number."""
+        spec = dataclasses.replace(spec, key=spec.key or random.token_hex(8))
+        wish = {"spec": spec.to_json(), "variables": spec.variables(), "secrets": dict(secrets)}
+        return int(self._patiently("submit", **wish))
 
     def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
         """Ask for the end of jobs."""
@@ -238,7 +242,7 @@ class ProgramControl:
         return self._value(answer)
 
     def _patiently(self, operation: str, **wish: Any) -> Any:
-        """Ask for something that changes nothing, again where the connection is lost."""
+        """Ask for something that may be asked twice, again where the connection is lost."""
         lost = self._lost()
         while (done := self._asked(operation, wish))[0] == _NO_CONNECTION:
             lost.wait(done[2])

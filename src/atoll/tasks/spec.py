@@ -130,6 +130,7 @@ class JobSpec:
         after: the job before it in a pipeline: it starts once that has succeeded.
         timeout_s: the job may run for so long.
         owner_pid: a process of this machine; the job is cancelled when that ends (``atoll run``).
+        key: made by who submits it; of several jobs with the same key only the first is added.
     """
 
     name: str | None = None
@@ -160,6 +161,7 @@ class JobSpec:
     after: int | None = None
     timeout_s: float | None = None
     owner_pid: int | None = None
+    key: str | None = None
 
     def __repr__(self) -> str:
         return _short(self)

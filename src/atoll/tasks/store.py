@@ -46,6 +46,7 @@ CREATE TABLE events (
     node INTEGER, rank INTEGER, data TEXT NOT NULL, PRIMARY KEY (job_id, seq)
 ) WITHOUT ROWID;
 """
+_KEYS = "CREATE UNIQUE INDEX IF NOT EXISTS keys ON jobs (json_extract(spec, '$.key'))"  # those without one differ
 
 
 class NoRoom(AtollError):
@@ -114,13 +115,17 @@ class Store:
 
     # ------------------------------------------------------------------------------------------- writing
     def add(self, spec: JobSpec, *, task_id_for: Callable[[int], str], user: str) -> int:
-        """A new job, ``PENDING``; its number.
+        """A new job, ``PENDING``; its number, or that of the job which has its key already.
 
         ``task_id_for`` makes the task id of the number, and may put the values of the job's variables:
         nobody can see the job before it returns, and where it raises there is none.
         """
         with self._transaction() as db:
             values = (spec.name, user, _json(spec.to_json()), JobStatus.PENDING, time.time())
+            db.execute(_KEYS)
+            found = db.execute("SELECT id FROM jobs WHERE json_extract(spec, '$.key') = ?", (spec.key,)).fetchone()
+            if found is not None:
+                return int(found[0])
             sql = (
                 "INSERT INTO jobs (name, task_id, user, spec, status, reason, submitted_s, restarts, cancel_asked)"
                 " VALUES (?, '', ?, ?, ?, '', ?, 0, 0)"
