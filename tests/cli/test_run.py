@@ -279,6 +279,57 @@ def test_a_signal_ends_the_ranks(number, kind):
     assert out.count(") pid ") == 2
 
 
+SAVES = """import multiprocessing as mp, os, signal, sys, time
+from pathlib import Path
+rank, slow_s = os.environ["RANK"], float(sys.argv[2])
+worker = mp.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True)  # as of a data loader
+worker.start()
+def save(number, frame):
+    time.sleep(slow_s)
+    print("saved on", signal.Signals(number).name, "worker alive", worker.is_alive(), flush=True)
+    sys.exit(0)
+for name in ("SIGTERM", "SIGUSR1"):
+    signal.signal(getattr(signal, name), save)
+print("pid", os.getpid(), flush=True)
+Path("up" + rank).touch()
+while True:
+    if os.path.exists("fail") and rank == "1":
+        sys.exit(3)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "slow_s"),
+    [(signal.SIGUSR1, 103, "5"), pytest.param(signal.SIGINT, 103, "5", marks=pytest.mark.long), (None, 100, "2.5")],
+)
+def test_ranks_have_the_time_to_save_that_torchruns_flags_give_them(number, code, slow_s):
+    flags = ("--nproc", "2", "--shutdown-timeout", "60", "--signals_to_handle=SIGUSR1")
+    process = start("run", *flags, script(SAVES), f"saves-{os.getpid()}-{number}", slow_s)
+    eventually(lambda: Path("up0").exists() and Path("up1").exists(), "both ranks run", 60)
+    if number is None:
+        Path("fail").touch()
+    else:
+        eventually(lambda: any(each.endswith("/run.log") for each in descriptors(process.pid)), "the log is followed")
+        process.send_signal(number)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == code, err
+    name = "SIGUSR1" if number == signal.SIGUSR1 else "SIGTERM"
+    assert out.count(f"saved on {name} worker alive True") == (1 if number is None else 2), out + err
+    assert not tagged(f"saves-{os.getpid()}-{number}")
+
+
+def test_ranks_that_do_not_end_in_the_time_given_are_killed(monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    process = start("run", script(SAVES), f"late-{os.getpid()}", "1000")
+    eventually(Path("up0").exists, "the rank runs", 60)
+    eventually(lambda: any(each.endswith("/run.log") for each in descriptors(process.pid)), "the log is followed", 30)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 103
+    assert "saved" not in out
+
+
 def test_a_reader_that_has_seen_enough_ends_the_ranks():
     word = f"talkative-{os.getpid()}"
     talk = "import time\nwhile True:\n    print('line', flush=True)\n    time.sleep(0.01)\n"
@@ -350,6 +401,8 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
         (("--local-ranks-filter", "0,2", "--nproc", "2", "train.py"), "expected numbers from 0 to 1"),
         (("--virtual-local-rank", "train.py"), "LOCAL_RANK is theirs"),
         (("--nporc", "2", "train.py"), "No such option"),
+        (("--signals-to-handle", "SIGKILL", "train.py"), "expected names such as SIGTERM,SIGUSR1"),
+        (("--shutdown-timeout", "-1", "train.py"), "--shutdown-timeout"),
         (("--workdir", "nowhere", "train.py"), "--workdir nowhere: no such folder"),
     ],
 )

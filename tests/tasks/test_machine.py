@@ -517,6 +517,22 @@ def test_cancel_at_any_time(when: str) -> None:
     assert kinds(hand.last)[:-1] == ([] if when == "RECOVERING" else ["StopNode 0", "StopNode 1"])
 
 
+@pytest.mark.parametrize("how", ["cancel", "failure", "time limit"])
+def test_ranks_have_the_time_to_save_that_their_job_gives_them_whatever_ends_them(how: str) -> None:
+    hand = running(2, grace_s=60.0, timeout_s=100.0)
+    begun = hand.now
+    if how == "cancel":
+        assert Terminate(1, 10) in hand.tell(CancelAsked("cancelled", 10))
+    elif how == "failure":
+        hand.end(0, 1)
+    else:
+        hand.tick()
+        begun = hand.now
+    hand.tick()
+    assert hand.now - begun == 60.0
+    assert hand.machine.done
+
+
 def test_cancel_of_what_is_being_stopped_gives_no_more_time() -> None:
     hand = running(2, Restarts(on_errors=5))
     hand.end(0, 1)

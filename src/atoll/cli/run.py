@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from atoll.providers.base import NodePlan
     from atoll.tasks.jobs import Job
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _RUN_NAME = re.compile(r"run-[0-9a-f]{6}")
 _MOST_RANKS = 4096  # of a node
 _MOST_DIGITS = 18
@@ -83,6 +83,25 @@ def run(
         str | None,
         typer.Option("--local-ranks-filter", help="Show only these ranks of each node: 0,1.", metavar="RANKS"),
     ] = None,
+    shutdown_timeout: Annotated[
+        int | None,
+        typer.Option(
+            "--shutdown-timeout",
+            min=0,
+            max=9_999_999,
+            help="Seconds that ranks get to end, before SIGKILL; else 4 after a cancel, 1.5 when another failed.",
+            metavar="S",
+        ),
+    ] = None,
+    signals: Annotated[
+        str | None,
+        typer.Option(
+            "--signals-to-handle",
+            help="These signals end the run, and go to every rank as they are: SIGTERM,SIGUSR1. By default Ctrl-C, "
+            "SIGTERM and SIGHUP end it, and ranks get SIGTERM.",
+            metavar="SIGNALS",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None, typer.Option("--env", help="Variable: K=V, or K for its value here.", metavar="K=V")
     ] = None,
@@ -126,10 +145,11 @@ def run(
         place.check_program(words[0], once_a_node)
     if kind == "script":
         words = [place.script(words[0]), *words[1:]]
+    handed_on = _signals(signals)
     from atoll.providers.ssh.connection import connections
 
     try:
-        with _interrupted_by_signals(), connections.kept():
+        with _interrupted_by_signals(handed_on), connections.kept():
             cluster, num_gpus = place.cluster()
             variables, values = _variables(env, secret)
             spec = dataclasses.replace(
@@ -141,8 +161,10 @@ def run(
                 run_id=rdzv_id,
                 master_port=master_port,
                 owner_pid=os.getpid(),
+                grace_s=_grace_s(shutdown_timeout, {**os.environ, **variables}),
             )
-            code = _run(cluster, spec, values, place.workdir, _local_ranks(local_ranks, spec.num_processes))
+            shown_ranks = _local_ranks(local_ranks, spec.num_processes)
+            code = _run(cluster, spec, values, place.workdir, shown_ranks, handed_on)
     except KeyboardInterrupt:  # before there was a job
         code = EXIT_CANCELLED
     raise typer.Exit(code)
@@ -182,6 +204,26 @@ def _local_ranks(text: str | None, num_processes: int) -> frozenset[int] | None:
     if not all(_is_number(word) and int(word) < num_processes for word in words):
         raise typer.BadParameter(f"--local-ranks-filter {text}: expected numbers from 0 to {num_processes - 1}, as 0,1")
     return frozenset(map(int, words))
+
+
+def _signals(text: str | None) -> frozenset[int]:
+    """The signals that torchrun's flag names."""
+    numbers = set()
+    for name in (text or "").split(",") if text is not None else ():
+        number = getattr(signal, name.strip(), None)
+        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise typer.BadParameter(
+                f"--signals-to-handle {text}: {name.strip()!r} is no signal that can be handled; expected names such "
+                f"as SIGTERM,SIGUSR1"
+            )
+        numbers.add(int(number))
+    return frozenset(numbers)
+
+
+def _grace_s(given: int | None, variables: Mapping[str, str]) -> float | None:
+    from atoll.tasks.variables import shutdown_s
+
+    return shutdown_s(variables) if given is None else float(given)
 
 
 def _is_number(text: str) -> bool:
@@ -337,14 +379,14 @@ def _with_gpus(cluster: ClusterSpec) -> tuple[ClusterSpec, int]:
 
 # ------------------------------------------------------------------------------------------------- the run itself
 @contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """The first of Ctrl-C, SIGTERM and SIGHUP interrupts; more of them do not disturb the end that follows."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+def _interrupted_by_signals(more: frozenset[int]) -> Iterator[None]:
+    """The first of Ctrl-C, SIGTERM, SIGHUP and ``more`` interrupts; later ones do not disturb the end that follows."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS | more}
 
-    def interrupt(_number: int, _frame: object) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, lambda _number, _frame: None)  # children would inherit SIG_IGN
-        raise KeyboardInterrupt
+    def interrupt(number: int, _frame: object) -> None:
+        for each in before:
+            signal.signal(each, lambda _number, _frame: None)  # children would inherit SIG_IGN
+        raise KeyboardInterrupt(number)
 
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup
@@ -362,15 +404,19 @@ def _run(
     secrets: Mapping[str, str],
     workdir: Path,
     local_ranks: frozenset[int] | None,
+    handed_on: frozenset[int],
 ) -> int:
-    """Run the job on a cluster of its own, show it, and leave nothing but its log; returns the exit code."""
+    """Run the job on a cluster of its own, show it, and leave nothing but its log; returns the exit code.
+
+    ``handed_on``: signals that ranks get as they come; for others they get SIGTERM.
+    """
     from atoll.cli.ranks import RankWriter
     from atoll.tasks import lifecycle
 
     writer = RankWriter(spec.num_nodes * spec.num_processes, spec.num_processes, local_ranks)
     try:
         job = _submit(cluster, spec, secrets, workdir)
-        code = _show(job, writer)
+        code = _show(job, writer, handed_on)
         _say(f"the whole log: atoll logs {cluster.name}")
         return code
     finally:
@@ -397,12 +443,13 @@ def _say(line: str) -> None:
     shown.note(f"atoll: {line}")
 
 
-def _show(job: Job, writer: Any) -> int:
+def _show(job: Job, writer: Any, handed_on: frozenset[int]) -> int:
     try:
         status = job.follow(writer)
     except (KeyboardInterrupt, OutputClosed) as error:
+        number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else None
         _say("standard output is closed: ending the ranks" if isinstance(error, OutputClosed) else "ending the ranks")
-        job.cancel()
+        job.cancel(number if number in handed_on else signal.SIGTERM)
         writer.begin_again()
         status = job.follow(writer)
     writer.close()

@@ -27,8 +27,6 @@ _NOT_NEEDED = {
     "--duplicate-stdout-filters": _KEPT,
     "--duplicate-stderr-filters": _KEPT,
     "--numa-binding": "ranks are not bound to cores",
-    "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the ranks",
-    "--shutdown-timeout": "ranks get seconds between SIGTERM and SIGKILL: 4 after a cancel, 1.5 after a failure",
 }
 _SHORT = {"-r": "--redirects", "-t": "--tee"}
 

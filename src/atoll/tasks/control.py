@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from signal import SIGTERM
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
@@ -82,10 +83,13 @@ class LocalControl:
                 raise
         return job_id
 
-    def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
-        """Ask for the end of these jobs, or of all; returns those that had not ended. They end within seconds."""
+    def cancel(self, job_ids: Sequence[int] | None, number: int = SIGTERM) -> list[int]:
+        """Ask for the end of these jobs, or of all; returns those that had not ended.
+
+        Their processes get the signal ``number``, and end within the time that their job gives them for it.
+        """
         with Store(self._folder) as store:
-            asked = store.ask_cancel(job_ids)
+            asked = store.ask_cancel(job_ids, number)
             supervisor.reconcile_store(store, self._folder)
         supervisor.wake(self._folder)
         return asked
@@ -204,7 +208,7 @@ class LocalControl:
         with contextlib.suppress(AtollError):  # the store may be what is wrong
             if (self._folder / history.STORE).exists():
                 ended = self.cancel(None)
-            self._wait_until_idle(_END_S)
+            self._wait_until_idle()
         if not supervisor.kill(self._folder):
             raise AtollError(
                 f"the supervisor of cluster {self._folder.name} can't be ended, and its jobs may go on; "
@@ -252,14 +256,18 @@ class LocalControl:
 
     def _end_jobs(self) -> None:
         self.cancel(None)
-        if not self._wait_until_idle(_END_S):
+        if not self._wait_until_idle():
             raise AtollError(
-                f"jobs of cluster {self._folder.name} did not end within {_END_S:.0f} s of being cancelled; "
+                f"jobs of cluster {self._folder.name} did not end in time after they were cancelled; "
                 f"{_supervisor_stands(self._folder)}"
             )
 
-    def _wait_until_idle(self, patience_s: float) -> bool:
-        deadline = time.monotonic() + patience_s
+    def _wait_until_idle(self) -> bool:
+        """Has the supervisor ended, within what its jobs have to end and a while more?"""
+        deadline = time.monotonic() + _END_S
+        if (self._folder / history.STORE).exists():
+            with Store(self._folder) as store:
+                deadline += max((job.spec.grace_s or 0.0 for job in store.jobs(unfinished=True)), default=0.0)
         while supervisor.is_running(self._folder):
             if time.monotonic() > deadline:
                 return False
@@ -383,7 +391,7 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
         case "submit":
             return control.submit(JobSpec.from_json({**wish["spec"], **wish["variables"]}), wish["secrets"])
         case "cancel":
-            return control.cancel(wish["job_ids"])
+            return control.cancel(wish["job_ids"], wish.get("signal", SIGTERM))
         case "queue":
             return [job.to_json() for job in control.queue()]
         case "job":

@@ -190,7 +190,8 @@ class Dispatcher:
             why = "the supervisor was told to end"
         elif job.id in self._owners and _has_ended(self._owners[job.id]):
             why = f"the process that started it, {job.spec.owner_pid}, ended"
-        runner.cancel(why)
+        asked = (event for event in self._store.events(job.id) if event.kind == "cancel_asked")
+        runner.cancel(why, next((event.data["signal"] for event in asked if "signal" in event.data), signal.SIGTERM))
 
     def _watch_owner(self, job: JobRow) -> bool:
         """End the job when the process it belongs to does; False where that has ended before, or can't be watched."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from signal import SIGTERM
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import ProvisionError
@@ -85,9 +86,9 @@ class Job:
         control = clusters.control_of(cluster)
         return control.follow(self.id, write, follow=follow, tail=tail, rank=rank)
 
-    def cancel(self) -> None:
-        """Ask it to end; ``wait`` tells when it has."""
-        clusters.control_of(clusters.load(self.cluster)).cancel([self.id])
+    def cancel(self, number: int = SIGTERM) -> None:
+        """Ask it to end, with this signal to its processes; ``wait`` tells when it has."""
+        clusters.control_of(clusters.load(self.cluster)).cancel([self.id], number)
 
 
 def rows_of(jobs: Sequence[Job]) -> list[JobRow]:

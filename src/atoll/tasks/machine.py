@@ -12,6 +12,7 @@ last lines in ``data`` as ``tail``; ``restart`` has in ``data`` how many ``resta
 from __future__ import annotations
 
 import dataclasses
+from signal import SIGTERM
 
 from atoll.core.errors import ConfigError
 from atoll.tasks.causes import Cause, ended_text, failed, process_cause, setup_cause, shell_code
@@ -270,7 +271,7 @@ class JobMachine:
     def _cancel(self, event: CancelAsked, now: float) -> list[Action]:
         cause = Cause("cancel", event.why, now)
         if self._phase != "stop":
-            return self._fail(cause, now, CANCEL_GRACE_S)
+            return self._fail(cause, now, CANCEL_GRACE_S, event.signal)
         if self._cause is None or self._cause.kind == "cancel":
             return []
         self._cause = cause  # everything was terminated before
@@ -289,10 +290,15 @@ class JobMachine:
         return self._finish(now)
 
     # ------------------------------------------------------------------------------------------- the end of an attempt
-    def _fail(self, cause: Cause, now: float, grace_s: float = STOP_GRACE_S) -> list[Action]:
-        """End the attempt: terminate what lives, stop the nodes once that has ended or ``grace_s`` is over."""
+    def _fail(self, cause: Cause, now: float, grace_s: float = STOP_GRACE_S, number: int = SIGTERM) -> list[Action]:
+        """End the attempt: terminate what lives, stop the nodes once that has ended or its time is over.
+
+        That is ``grace_s``, unless the job says another.
+        """
+        if self._spec.grace_s is not None:
+            grace_s = self._spec.grace_s
         self._cause, self._phase, self._next_s = cause, "stop", now + grace_s
-        terminated = [Terminate(node) for node in sorted({node for _, node, _ in self._living})]
+        terminated = [Terminate(node, number) for node in sorted({node for _, node, _ in self._living})]
         what = "it" if cause.kind in ("cancel", "timeout") else "the others"
         text = f"{cause.reason}; stopping {what}." if terminated else ""  # else the job's last line says it at once
         return [_told(cause, text), *terminated, *self._stop_if_quiet(now)]

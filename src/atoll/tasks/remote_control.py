@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from signal import SIGTERM
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
@@ -75,10 +76,10 @@ class ProgramControl:
         wish = {"spec": spec.to_json(), "variables": spec.variables(), "secrets": dict(secrets)}
         return int(self._patiently("submit", **wish))
 
-    def cancel(self, job_ids: Sequence[int] | None) -> list[int]:
-        """Ask for the end of jobs."""
+    def cancel(self, job_ids: Sequence[int] | None, number: int = SIGTERM) -> list[int]:
+        """Ask for the end of jobs, whose processes get the signal ``number``."""
         try:
-            return list(self._ask("cancel", job_ids=None if job_ids is None else list(job_ids)))
+            return list(self._ask("cancel", job_ids=None if job_ids is None else list(job_ids), signal=number))
         except NothingLeft:
             return []
 

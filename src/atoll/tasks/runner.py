@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import TypeVar
 
 from atoll.core.errors import AtollError
@@ -145,10 +146,10 @@ class JobRunner:
         drop_variables(self._folder, self.job.id)  # from here on the job ends with this process
         self._handle_inputs()
 
-    def cancel(self, why: str) -> None:
-        """End it before its time."""
+    def cancel(self, why: str, number: int = SIGTERM) -> None:
+        """End it before its time, beginning with this signal."""
         self.cancelled = True
-        self._loop.guard(lambda: self._tell(CancelAsked(why)))
+        self._loop.guard(lambda: self._tell(CancelAsked(why, number)))
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
@@ -200,7 +201,8 @@ class JobRunner:
                     self._start_process(action)
                 case Terminate():
                     if (place := self._places.get(action.node)) is not None and place.channel is not None:
-                        place.channel.send(frames.pack(frames.TERM, frames.EVERY))
+                        told = {"signal": int(action.signal), "whole": self.job.spec.command is None}
+                        place.channel.send(frames.pack(frames.TERM, frames.EVERY, meta=told))
                 case StopNode():
                     self._stop_node(action.node)
                 case Log():

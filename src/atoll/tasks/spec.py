@@ -130,6 +130,7 @@ class JobSpec:
         after: the job before it in a pipeline: it starts once that has succeeded.
         timeout_s: the job may run for so long.
         owner_pid: a process of this machine; the job is cancelled when that ends (``atoll run``).
+        grace_s: seconds between the signal that ends its processes and SIGKILL, whatever ends them; None: few.
         key: made by who submits it; of several jobs with the same key only the first is added.
     """
 
@@ -161,6 +162,7 @@ class JobSpec:
     after: int | None = None
     timeout_s: float | None = None
     owner_pid: int | None = None
+    grace_s: float | None = None
     key: str | None = None
 
     def __repr__(self) -> str:

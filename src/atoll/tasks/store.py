@@ -18,6 +18,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from signal import SIGTERM
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -169,8 +170,11 @@ class Store:
         return row.status
 
     @_for_sure
-    def ask_cancel(self, job_ids: Sequence[int] | None) -> list[int]:
-        """Ask for an end of these jobs, or of all: those that had not ended. A ``PENDING`` one ends at once."""
+    def ask_cancel(self, job_ids: Sequence[int] | None, number: int = SIGTERM) -> list[int]:
+        """Ask for an end of these jobs, or of all: those that had not ended. A ``PENDING`` one ends at once.
+
+        ``number``: the signal that their processes get.
+        """
         now_s = time.time()
         chosen = None if job_ids is None else set(job_ids)
         ended = []
@@ -178,7 +182,9 @@ class Store:
             rows = [row for row in self.jobs(newest_first=False, unfinished=True) if chosen is None or row.id in chosen]
             for row in rows:
                 seq = self._last_seq(row.id)
-                changed = self._record(row, EventRow(seq + 1, now_s, "cancel_asked", "", None, None, {}))
+                changed = self._record(
+                    row, EventRow(seq + 1, now_s, "cancel_asked", "", None, None, {"signal": number})
+                )
                 if row.status is JobStatus.PENDING:
                     data = {"status": JobStatus.CANCELLED, "exit_code": None}
                     changed = self._record(changed, EventRow(seq + 2, now_s, "status", "cancelled", None, None, data))

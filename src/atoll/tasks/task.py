@@ -30,7 +30,7 @@ from atoll.tasks.schema import (
     yes_no,
 )
 from atoll.tasks.spec import LONGEST_NAME, JobSpec, is_name
-from atoll.tasks.variables import Given, changed_text, declared, declared_secrets, settle, substitute
+from atoll.tasks.variables import Given, changed_text, declared, declared_secrets, settle, shutdown_s, substitute
 
 Values = Mapping[str, Any] | Iterable[tuple[str, Any]]  # of variables
 _HERE = Place("Task")
@@ -355,6 +355,7 @@ class Task:
             ports=fixed_ports(f"{self.setup or ''}\n{self.run or ''}", self.envs),
             restarts=taken.restarts,
             workdir=self.workdir is not None,
+            grace_s=shutdown_s(self.envs),
         )
         return spec, dict(self.secrets)
 

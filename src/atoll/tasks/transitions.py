@@ -7,6 +7,7 @@ every ``Logged`` is one row of the typed event log, from which status and messag
 from __future__ import annotations
 
 from dataclasses import dataclass
+from signal import SIGTERM
 from typing import Literal
 
 from atoll.tasks.spec import JobStatus
@@ -74,6 +75,7 @@ class CancelAsked:
     """Somebody wants it to end."""
 
     why: str = "cancelled"
+    signal: int = SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,10 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """SIGTERM to everything the node runs of this job."""
+    """A signal to what the node runs of this job, which then has time to end by itself."""
 
     node: int
+    signal: int = SIGTERM
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.hints import is_secret
 from atoll.tasks.schema import Place, list_of, no_bytes, text
 
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's --shutdown-timeout
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 _NAME_RULE = "a name of letters, digits and _ that starts with no digit"
@@ -103,6 +104,20 @@ def settle(
         complete[name] = value
     shown = {name: value for name, value in complete.items() if name not in hidden}
     return shown, {name: value for name, value in complete.items() if name in hidden}
+
+
+def shutdown_s(variables: Mapping[str, str]) -> float | None:
+    """What torch's own variable says of the seconds between SIGTERM and SIGKILL; None where it is not set.
+
+    Raises:
+        ConfigError: it is no number of seconds.
+    """
+    text = variables.get(SHUTDOWN)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 8):
+        raise ConfigError(f"{SHUTDOWN}={text!r}: expected whole seconds, such as 60")
+    return float(text)
 
 
 def gather(flag: str, assignments: Iterable[str], files: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:

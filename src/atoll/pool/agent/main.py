@@ -124,7 +124,7 @@ class Agent:
             case frames.START:
                 self._processes.start(frame.rank, frame.parsed().meta, self._setup)
             case frames.TERM:
-                self._processes.terminate(frame.rank)
+                self._processes.terminate(frame.rank, **frame.parsed().meta)
             case frames.KILL:
                 for process in self._processes.chosen(frame.rank):
                     process.kill()

@@ -22,7 +22,6 @@ from atoll.wire import frames
 if TYPE_CHECKING:
     from atoll.pool.agent.main import Agent
 
-_GRACE_S = 30.0  # after SIGTERM, what a process leaves behind may go on for so long
 _LOOK_S = 0.05
 _MOST_LOOKS = 20  # at a tree that goes on forking
 _STILL_S = 0.2
@@ -40,7 +39,8 @@ class Process:
     def __init__(self, number: int, spec: dict[str, Any], setup: dict[str, Any], place: Place | None) -> None:
         self.number = number
         self.killed = False
-        self.terminated_s: float | None = None  # when it was sent SIGTERM
+        self.terminated = False
+        self._whole = True  # was all of its tree told to end?
         self._told: dict[int, bytes] = {}  # who was, and what it was at that moment
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{number}"
         tmp = setup["tmp_dir"]
@@ -86,10 +86,15 @@ class Process:
             self.pid, self.pidfd = spawn(program, argv, self._env, (writer, writer), failed)
             failed.pop_all()
 
-    def terminate(self) -> None:
-        """SIGTERM to all of its tree, which then has a while to end by itself."""
-        if self.terminated_s is None:
-            self.terminated_s = time.monotonic()
+    def terminate(self, number: int, whole: bool) -> None:
+        """A signal to all of its tree or, as torchrun does it, to its root; what is told has a while to end by itself.
+
+        A root that saves first still needs its children: those of a data loader, say.
+        """
+        self.terminated, self._whole = True, whole
+        if not whole:
+            _signal_all([self.pid], signal.Signals(number))
+            return
         # All are held still first: a child forked just after it was looked for would live on, untold.
         found: set[int] = set()
         for _ in range(_MOST_LOOKS):
@@ -116,6 +121,11 @@ class Process:
         self._told.update({pid: here[pid] for pid in (*lost, *changed)})
         _signal_all((*lost, *changed), signal.SIGTERM)
 
+    def end_rest(self) -> None:
+        """SIGTERM to what is left of a tree whose root alone was told, once that has ended."""
+        if self.terminated and not self._whole:
+            _signal_all(set(tree(self.pid, self.tag)) - {self.pid}, signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL to all of its tree."""
         self.killed = True
@@ -123,7 +133,7 @@ class Process:
 
     def may_go_on(self) -> bool:
         """Has what its root left behind still time to end by itself?"""
-        if self.terminated_s is None or self.killed or time.monotonic() - self.terminated_s > _GRACE_S:
+        if not self.terminated or self.killed:
             return False
         return any(alive(pid) for pid in tree(self.pid, self.tag))
 
@@ -181,11 +191,11 @@ class Processes:
         """The one with this number, or all for ``frames.EVERY``."""
         return [each for each in self._running.values() if number in (each.number, frames.EVERY)]
 
-    def terminate(self, number: int) -> None:
-        """SIGTERM to the trees of those with this number."""
-        for process in self.chosen(number):
-            process.terminate()
-            for delay_s in _REMINDERS_S:
+    def terminate(self, chosen: int, signal: int, whole: bool) -> None:
+        """A signal to those with this number, and to their trees where ``whole`` says so."""
+        for process in self.chosen(chosen):
+            process.terminate(signal, whole)
+            for delay_s in _REMINDERS_S if whole else ():
                 self._loop.later(delay_s, functools.partial(self._remind, process))
 
     def _remind(self, process: Process) -> None:
@@ -218,6 +228,7 @@ class Processes:
 
     def _root_ended(self, process: Process) -> None:
         self._loop.unwatch(process.pidfd)
+        process.end_rest()
         self._finish(process)
 
     def _finish(self, process: Process) -> None:
@@ -237,7 +248,7 @@ class Processes:
 
     def _was_oom(self, process: Process, code: int, tail: list[str]) -> bool:
         """Did memory end it, or one of its tree whose end it says in its last lines?"""
-        if process.killed or process.terminated_s is not None or code == 0:
+        if process.killed or process.terminated or code == 0:
             return False
         if code in (-signal.SIGKILL, _KILLED_CODE):
             return self._oom.rose()
