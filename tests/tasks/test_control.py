@@ -286,7 +286,7 @@ def test_a_reader_that_goes_away_ends_the_program(home: Path, quiet: bool) -> No
     assert follower.stdin is not None
     assert follower.stdout is not None
     assert follower.stderr is not None
-    wish = {"cluster": "train", "job_id": job, "follow": True, "rank": None, "skip_bytes": 0}
+    wish = {"cluster": "train", "job_id": job, "follow": True, "rank": None, "start": 0, "skip_bytes": 0}
     follower.stdin.write(json.dumps(wish).encode())
     follower.stdin.close()
     assert follower.stdout.readline()
