@@ -22,6 +22,7 @@ from atoll.pool.gang import Gang
 from atoll.pool.job import Failure, Job, Request, Shipped, Sink
 from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec
+from atoll.pool.notifier import Notifier
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlan, Plan
 from atoll.wire import frames
@@ -97,7 +98,7 @@ class Gangs:
             job_dir=str(folder),
             tmp_root=str(folder),
         )
-        self.gang = Gang(spec, LogRouter("quiet", lambda rank: 0, num_ranks), self.events.append)
+        self.gang = Gang(spec, Notifier(LogRouter("quiet", lambda rank: 0, num_ranks), self.events.append))
         self.gang.start()
 
     def call(self, *, retries: int = 0) -> tuple[CallFuture[Any], int]:
@@ -106,7 +107,7 @@ class Gangs:
         encoded = Encoded({"h": len(payload.head)}, [payload.head])
         request = Request(Shipped("digest", encoded, False, False), encoded, True, "played", retries=retries)
         num_ranks = self.gang.world_size
-        future: CallFuture[Any] = CallFuture(self.gang, request, [0] * num_ranks, None)
+        future: CallFuture[Any] = CallFuture(self.gang, request, [0] * num_ranks)
         self.gang.submit(future.job)
         (number,) = {self.agents.talk.next(frames.CALL, rank).call for rank in range(num_ranks)}
         return future, number

@@ -94,15 +94,12 @@ def test_exit_handlers_that_take_long_do_not_hold_the_error_up() -> None:
     assert caught.value.exit_code == 3
 
 
-def test_waiting_in_a_callback_is_refused(tmp_path: Path) -> None:
+def test_a_callback_may_wait_for_a_call(tmp_path: Path) -> None:
     heard: list[object] = []
     done = threading.Event()
 
     def nested(_future: object) -> None:
-        try:
-            pool.run(int)
-        except sky.UsageError as error:
-            heard.append(error)
+        heard.extend(pool.run(int))
         done.set()
 
     def until_it_may(gate: Path) -> None:
@@ -113,7 +110,7 @@ def test_waiting_in_a_callback_is_refused(tmp_path: Path) -> None:
         pool.submit(until_it_may, tmp_path / "gate").add_done_callback(nested)
         (tmp_path / "gate").touch()  # a callback of one that is done already would run in this thread
         assert done.wait(60)
-        assert "callback" in str(heard[0])
+        assert heard == [0]
         assert pool.run_one(int) == 0
 
 

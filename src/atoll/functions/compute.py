@@ -319,7 +319,7 @@ def _as_completed(futures: list[CallFuture[Any]]) -> Iterator[Any]:
     left = dict.fromkeys(futures)  # a result is let go once it was taken
     del futures
     for future in left:
-        future.add_done_callback(ended.put)
+        future.when_done(ended.put)
     try:
         while left:
             future = ended.get()

@@ -28,6 +28,7 @@ from atoll.pool.keeper import GO, request_parts
 from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec
 from atoll.pool.named import END_S, connect, folder_of, keeper_of, locked
+from atoll.pool.notifier import Notifier
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
 from atoll.wire.exceptions import packed, unpacked
@@ -55,7 +56,7 @@ class Attached:
         started = time.monotonic()
         self.name = name
         self.arena = Arena()
-        self._on_event = on_event
+        self._wants_events = on_event is not None
         self._numbers = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._detaching: dict[Job, threading.Event] = {}
@@ -72,11 +73,13 @@ class Attached:
         self.node_of: list[int] = greeting["node_of"]
         self.log_dir: str = greeting["log_dir"]
         self.world_size = len(self.node_of)
-        self._logs = logs(self.node_of.__getitem__, self.world_size)
+        self.audience = Notifier(logs(self.node_of.__getitem__, self.world_size), on_event)
         self._reader = threading.Thread(target=self._read, name=f"atoll-{name}", daemon=True)
         self._reader.start()
         took, nodes = time.monotonic() - started, len(set(self.node_of))
-        self._event(events.PoolStarted(pool_id=self.pool_id, nodes=nodes, world_size=self.world_size, took_s=took))
+        self.audience.event(
+            events.PoolStarted(pool_id=self.pool_id, nodes=nodes, world_size=self.world_size, took_s=took)
+        )
 
     def _attach(self, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> dict[str, Any]:
         for _ in range(_TRIES):
@@ -94,7 +97,7 @@ class Attached:
 
     def _greet(self, wishes: dict[str, str]) -> dict[str, Any] | None:
         """What the keeper says of itself; None where it ended just now."""
-        meta = {"version": frames.VERSION, "wishes": wishes, "events": self._on_event is not None}
+        meta = {"version": frames.VERSION, "wishes": wishes, "events": self._wants_events}
         received: list[Frame] = []
         self._sock.settimeout(_ANSWER_S)
         try:
@@ -170,11 +173,6 @@ class Attached:
         """The consumer wants no more."""
         self._send(pack(frames.CLOSE, rank, job.number))
 
-    @property
-    def in_reader(self) -> bool:
-        """Is this the thread that takes answers, as in a callback? It must not wait for one."""
-        return threading.current_thread() is self._reader
-
     def stop(self) -> None:
         """Leave the pool; it stays up."""
         if os.getpid() != self._pid:  # a forked child's copy: the connection is its parent's
@@ -186,6 +184,7 @@ class Attached:
             self._reader.join(5.0)
         self._sock.close()
         self.arena.close()
+        self.audience.close()
 
     def _send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send, or leave it to the thread that is sending: a stream that the garbage collector closes may come here in
@@ -220,6 +219,8 @@ class Attached:
 
     def _read_frames(self) -> None:
         while True:
+            while self.audience.is_full():
+                pass
             try:
                 data, fds = receive(self._sock)
                 received = self._parser.feed(data, fds) if data else []
@@ -232,7 +233,7 @@ class Attached:
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.LOG:
-            self._logs.feed(frame.rank, bool(frame.flags), bytes(frame.rest))
+            self.audience.log(None, frame.rank, bool(frame.flags), bytes(frame.rest))
             return
         if frame.kind == frames.EVENT:
             self._event(loads(frame.rest))
@@ -245,7 +246,7 @@ class Attached:
             case frames.ACCEPTED:
                 self._accepted(job, frame)
             case frames.RESULT:
-                self._logs.flush(frame.rank)
+                self.audience.flush(frame.rank)
                 self._notes(frame)
                 job.results[frame.rank] = frame
             case frames.ERROR:
@@ -261,20 +262,15 @@ class Attached:
 
     def _notes(self, frame: Frame) -> None:
         for line in frame.meta.get("notes", ()):
-            self._logs.note(line, frame.rank)
+            self.audience.note(line, frame.rank)
 
     def _event(self, event: events.Event) -> None:
         match event:  # what a gang in this process would have said itself
             case events.CallRetried(attempt=attempt, reason=reason):
-                self._logs.note(f"{reason}; starting again, retry {attempt}")
+                self.audience.note(f"{reason}; starting again, retry {attempt}")
             case events.HangSuspected():
-                self._logs.note(suspicion(event))
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(event)
-        except Exception as error:  # noqa: BLE001 - the user's callback must not stop the pool
-            self._logs.note(f"on_event raised {type(error).__name__}: {error}")
+                self.audience.note(suspicion(event))
+        self.audience.event(event)
 
     def _accepted(self, job: Job, frame: Frame) -> None:
         if frame.meta.get("detached"):
@@ -289,7 +285,7 @@ class Attached:
         self._jobs.pop(job.number, None)
         ends, error = pickle.loads(frame.rest)
         failures = [Failure(rank, node, error=unpacked(record)) for rank, node, record in ends]
-        self._logs.flush()
+        self.audience.flush()
         self._end(job, job.results, [*failures, *job.failures], unpacked(error), kept=frame.meta["kept"])
 
     def _end(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import queue
 import threading
 import weakref
@@ -12,8 +13,9 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from atoll.core import events
-from atoll.core.errors import AtollError, RemoteError, SerializationError, UsageError
+from atoll.core.errors import AtollError, RemoteError, SerializationError
 from atoll.pool.job import Failure, Job, Request, Sink
+from atoll.pool.notifier import Audience
 from atoll.wire import frames
 from atoll.wire.codec import loads
 from atoll.wire.frames import Frame, close_all
@@ -28,9 +30,9 @@ class Backend(Protocol):
 
     world_size: int
 
-    def submit(self, job: Job) -> None: ...
     @property
-    def in_reader(self) -> bool: ...
+    def audience(self) -> Audience: ...
+    def submit(self, job: Job) -> None: ...
     def cancel(self, job: Job, error: BaseException) -> None: ...
     def credit(self, job: Job, rank: int, num: int) -> None: ...
     def close_stream(self, job: Job, rank: int) -> None: ...
@@ -71,7 +73,8 @@ class CallFuture(Future[R], Generic[R]):
     """A ``concurrent.futures.Future`` that can also be cancelled while it runs.
 
     ``metrics`` holds every ``sky.report`` so far, ``checkpoint`` the path of the last checkpoint reported,
-    ``job_id`` the id of the call.
+    ``job_id`` the id of the call. Callbacks are called in a thread of the pool's; what ranks printed is shown before
+    ``result`` returns, unless nobody takes it.
     """
 
     def __init__(
@@ -79,13 +82,12 @@ class CallFuture(Future[R], Generic[R]):
         backend: Backend,
         request: Request,
         node_of: Sequence[int],
-        on_event: Callable[[events.Event], object] | None,
     ) -> None:
         super().__init__()
-        self.metrics: list[dict[str, Any]] = []
+        self.reports: list[Report] = []
         self.checkpoint: str | None = None
         self.job_id = request.job_id
-        self.job = Job(request, _FutureSink(self, on_event))
+        self.job = Job(request, _FutureSink(self, backend.audience))
         self._backend = backend
         self._node_of = node_of
         self._streams: dict[int, Stream[Any]] = {}
@@ -98,8 +100,8 @@ class CallFuture(Future[R], Generic[R]):
 
     def result(self, timeout: float | None = None) -> R:
         """The value, or for a broadcast the list of values by rank; raises what the call raised."""
-        self._may_wait()
         value, error = self._outcome(super().result(timeout))
+        self._backend.audience.catch_up()
         if error is not None:
             try:
                 raise error
@@ -110,19 +112,34 @@ class CallFuture(Future[R], Generic[R]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None."""
-        self._may_wait()
-        return self._outcome(super().result(timeout))[1]
+        error = self._outcome(super().result(timeout))[1]
+        self._backend.audience.catch_up()
+        return error
 
-    def _may_wait(self) -> None:
-        if not self.done():
-            check_may_wait(self._backend)
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every ``sky.report`` so far, with the rank it came from."""
+        return [report.metrics for report in list(self.reports)]
+
+    def when_done(self, action: Callable[[Future[R]], object]) -> None:
+        """Do something of our own as soon as the call has ended; with the pool's lock held, so it must not block."""
+        super().add_done_callback(action)
+
+    def add_done_callback(self, fn: Callable[[Future[R]], object]) -> None:
+        """Call it with this future when the call has ended; at once if it has."""
+        audience = self._backend.audience
+        super().add_done_callback(fn if self.done() else lambda future: audience.call(fn, future))
 
     def cancel(self) -> bool:
         """Stop the call, also while it runs or streams; False if it had ended."""
         if self.done() and (self.job.done or not self._streamed):
             return False
-        self._backend.cancel(self.job, CancelledError())
+        self.fail(CancelledError())
         return True
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the call, which ends with this error."""
+        self._backend.cancel(self.job, error)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -158,25 +175,19 @@ class CallFuture(Future[R], Generic[R]):
         """Complete with what the ranks sent; payloads are read on first use, see ``_outcome``."""
         # Not a word of `self` in here: a future that holds itself would keep its values until a garbage collection.
         ranks, whole, job_id = self.job.ranks, self.job.whole_gang, self.job_id
-        nodes, metrics, checkpoint = [self._node_of[rank] for rank in ranks], self.metrics, self.checkpoint
+        nodes, reports, checkpoint = [self._node_of[rank] for rank in ranks], self.reports, self.checkpoint
 
         def decode() -> tuple[Any, BaseException | None]:
             try:
-                values = [part.load() if isinstance(part, Received) else part for part in map(parts.pop, ranks)]
+                values = [part.load() if isinstance(part, Received) else part for part in map(parts.get, ranks)]
+                metrics = [report.metrics for report in reports]
             except Exception as problem:  # noqa: BLE001 - whatever the pickle runs: say which result it was
+                parts.clear()
                 return None, unloadable(problem, "the result")
+            parts.clear()
             return (RankResults(values, nodes, metrics, checkpoint, job_id) if whole else values[0]), None
 
         self.set_result(decode)  # type: ignore[arg-type]  # decoded on first use, see _outcome
-
-
-def check_may_wait(backend: Backend) -> None:
-    """Raise ``UsageError`` in the thread that takes a pool's answers: it can't wait for one."""
-    if backend.in_reader:
-        raise UsageError(
-            "this callback (on_event, logs or add_done_callback) runs in the thread that takes the pool's answers, so "
-            "it can't wait for one: start the call with pool.submit and wait elsewhere"
-        )
 
 
 class Received:
@@ -197,16 +208,35 @@ class Received:
         return loads(self.head, self.buffers)
 
 
+class Report:
+    """What a rank reported; unpickled by whoever asks first, as that may run the user's code."""
+
+    def __init__(self, received: Received, rank: int) -> None:
+        self._received = received
+        self._rank = rank
+
+    @functools.cached_property
+    def values(self) -> dict[str, Any]:
+        """What it gave to ``sky.report``."""
+        values: dict[str, Any] = self._received.load()
+        return values
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """That, with the rank it came from."""
+        return {**self.values, "rank": self._rank}
+
+
 class _FutureSink(Sink):
     """Hears a job's frames and completes its future."""
 
-    def __init__(self, future: CallFuture[Any], on_event: Callable[[events.Event], object] | None) -> None:
+    def __init__(self, future: CallFuture[Any], audience: Audience) -> None:
         # The gang holds the job while it runs, and so its future; but a future that has its value lives on with its
         # owner alone: dropping a stream has to end it.
         self._held: CallFuture[Any] | None = future
         self._future = weakref.ref(future)
         self._job_id = future.job_id
-        self._on_event = on_event
+        self._audience = audience
         self._inboxes: dict[int, Inbox] = {}
 
     def frame(self, frame: Frame, rank: int, node: int) -> None:
@@ -221,7 +251,7 @@ class _FutureSink(Sink):
             future.settle_streams(future.job.results)
             self._release(future)
         elif frame.kind == frames.REPORT:
-            self._reported(Received.of(frame).load(), frame.meta.get("checkpoint"), rank, node)
+            self._reported(Received.of(frame), frame.meta.get("checkpoint"), rank, node)
 
     def returned(self, results: dict[int, Frame]) -> None:
         """A rank returned while others stream: that may be the last one the streams waited for."""
@@ -247,16 +277,26 @@ class _FutureSink(Sink):
         for inbox in self._inboxes.values():
             inbox.put(fault)
 
-    def _reported(self, metrics: dict[str, Any], checkpoint: str | None, rank: int, node: int) -> None:
-        future = self._future()
+    def _reported(self, received: Received, checkpoint: str | None, rank: int, node: int) -> None:
+        report, future = Report(received, rank), self._future()
         if future is not None:
-            future.metrics.append({**metrics, "rank": rank})
+            future.reports.append(report)
             future.checkpoint = checkpoint or future.checkpoint
-        if self._on_event is not None:
-            event = events.MetricsReported(
-                job_id=self._job_id, rank=rank, node=node, metrics=metrics, checkpoint=checkpoint
+        self._audience.call(self._load, report)
+        if self._audience.wants_events:
+            self._audience.event(
+                lambda: events.MetricsReported(
+                    job_id=self._job_id, rank=rank, node=node, metrics=report.values, checkpoint=checkpoint
+                )
             )
-            self._on_event(event)
+
+    def _load(self, report: Report) -> None:
+        """Unpickle a report; one that can't be ends the call."""
+        try:
+            _ = report.values
+        except BaseException as error:  # noqa: BLE001 - what a report's pickle runs is the user's
+            if (future := self._future()) is not None:
+                future.fail(error)
 
     def _release(self, future: CallFuture[Any]) -> None:
         if future.done():

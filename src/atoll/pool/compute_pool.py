@@ -21,7 +21,7 @@ from atoll.core.hints import check_seconds, current_folder, suggests_keywords
 from atoll.core.paths import atoll_home
 from atoll.pool import settings
 from atoll.pool.attached import Attached
-from atoll.pool.calls import Backend, CallFuture, RankResults, check_may_wait
+from atoll.pool.calls import Backend, CallFuture, RankResults
 from atoll.pool.gang import Gang
 from atoll.pool.image import Image, check_env, check_pip
 from atoll.pool.import_path import ImportPath
@@ -31,6 +31,7 @@ from atoll.pool.mapping import Mapped, zip_items
 from atoll.pool.members import GangSpec, sweep_stale
 from atoll.pool.mistakes import no_function, not_a_call
 from atoll.pool.named import check_name, end_pool
+from atoll.pool.notifier import Notifier
 from atoll.pool.overlay import Environment, resolve
 from atoll.pool.remote import LocalModules, OneUseArena, is_remote, prepare, starts_elsewhere
 from atoll.pool.retention import prune_jobs, prune_logs
@@ -189,7 +190,8 @@ class ComputePool:
         self._local_modules = LocalModules(self.image) if starts_elsewhere(self.provider) else None
         if self.name is None:
             spec = self._spec()
-            gang = Gang(spec, self._router(self._node_of.__getitem__, len(self._node_of)), self._on_event)
+            router = self._router(self._node_of.__getitem__, len(self._node_of))
+            gang = Gang(spec, Notifier(router, self._on_event))
             gang.start()
             return gang
         idle_s = self.idle if self.idle is not None else _IDLE_S
@@ -270,13 +272,11 @@ class ComputePool:
 
     def run(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> RankResults[R]:
         """Run on every rank at once; the same as ``function(...) @ pool``."""
-        check_may_wait(self._running())
         results: RankResults[R] = self._wait(self.submit_call(function, args, kwargs, whole_gang=True))
         return results
 
     def run_one(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         """Run on one rank, as a world of one; the same as ``function(...) >> pool``."""
-        check_may_wait(self._running())
         result: R = self._wait(self.submit_call(function, args, kwargs, whole_gang=False))
         return result
 
@@ -386,7 +386,7 @@ class ComputePool:
             retries=retries if retries is not None else self.retries,
             path=self._imports.now() if local is None else None,
         )
-        return CallFuture(backend, request, self._node_of, self._on_event)
+        return CallFuture(backend, request, self._node_of)
 
     def wait(self, futures: Sequence[CallFuture[Any]]) -> list[Any]:
         """The results of several calls in their order; the first failure cancels the others."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from atoll.core import events
@@ -16,6 +16,7 @@ from atoll.core.errors import AtollError, CallTimeout, PoolClosed
 from atoll.pool.job import Failure, Job
 from atoll.pool.members import RankState
 from atoll.pool.nodes import Nodes
+from atoll.pool.notifier import Audience
 from atoll.pool.outgoing import call_frames
 from atoll.pool.reader import Reader
 from atoll.pool.scheduler import Scheduler
@@ -33,8 +34,7 @@ class Dispatch:
 
     Args:
         changed: notified when a call ends; its lock is the gang's.
-        tell: called with events, where somebody listens.
-        note: called with lines for the user.
+        audience: hears of events, and lines for the user.
 
     Attributes:
         running: calls that run, by number.
@@ -48,8 +48,7 @@ class Dispatch:
         reader: Reader,
         arena: Arena,
         changed: threading.Condition,
-        tell: Callable[[events.Event], object] | None,
-        note: Callable[[str], object],
+        audience: Audience,
     ) -> None:
         self.running: dict[int, Job] = {}
         self.broken: BaseException | None = None
@@ -58,8 +57,7 @@ class Dispatch:
         self._reader = reader
         self._arena = arena
         self._changed = changed
-        self._tell = tell
-        self._note = note
+        self._audience = audience
         self._scheduler: Scheduler[Job] = Scheduler(len(ranks))
         self._numbers = itertools.count(1)
 
@@ -106,8 +104,8 @@ class Dispatch:
         if job.request.timeout_s is not None:
             number, limit = job.number, job.request.timeout_s
             job.timers.append(self._reader.after(limit, lambda: self._timed_out(job, number, limit)))
-        if self._tell is not None:
-            self._tell(events.CallStarted(job_id=job.request.job_id, ranks=ranks))
+        if self._audience.wants_events:
+            self._audience.event(events.CallStarted(job_id=job.request.job_id, ranks=ranks))
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
@@ -210,9 +208,9 @@ class Dispatch:
             return
         job.done = True
         job.request.release(None if job.kept or job.failures or error is not None else self._arena)
-        if self._tell is not None:
+        if self._audience.wants_events:
             took = time.monotonic() - job.started_s
-            self._tell(events.CallFinished(job_id=job.request.job_id, took_s=took, error=job.fault(error)))
+            self._audience.event(events.CallFinished(job_id=job.request.job_id, took_s=took, error=job.fault(error)))
         try:
             job.sink.done(job.results, job.failures, error)
         except Exception as problem:  # noqa: BLE001 - out of descriptors or memory, say: whoever waits has to hear of it
@@ -225,9 +223,11 @@ class Dispatch:
         for frame in (*job.results.values(), *(f.frame for f in job.failures if f.frame is not None)):
             close_all(frame.fds)
         reason = next(str(failure.error) for failure in job.failures if failure.is_death).partition("\n")[0]
-        if self._tell is not None:
-            self._tell(events.CallRetried(job_id=job.request.job_id, attempt=job.attempt, reason=reason))
-        self._note(f"{job.request.name}: {reason}; starting again, {job.attempt} of {job.request.retries} retries")
+        if self._audience.wants_events:
+            self._audience.event(events.CallRetried(job_id=job.request.job_id, attempt=job.attempt, reason=reason))
+        self._audience.note(
+            f"{job.request.name}: {reason}; starting again, {job.attempt} of {job.request.retries} retries"
+        )
         job.begin(0, ())  # what the ranks sent is closed: nobody may take it where the repetition never starts
         self._scheduler.add(job, first=True)
         self.start()

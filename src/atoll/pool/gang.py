@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from atoll.core import events
 from atoll.core.errors import (
@@ -23,45 +23,42 @@ from atoll.core.errors import (
 from atoll.pool.dispatch import Dispatch
 from atoll.pool.hangs import HangWatch, suspicion, unread_streams
 from atoll.pool.job import Failure, Job
-from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec, NodeState, RankState
 from atoll.pool.nodes import Nodes
+from atoll.pool.notifier import Audience
 from atoll.pool.reader import Reader
 from atoll.pool.remote import OneUseArena, RankFiles, is_remote
 from atoll.pool.timers import Timer
+from atoll.providers.base import Node
 from atoll.wire import frames
 from atoll.wire.frames import Frame, RawFrame, WireError, close_all, pack
 from atoll.wire.segments import Arena
 
 _UNWIND_S = 0.3  # what a running call gets to unwind when the pool goes down
 _MAX_EARLY_DEATHS = 3  # of a rank that was up once, in a row
-Watcher = Callable[[events.Event], object]
 
 
 class Gang:
     """Ranks on nodes. ``submit`` a job; its sink hears what comes of it."""
 
-    def __init__(self, spec: GangSpec, logs: LogRouter, on_event: Watcher | None = None) -> None:
+    def __init__(self, spec: GangSpec, audience: Audience) -> None:
         self.spec = spec
         remote = is_remote(spec.plan)
         self.arena = OneUseArena() if remote else Arena()
         self._log_files = RankFiles(spec.log_dir) if remote else None  # local agents write them themselves
-        self.logs = logs
-        self._on_event = on_event
+        self.audience = audience
         self.world_size = spec.plan.world_size
         self.ranks: list[RankState] = []
         for node in spec.plan.nodes:
             for _ in range(node.num_ranks):
                 self.ranks.append(RankState(len(self.ranks), node.node))
-        self.log_job: Callable[[Job | None, int, bool, bytes], bool] | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._hangs = HangWatch(spec.hang_timeout_s)
         self._hang_round: Timer | None = None
         self._reader = Reader(f"atoll-{spec.pool_id}", self._lock, self)
-        self.nodes = Nodes(spec, self.ranks, self._lock, self._reader, logs.note)
-        tell = self._tell if on_event is not None else None
-        self._calls = Dispatch(self.ranks, self.nodes, self._reader, self.arena, self._changed, tell, logs.note)
+        self.nodes = Nodes(spec, self.ranks, self._lock, self._reader, audience.note)
+        self._calls = Dispatch(self.ranks, self.nodes, self._reader, self.arena, self._changed, audience)
         self.credit, self.close_stream = self._calls.credit, self._calls.close_stream
         self._pid = os.getpid()
 
@@ -100,7 +97,7 @@ class Gang:
         """Fail what runs, end every rank, release every node. Safe to call twice, and from any thread."""
         if os.getpid() != self._pid:  # a forked child's copy: the pool is its parent's
             return
-        if self.in_reader:  # a callback's, or the garbage collector's: can't await itself
+        if self._reader.is_current:  # the garbage collector's: can't await itself
             threading.Thread(target=self.stop, name="atoll-stop").start()
             return
         with self._lock:
@@ -114,15 +111,11 @@ class Gang:
             if self._log_files is not None:
                 self._log_files.close()
             self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
+            self.audience.close()
 
     @property
     def _closing(self) -> bool:
         return self.nodes.closing
-
-    @property
-    def in_reader(self) -> bool:
-        """Is this the thread that takes answers, as in a callback? It must not wait for one."""
-        return self._reader.is_current
 
     @property
     def usable(self) -> bool:
@@ -160,7 +153,7 @@ class Gang:
                     self.nodes.ask_stacks(self.nodes.states[node], job.number)
         line = unread_streams(self._calls.waiting, running.values())
         if line is not None:
-            self.logs.note(line)
+            self.audience.note(line)
         busy = running or self._calls.waiting is not None
         self._hang_round = self._reader.after(period, self._look_for_hangs) if busy else None
 
@@ -173,13 +166,22 @@ class Gang:
             self._calls.kill(job, hang)
         elif hang is not None:
             self._tell(hang)
-            self.logs.note(suspicion(hang))
+            self.audience.note(suspicion(hang))
 
     # -- frames: what the reader hears --------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
         """Without a reader everybody would wait for ever."""
         self._break(PoolClosed(f"the pool's reader failed: {type(error).__name__}: {error}"))
+
+    def is_full(self) -> bool:
+        """Has what came to be taken by the audience before more is read?"""
+        return self.audience.is_full()
+
+    def writable(self, node: NodeState) -> None:
+        """A channel takes more of what waits for it."""
+        with self._lock:
+            self.nodes.flush(node)
 
     def take(self, node: NodeState, received: list[RawFrame]) -> None:
         """Frames of a node's."""
@@ -235,7 +237,7 @@ class Gang:
     def _on_result(self, job: Job | None, frame: Frame) -> None:
         state = self.ranks[frame.rank]
         state.has_torch = bool(frame.flags & frames.HAS_TORCH)
-        self.logs.flush(frame.rank)
+        self.audience.flush(frame.rank)
         if state.spent or frame.flags & frames.SPENT:  # it ends, and a fresh one is started when it has
             state.ready, state.spent = False, True
             self._calls.lost(frame.rank)
@@ -245,7 +247,7 @@ class Gang:
             close_all(frame.fds)
         else:
             for line in frame.meta.get("notes", ()):
-                self.logs.note(line, frame.rank)
+                self.audience.note(line, frame.rank)
             job.kept = job.kept or bool(frame.flags & frames.KEPT)
             if frame.kind == frames.RESULT:
                 job.results[frame.rank] = frame
@@ -264,8 +266,7 @@ class Gang:
             job.saw(frame.rank)
         if self._log_files is not None:
             self._log_files.write(frame.rank, bool(frame.flags), data)
-        if self.log_job is None or not self.log_job(job, frame.rank, bool(frame.flags), data):
-            self.logs.feed(frame.rank, bool(frame.flags), data)
+        self.audience.log(job, frame.rank, bool(frame.flags), data)
 
     def _on_hello(self, frame: Frame) -> None:
         state = self.ranks[frame.rank]
@@ -282,7 +283,7 @@ class Gang:
     def _on_exit(self, node: NodeState, frame: Frame) -> None:
         state = self.ranks[frame.rank]
         meta = frame.meta
-        self.logs.flush(frame.rank)
+        self.audience.flush(frame.rank)
         job = self._calls.on_rank(frame.rank)
         came_up, state.ready = state.ready or state.spent, False
         self._calls.lost(frame.rank)
@@ -341,7 +342,17 @@ class Gang:
     def lost(self, node: NodeState, reason: str) -> None:
         """A node is gone, and its ranks with it; it is started again unless that means the end of the pool."""
         with self._lock:
-            handle, reason = self.nodes.take_off(node, reason)
+            handle = self.nodes.detach(node)
+            for state in self.nodes.ranks_of(node):
+                state.ready = False
+                if self._calls.on_rank(state.rank) is None:
+                    self._calls.lost(state.rank)
+        self.nodes.clean_up(lambda: self._clean_up(node, handle, reason))
+
+    def _clean_up(self, node: NodeState, handle: Node, reason: str) -> None:
+        """Fail what ran on a lost node, release it and start it again, which takes a while."""
+        reason = node.ended or node.silent or handle.reason or reason
+        with self._lock:
             number, ranks, closing = node.plan.node, self.nodes.ranks_of(node), self._closing
             if node.ended is not None and not closing:
                 self._break(PoolClosed(f"node {number} ended: {reason}"))
@@ -350,7 +361,6 @@ class Gang:
             lost = NodeLost(number, reason)
             for state in ranks:
                 job = self._calls.on_rank(state.rank)
-                state.ready = False
                 self._calls.lost(state.rank)
                 if job is not None:
                     self._calls.rank_failed(job, Failure(state.rank, state.node, error=lost))
@@ -365,5 +375,4 @@ class Gang:
             self._calls.break_off(error)
 
     def _tell(self, event: events.Event) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
+        self.audience.event(event)

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,6 @@ from atoll.core.paths import short_path, write_atomic
 from atoll.pool import detached
 from atoll.pool.gang import Gang
 from atoll.pool.job import Failure, Job, Request, Sink
-from atoll.pool.logs import LogRouter
 from atoll.pool.members import GangSpec
 from atoll.pool.named import SOCKET
 from atoll.pool.wishes import difference
@@ -132,6 +132,52 @@ class ClientSink(Sink):
         self.client.send(pack(frames.DONE, 0, self.number, meta, [payload]))
 
 
+class Clients:
+    """The audience of a keeper's gang: what happens goes to the clients it concerns, each of which has a queue."""
+
+    wants_events = True
+
+    def __init__(self, clients: dict[socket.socket, Client]) -> None:
+        self._clients = clients
+
+    def log(self, job: Job | None, rank: int, is_stderr: bool, data: bytes) -> None:
+        """Output goes to the client whose call the rank runs; files have all of it."""
+        sink = job.sink if job is not None else None
+        if isinstance(sink, ClientSink):
+            sink.client.send(pack(frames.LOG, rank, 0, None, [data], flags=int(is_stderr)), droppable=True)
+
+    def event(self, event: events.Event | Callable[[], events.Event]) -> None:
+        """What happens to a call goes to the client that made it, what happens to the pool to all that listen."""
+        always = isinstance(event, events.CallRetried | events.HangSuspected)  # told to the user without on_event too
+        listening = [client for client in list(self._clients.values()) if client.wants_events or always]
+        job_id = getattr(event, "job_id", None)
+        if job_id is not None:
+            listening = [c for c in listening if any(j.request.job_id == job_id for j in list(c.jobs.values()))]
+        if listening:
+            data = pack(frames.EVENT, rest=[dumps(event).head])
+            for client in listening:
+                client.send(data, droppable=True)
+
+    def flush(self, rank: int | None = None) -> None:
+        """Clients know themselves when a call has ended."""
+
+    def note(self, text: str, rank: int | None = None) -> None:
+        """Clients get the events that it tells of."""
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """There is no code of a user's here."""
+
+    def is_full(self) -> bool:
+        """Each client's queue has its own bound."""
+        return False
+
+    def catch_up(self) -> None:
+        """Nobody waits here for a client."""
+
+    def close(self) -> None:
+        """The keeper closes its clients."""
+
+
 class Keeper:
     """Serves one gang."""
 
@@ -147,8 +193,7 @@ class Keeper:
         self.detached: dict[Job, detached.StoreSink] = {}
         self._ending = False
         self._quiet_since = time.monotonic()
-        self.gang = Gang(spec, LogRouter("quiet", self.node_of.__getitem__, len(self.node_of)), self._on_event)
-        self.gang.log_job = self._on_log
+        self.gang = Gang(spec, Clients(self.clients))
         self._selector = selectors.DefaultSelector()
 
     def start(self) -> None:
@@ -290,27 +335,6 @@ class Keeper:
 
     def _forget_detached(self, job: Job) -> None:
         self.detached.pop(job, None)
-
-    # -- what the gang says ---------------------------------------------------------------------------------------
-
-    def _on_log(self, job: Job | None, rank: int, is_stderr: bool, data: bytes) -> bool:
-        """Output goes to the client whose call the rank runs; files have all of it."""
-        sink = job.sink if job is not None else None
-        if isinstance(sink, ClientSink):
-            sink.client.send(pack(frames.LOG, rank, 0, None, [data], flags=int(is_stderr)), droppable=True)
-        return True
-
-    def _on_event(self, event: events.Event) -> None:
-        """What happens to a call goes to the client that made it, what happens to the pool to all that listen."""
-        always = isinstance(event, events.CallRetried | events.HangSuspected)  # told to the user without on_event too
-        listening = [client for client in list(self.clients.values()) if client.wants_events or always]
-        job_id = getattr(event, "job_id", None)
-        if job_id is not None:
-            listening = [c for c in listening if any(j.request.job_id == job_id for j in list(c.jobs.values()))]
-        if listening:
-            data = pack(frames.EVENT, rest=[dumps(event).head])
-            for client in listening:
-                client.send(data, droppable=True)
 
 
 def request_parts(request: Request) -> tuple[bytes, list[int]]:

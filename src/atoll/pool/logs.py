@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from atoll.core.errors import ConfigError
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _LONGEST_LINE = 1 << 16
+_PIECE_BYTES = 4096  # a pipe or terminal that can be written to takes so much without blocking
+_LOOK_MS = 100
 _END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -79,6 +82,17 @@ class LogRouter:
         self._width = len(str(max(world_size - 1, 0)))
         self._cutters: dict[tuple[int, bool], LineCutter] = {}
         self._lock = threading.Lock()
+        self._closing = False
+        self.moved: Callable[[], object] = lambda: None  # called whenever something was shown
+
+    @property
+    def is_quiet(self) -> bool:
+        """Is nothing shown?"""
+        return self._logs == "quiet"
+
+    def close(self) -> None:
+        """Wait no more for somebody who reads what is shown."""
+        self._closing = True
 
     def feed(self, rank: int, is_stderr: bool, data: bytes) -> None:
         """Bytes a rank wrote."""
@@ -98,7 +112,7 @@ class LogRouter:
         """A line of Atoll's own about the pool or a rank."""
         if self._logs == "quiet":
             return
-        _write(sys.stderr, f"atoll: {text}\n" if rank is None else f"atoll: rank {rank}: {text}\n")
+        self._write(sys.stderr, f"atoll: {text}\n" if rank is None else f"atoll: rank {rank}: {text}\n")
 
     def _show(self, rank: int, is_stderr: bool, lines: list[tuple[bytes, str]]) -> None:
         if not lines or self._logs == "quiet" or (self._logs == "head" and rank != 0):
@@ -110,14 +124,46 @@ class LogRouter:
                 try:
                     self._logs(line)
                 except BaseException as error:  # noqa: BLE001 - the user's callback must not stop the pool
-                    _write(sys.stderr, f"atoll: logs callable raised {type(error).__name__}: {error}\n")
+                    self._write(sys.stderr, f"atoll: logs callable raised {type(error).__name__}: {error}\n")
+                self.moved()
             return
         out = sys.stderr if is_stderr else sys.stdout
         label = self._label(rank, out)
         over = "\r" if _is_terminal(out) else "\n"  # a progress bar draws over its line only where that can be seen
         text = "".join(f"{label}{raw.decode(errors='replace')}{over if end == over else chr(10)}" for raw, end in lines)
-        if not _write(out, text):
+        if not self._write(out, text):
             self._logs = "quiet"  # nobody reads any more; the files still have it
+
+    def _write(self, out: TextIO | None, text: str) -> bool:
+        """Write to one of the driver's own streams; False where it is closed or broken: no reason to end a run.
+
+        One whose reader pauses is waited for without holding its lock, which the end of this process would need.
+        """
+        if out is None:
+            return False
+        size = _PIECE_BYTES if text.isascii() else _PIECE_BYTES // 4
+        try:
+            for start in range(0, len(text), size):
+                if not self._wait_for_reader(out):
+                    return True
+                _write_piece(out, text[start : start + size])
+                self.moved()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _wait_for_reader(self, out: TextIO) -> bool:
+        """Wait until it can be written to; False where the pool ends first."""
+        try:
+            fd = out.fileno()
+        except (OSError, ValueError, AttributeError):  # no file behind it
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        while not poll.poll(_LOOK_MS):
+            if self._closing:
+                return False
+        return True
 
     def _label(self, rank: int, out: TextIO) -> str:
         label = f"[rank {rank:>{self._width}}] "
@@ -126,20 +172,13 @@ class LogRouter:
         return label
 
 
-def _write(out: TextIO | None, text: str) -> bool:
-    """Write to one of the driver's own streams; False where it is closed, broken or full: no reason to end a run."""
-    if out is None:
-        return False
+def _write_piece(out: TextIO, text: str) -> None:
     try:
-        try:
-            out.write(text)
-        except UnicodeEncodeError:  # a terminal that can't show it
-            encoding = getattr(out, "encoding", None) or "ascii"
-            out.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        out.flush()
-    except (OSError, ValueError):
-        return False
-    return True
+        out.write(text)
+    except UnicodeEncodeError:  # a terminal that can't show it
+        encoding = getattr(out, "encoding", None) or "ascii"
+        out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    out.flush()
 
 
 def _is_terminal(out: TextIO) -> bool:

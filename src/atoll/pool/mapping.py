@@ -129,4 +129,4 @@ class Mapped(Iterator[Any]):
                 return
             self._running.append(self._submit(self._chunk, (items,)))
             if not self._ordered:
-                self._running[-1].add_done_callback(self._ended.put)
+                self._running[-1].when_done(self._ended.put)

@@ -9,13 +9,13 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.pool.agent.outbox import Outbox
 from atoll.providers.base import Node, NodePlan, Plan, Provider
 from atoll.providers.remote import RemotePlan
 from atoll.wire.frames import Parser
@@ -80,8 +80,7 @@ class NodeState:
     plan: NodePlan
     handle: Node | None = None
     parser: Parser = field(default_factory=Parser)
-    # Reentrant: a stream that the garbage collector drops closes itself, in the middle of whatever runs.
-    send_lock: threading.RLock = field(default_factory=threading.RLock)
+    out: Outbox | None = None  # what waits to be sent
     ended: str | None = None  # why its agent said it ends
     restarts: int = 0  # since a rank of it last came up
     asked_s: float = 0.0  # since when it owes an answer

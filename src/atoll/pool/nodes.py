@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from atoll.core.errors import NodeLost, PoolClosed, ProvisionError
+from atoll.pool.agent.outbox import Outbox
 from atoll.pool.agent.procs import kill_tree
 from atoll.pool.members import SOURCE_ROOT, GangSpec, NodeState, RankState, agent_command, node_setup
 from atoll.pool.reader import Reader
@@ -21,7 +22,7 @@ from atoll.pool.remote import is_remote
 from atoll.providers.base import Node
 from atoll.providers.remote import RemoteHandle, RemotePlan, RemoteProvider
 from atoll.wire import frames
-from atoll.wire.frames import Parser, pack, send_all
+from atoll.wire.frames import Parser, pack
 
 _MAX_RESTARTS = 3  # of a node in a row
 _DEAF_S = 10.0  # an agent that has not answered for so long is given up
@@ -54,8 +55,7 @@ class Nodes:
         self._note = note
         self._remote = is_remote(spec.plan)
         self._given_up = False  # they did not all start
-        self._reviver: threading.Thread | None = None
-        self._releasing: list[threading.Thread] = []  # nodes of other machines that were lost or have ended
+        self._cleaning: list[threading.Thread] = []  # after nodes that were lost or have ended
 
     def of(self, rank: int) -> NodeState:
         """The node that a rank runs on."""
@@ -66,12 +66,27 @@ class Nodes:
         return [state for state in self._ranks if state.node == node.plan.node]
 
     def send(self, node: NodeState, data: bytes | bytearray, fds: Sequence[int] = ()) -> None:
-        """Send to a node's agent. A lost node is noticed by the reader."""
-        handle = node.handle
-        if handle is None:
+        """Send to a node's agent, or queue what it does not take now. The lock is held.
+
+        Raises:
+            OSError: there is no descriptor left.
+        """
+        if node.out is not None:
+            node.out.add(bytes(data), tuple(map(os.dup, fds)))
+            self.flush(node)
+
+    def flush(self, node: NodeState) -> None:
+        """Send what waits, as far as the channel takes it. The lock is held."""
+        if node.handle is None or node.out is None:
             return
-        with contextlib.suppress(OSError), node.send_lock:
-            send_all(handle.channel, data, fds)
+        try:
+            node.out.flush()
+        except OSError:  # a lost node is noticed by the reader
+            node.out.clear()
+        except BaseException:  # Ctrl-C: how much of the frame is on its way is not known
+            self.give_up(node, "a frame to it was cut by a signal")
+            raise
+        self._reader.want_write(node.handle.channel.fileno(), bool(node.out))
 
     # -- starting -------------------------------------------------------------------------------------------------
 
@@ -128,9 +143,10 @@ class Nodes:
         node.silent, node.asked_s = None, 0.0
         if isinstance(node.plan, RemotePlan):
             cast("RemoteHandle", handle).listen(lambda _silent_s, line: self._note(line))
-        with node.send_lock:
-            send_all(handle.channel, pack(frames.SETUP, meta=node_setup(self._spec, node.plan, self._ranks)))
+        handle.channel.setblocking(False)
+        node.out = Outbox(handle.channel)
         self._reader.watch(node)
+        self.send(node, pack(frames.SETUP, meta=node_setup(self._spec, node.plan, self._ranks)))
 
     def _abandon(self) -> None:
         for node in self.states:
@@ -159,20 +175,27 @@ class Nodes:
             with contextlib.suppress(OSError):
                 node.handle.channel.shutdown(socket.SHUT_RDWR)
 
-    def take_off(self, node: NodeState, reason: str) -> tuple[Node, str]:
-        """A node's channel ended: its handle, which is to be released, and the best reason there is."""
+    def detach(self, node: NodeState) -> Node:
+        """Forget a node's channel, which ended; returns its handle, which is to be released. The lock is held."""
         handle, node.handle = node.handle, None
-        assert handle is not None
+        assert handle is not None and node.out is not None
         self._reader.unwatch(handle.channel.fileno())
         node.parser.close()
-        return handle, node.ended or node.silent or handle.reason or reason
+        node.out.clear()
+        node.out = None
+        return handle
+
+    def clean_up(self, work: Callable[[], object]) -> None:
+        """Do what takes a while after a node was lost, in a thread of its own."""
+        thread = threading.Thread(target=work, name="atoll-clean-up", daemon=True)
+        with self._lock:
+            self._cleaning = [*(other for other in self._cleaning if other.is_alive()), thread]
+            thread.start()
 
     def release(self, node: NodeState, handle: Node, *, gone: bool) -> None:
         """Let go of a node; ``gone``: it did not end because it was told to."""
-        if self._remote:  # logging out takes its time, and others wait for what comes over here
-            self._releasing = [thread for thread in self._releasing if thread.is_alive()]
-            self._releasing.append(threading.Thread(target=handle.stop, name="atoll-release", daemon=True))
-            self._releasing[-1].start()
+        if self._remote:  # logging out takes its time, and its successor need not wait for that
+            self.clean_up(handle.stop)
             return
         handle.stop()
         if gone or os.path.exists(self._spec.tmp_dir(node.plan)):
@@ -186,30 +209,25 @@ class Nodes:
         started: Callable[[Sequence[RankState]], object],
         failed: Callable[[BaseException], object],
     ) -> None:
-        """Start a lost node again, in a thread that says how it went."""
-
-        def run() -> None:
-            node.restarts += 1
-            try:
-                if self.closing:
-                    return
-                if node.restarts > _MAX_RESTARTS:
-                    raise NodeLost(node.plan.node, f"{node.restarts} times in a row before a rank came up")
-                self._start(node)
-                started(self.ranks_of(node))
-            except Exception as error:  # noqa: BLE001 - whatever a provider raises ends the pool with its reason
-                failed(PoolClosed(f"node {node.plan.node} was lost and could not be started again: {error}"))
-
-        self._reviver = threading.Thread(target=run, name="atoll-revive", daemon=True)
-        self._reviver.start()
+        """Start a lost node again, and say how it went."""
+        node.restarts += 1
+        try:
+            if self.closing:
+                return
+            if node.restarts > _MAX_RESTARTS:
+                raise NodeLost(node.plan.node, f"{node.restarts} times in a row before a rank came up")
+            self._start(node)
+            started(self.ranks_of(node))
+        except Exception as error:  # noqa: BLE001 - whatever a provider raises ends the pool with its reason
+            failed(PoolClosed(f"node {node.plan.node} was lost and could not be started again: {error}"))
 
     def end(self) -> None:
         """Have every agent end, then release every node. Safe to call twice."""
-        for node in self.states:
-            self.send(node, pack(frames.SHUTDOWN))
-        if self._reviver is not None:
+        with self._lock:
+            for node in self.states:
+                self.send(node, pack(frames.SHUTDOWN))
+        if any(thread.is_alive() for thread in self._cleaning):
             self._abandon()
-            self._reviver.join(_LEAVE_S)
         self._reader.leave()
         if not self._reader.join(_LEAVE_S):  # an agent that does not answer: end its channel from this side
             handles = [node.handle for node in self.states if node.handle is not None]
@@ -222,5 +240,6 @@ class Nodes:
             if handle is not None:
                 self._reader.unwatch(handle.channel.fileno())
                 handle.stop()
-        for releasing in self._releasing:
-            releasing.join(_FORCE_S)
+        deadline = time.monotonic() + _FORCE_S
+        for thread in self._cleaning:
+            thread.join(max(0.0, deadline - time.monotonic()))

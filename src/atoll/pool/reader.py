@@ -24,8 +24,14 @@ class Listener(Protocol):
             WireError: they can't be its.
         """
 
+    def is_full(self) -> bool:
+        """Is nothing to be read just now? Waits a moment for that to change. The lock is not held."""
+
+    def writable(self, node: NodeState) -> None:
+        """A node's channel takes more of what waits for it. The lock is not held."""
+
     def lost(self, node: NodeState, reason: str) -> None:
-        """A node's channel ended. The lock is not held."""
+        """A node's channel ended. The lock is not held; must not block."""
 
     def failed(self, error: BaseException) -> None:
         """The reader itself is at its end: whoever waits would wait for ever."""
@@ -87,6 +93,10 @@ class Reader:
         """Read this channel no more."""
         self._poller.unwatch(fd)
 
+    def want_write(self, fd: int, wanted: bool) -> None:
+        """Say when this channel takes more, or no longer."""
+        self._poller.want_write(fd, wanted)
+
     def poke(self) -> None:
         """Have it look at what is due now."""
         with self._lock:
@@ -116,13 +126,19 @@ class Reader:
 
     def _serve(self) -> None:
         while True:
+            if self._listener.is_full():
+                self._run_timers()
+                continue
             with self._lock:
                 next_s = self._timers.next_s()
-            for node, _, _ in self._poller.wait(next_s):
+            for node, readable, writable in self._poller.wait(next_s):
                 if node is None:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
-                else:
+                    continue
+                if writable:
+                    self._listener.writable(node)
+                if readable:
                     self._read_node(node)
             self._run_timers()
             with self._lock:
@@ -135,6 +151,8 @@ class Reader:
         try:
             data, fds = receive(node.handle.channel)
             received = node.parser.feed(data, fds) if data else []
+        except BlockingIOError:
+            return
         except (OSError, WireError) as error:
             data, received, reason = b"", [], f"its channel broke: {error}"
         if not data:

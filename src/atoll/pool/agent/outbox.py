@@ -18,6 +18,7 @@ class Outbox:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._waiting: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()
+        self._is_sending = False
         self.num_bytes = 0
 
     def __bool__(self) -> bool:
@@ -30,11 +31,20 @@ class Outbox:
         return len(self._waiting) == 1
 
     def flush(self) -> None:
-        """Send what the socket takes now.
+        """Send what the socket takes now. Does nothing in the middle of itself, as a signal handler's may be.
 
         Raises:
             OSError: the other side is gone.
         """
+        if self._is_sending:
+            return
+        self._is_sending = True
+        try:
+            self._send()
+        finally:
+            self._is_sending = False
+
+    def _send(self) -> None:
         while self._waiting:
             data, fds = self._waiting[0]
             try:
