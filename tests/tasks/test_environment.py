@@ -20,9 +20,10 @@ from atoll.tasks.spec import ClusterSpec, JobSpec, Restarts
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
 
-def task(infra: str = "local", secrets: dict[str, str] | None = None, **spec: Any) -> Task:
+def task(infra: str = "local", secrets: dict[str, str] | None = None, nodes: tuple[int, ...] = (), **spec: Any) -> Task:
     cluster = ClusterSpec("train", infra=infra, num_nodes=3)
-    return Task(JobSpec(**spec), cluster, 7, "sky-x_train_7", "ada", ADDRESSES, secrets or {})
+    job = JobSpec(**spec)
+    return Task(job, cluster, 7, "sky-x_train_7", "ada", ADDRESSES, secrets or {}, nodes or range(job.num_nodes))
 
 
 def test_task_id() -> None:
@@ -74,14 +75,14 @@ def test_what_wins() -> None:
     env = script_environment(task(base_env=base, env=user, secrets={"C": "secret"}), "run", 0, place)
     assert (env["A"], env["B"], env["C"], env["PATH"]) == ("user", "base", "secret", "/bin")
     assert (env["HOME"], env["TMPDIR"]) == ("/nodes/0/home", "/tmp/n0")  # the node's own
-    assert env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert env["CUDA_VISIBLE_DEVICES"] == "0"  # what is leased; the user's has bounded that
     assert env["SKYPILOT_NODE_RANK"] == "0"
     assert "OMP_NUM_THREADS" not in env
 
 
 def test_commands_have_torchruns_variables() -> None:
     job = task(num_nodes=2, command=("x",), num_processes=4, restarts=Restarts(on_errors=3), run_id="101")
-    env = command_environment(job, 1, 2, {}, master_port=29500, restarts=1)
+    env = command_environment(job, 1, 2, {}, master_port=29500, restarts=1, cores=8)
     expected = {
         "RANK": "6",
         "LOCAL_RANK": "2",
@@ -99,18 +100,43 @@ def test_commands_have_torchruns_variables() -> None:
         "TORCHELASTIC_RUN_ID": "101",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # 8 cores, 8 ranks
         "SKYPILOT_NODE_RANK": "1",
     }
     assert {name: env.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("num", "given", "expected"), [(1, {}, None), (2, {}, "1"), (2, {"OMP_NUM_THREADS": "3"}, "3")]
+    ("infra", "nodes", "processes", "given", "expected"),
+    [
+        ("local", 1, 1, {}, None),
+        ("local", 1, 2, {}, "4"),
+        ("local", 2, 1, {}, "4"),
+        ("local", 2, 2, {}, "2"),
+        ("local", 3, 9, {}, "1"),
+        ("local", 2, 2, {"OMP_NUM_THREADS": "3"}, "3"),
+        ("ssh/lab", 2, 1, {}, None),
+        ("ssh/lab", 2, 2, {}, "4"),
+    ],
 )
-def test_threads_of_commands(num: int, given: dict[str, str], expected: str | None) -> None:
-    job = task(command=("x",), num_processes=num, base_env=given)
-    assert command_environment(job, 0, 0, {}, master_port=1, restarts=0).get("OMP_NUM_THREADS") == expected
+def test_ranks_of_a_machine_share_its_cores(
+    infra: str, nodes: int, processes: int, given: dict[str, str], expected: str | None
+) -> None:
+    job = task(infra, command=("x",), num_nodes=nodes, num_processes=processes, base_env=given)
+    assert command_environment(job, 0, 0, {}, master_port=1, restarts=0, cores=8).get("OMP_NUM_THREADS") == expected
+
+
+def test_ranks_count_from_the_first_of_the_jobs_nodes() -> None:
+    job = task(num_nodes=2, nodes=(0, 2), command=("x",), num_processes=2)
+    env = command_environment(job, 2, 1, {}, master_port=1, restarts=0, cores=8)
+    assert {name: env[name] for name in ("RANK", "GROUP_RANK", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")} == {
+        "RANK": "3",
+        "GROUP_RANK": "1",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.3",
+    }
+    last = command_environment(task(nodes=(2,), command=("x",)), 2, 0, {}, master_port=1, restarts=0, cores=8)
+    assert last["MASTER_ADDR"] == "127.0.0.3"
 
 
 KEY = "x7Kq9vTgX7Zq81"

@@ -23,8 +23,6 @@ import leaks
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.pool.agent import remains as host_remains
 from atoll.pool.agent.procs import command_line
-from atoll.providers import local
-from atoll.providers.gpus import Gpu
 from atoll.tasks import remains, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.nodes import LocalNodes, StartedNode
@@ -123,19 +121,6 @@ def test_simulated_ones_are_said_and_hidden(source: Callable[..., LocalNodes]) -
     nodes = source(accelerator="L4", num_accelerators=2, simulated=True)
     with started(nodes, 1) as ((node, talk),):
         assert talk.run("echo $ATOLL_SIMULATED,$CUDA_VISIBLE_DEVICES,", env=node.env) == "1,,\n"
-
-
-def test_real_ones_are_shared_out(source: Callable[..., LocalNodes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "local_gpus", lambda: tuple(Gpu(i, f"GPU-{i}", "L4", 24.0) for i in range(4)))
-    for more, shares in (
-        ({"accelerator": "L4", "num_accelerators": 1}, ["GPU-0", "GPU-1"]),
-        ({"accelerator": "L4", "num_accelerators": 2}, ["GPU-0,GPU-1", "GPU-2,GPU-3"]),
-        ({}, ["GPU-0,GPU-1", "GPU-2,GPU-3"]),
-    ):
-        nodes = source(f"c{len(more)}{shares[0][-1]}", **more)
-        with started(nodes, 0, 1) as both:
-            assert [node.env["CUDA_VISIBLE_DEVICES"] for node, _ in both] == shares
-            assert all("ATOLL_SIMULATED" not in node.env for node, _ in both)
 
 
 # --------------------------------------------------------------------------------------------------------- networks

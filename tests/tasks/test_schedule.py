@@ -38,7 +38,7 @@ def test_what_a_job_waits_for_does_not_change_with_every_other_job(kind: str) ->
     cluster = ClusterSpec("c", created_s=0.0, accelerator="L4", num_accelerators=4)
     spec = JobSpec(run="true", **KINDS[kind])
     pending = [JobRow(i, None, "", "ada", spec, JobStatus.PENDING, "", None, 0.0) for i in range(1, NUM + 1)]
-    running: list[JobRow] = []
+    running: list[tuple[JobRow, tuple[int, ...]]] = []
     said: dict[int, str] = {}
     changes, most = 0, 0
     while pending or running:
@@ -46,7 +46,7 @@ def test_what_a_job_waits_for_does_not_change_with_every_other_job(kind: str) ->
         for turn in found:
             changes += turn.why is not None and said.get(turn.job.id) != turn.why
             said[turn.job.id] = turn.why or ""
-        running += [turn.job for turn in found if turn.why is None]
+        running += [(turn.job, turn.nodes) for turn in found if turn.why is None]
         pending = [turn.job for turn in found if turn.why is not None]
         most = max(most, len(running))
         running.pop(0)
@@ -54,13 +54,33 @@ def test_what_a_job_waits_for_does_not_change_with_every_other_job(kind: str) ->
     assert changes <= 3 * NUM
 
 
+def placed(cluster: ClusterSpec, *wanted: tuple[int, int]) -> list[tuple[int, ...] | str]:
+    """Where jobs of so many nodes and accelerators a node start, or what they wait for."""
+    specs = [JobSpec(run="true", num_nodes=nodes, num_accelerators=each) for nodes, each in wanted]
+    pending = [JobRow(i, None, "", "ada", spec, JobStatus.PENDING, "", None, 0.0) for i, spec in enumerate(specs, 1)]
+    return [turn.why or turn.nodes for turn in turns(cluster, pending, [])]
+
+
+def test_jobs_are_packed_over_nodes() -> None:
+    two = ClusterSpec("c", num_nodes=2, accelerator="L4", num_accelerators=1)
+    waits = "waiting for 1 × accelerator on 2 nodes: jobs 1, 2 have 2 of the cluster's 2"
+    assert placed(two, (1, 1), (1, 1), (2, 1)) == [(0,), (1,), waits]
+    assert placed(two, (2, 1), (1, 0), (1, 1))[:2] == [(0, 1), (0,)]
+    four = ClusterSpec("c", num_nodes=4, accelerator="L4", num_accelerators=2)
+    assert placed(four, *[(1, 1)] * 8) == [(0,), (1,), (2,), (3,)] * 2
+    waits = "waiting for 2 × accelerator on 1 node: jobs 1, 2, 3 have 5 of the cluster's 8"
+    assert placed(four, (1, 2), (2, 1), (1, 1), (1, 2), (1, 0)) == [(0,), (1, 2), (3,), waits, (0,)]
+    assert placed(four, *[(1, 0)] * 4) == [(0,), (1,), (2,), (3,)]
+    assert placed(four, (4, 2), (2, 0), (5, 0))[1:] == [(0, 1), (0, 1, 2, 3)]  # the last one is refused when it starts
+
+
 class Ends:
     """A job that has ended at the next look."""
 
     status, deadline, cancelled, finished = JobStatus.RUNNING, None, False, True
 
-    def __init__(self, job: JobRow, *_: object) -> None:
-        self.job = job
+    def __init__(self, job: JobRow, nodes: tuple[int, ...], *_: object) -> None:
+        self.job, self.nodes = job, nodes
 
     def start(self) -> None: ...
     def close(self) -> None: ...
@@ -137,6 +157,6 @@ def test_the_queue_says_which_place_a_job_has(capsys: pytest.CaptureFixture[str]
     rows = [JobRow(i, None, "", "ada", spec, JobStatus.PENDING, "", None, 0.0) for i in range(4)]
     running = dataclasses.replace(rows[0], status=JobStatus.RUNNING)
     cluster = ClusterSpec("c", created_s=0.0)
-    waiting = [dataclasses.replace(t.job, reason=t.why or "") for t in turns(cluster, rows[1:], [running])]
+    waiting = [dataclasses.replace(t.job, reason=t.why or "") for t in turns(cluster, rows[1:], [(running, (0,))])]
     print_jobs([*reversed(waiting), running])
     assert "waiting for its turn in the sweep, 1 at once (2 of 3 that wait)" in capsys.readouterr().out

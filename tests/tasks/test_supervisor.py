@@ -543,7 +543,7 @@ def test_jobs_with_accelerators_take_turns(home: Path) -> None:
     for job in (first, second, third, free):
         status, log = cluster.follow(job)
         assert status is SUCCEEDED, log
-    assert "waiting for 1 × L4 a node: job 1 has 2 of 2" in cluster.log(second)
+    assert "waiting for 1 × L4 on 1 node: job 1 has 2 of the cluster's 2" in cluster.log(second)
 
 
 @pytest.mark.long  # tests/cli/test_sweeps.py has it through the command

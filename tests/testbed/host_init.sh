@@ -33,6 +33,7 @@ cp "$folder/hosts" "$root/etc/hosts"
 echo sky:x:2000:2000::/home/sky:/bin/bash >> "$root/etc/passwd"
 echo sky:x:2000: >> "$root/etc/group"
 echo 'sky:*:19000:0:99999:7:::' >> "$root/etc/shadow"
+install -m 755 "$folder/nvidia-smi" "$root/usr/local/bin/nvidia-smi"  # of no GPUs, until it is given some
 rm -f "$root"/etc/ssh/ssh_host_*
 cp "$folder/keys/$name"/ssh_host_ed25519_key* "$root/etc/ssh/"
 cp "$folder/authorized_keys" "$root/etc/ssh/authorized_keys"

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 # The clone and its environment, where they lie below /tmp, which hosts have of their own.
 _KEPT = sorted({path for path in (str(Path(__file__).resolve().parents[2]), sys.prefix) if path.startswith("/tmp/")})
 _INIT = Path(__file__).with_name("host_init.sh")
+NVIDIA_SMI = Path(__file__).with_name("nvidia-smi")
 _CABLE = Path(__file__).with_name("cable.py")
 _PROGRAMS = ("unshare", "nsenter", "ip", "tc", "tini", "ssh", "ssh-keygen", "ssh-keyscan", "nft", "/usr/sbin/sshd")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -31,6 +33,12 @@ _SSHD = re.compile(r"(/\S*/)?sshd\b")  # as of OpenSSH 9.8 also sshd-session and
 _LAST_STARTED = "sleep infinity"  # of a host, by its init
 _LIMIT_S = 60.0  # never the reason that something fails
 USER = "sky"  # who logs in; an ordinary user
+
+
+def rows(num: int, name: str = "NVIDIA L4") -> tuple[list[str], str]:
+    """UUIDs of so many GPUs that nobody else has, and what the fake prints of them."""
+    uuids = [f"GPU-{uuid.uuid4()}" for _ in range(num)]
+    return uuids, "".join(f"{index}, {each}, {name}, 23034, 0, 580.95\n" for index, each in enumerate(uuids))
 
 
 def missing() -> str | None:
@@ -93,6 +101,12 @@ class Host:
 
         # Twice, as one may have forked between the list and its own stop.
         _until(lambda: not rest() and not rest(), f"every process of {self.name} gets signal {number}")
+
+    def give_gpus(self, num: int, name: str = "NVIDIA L4") -> list[str]:
+        """Have its ``nvidia-smi`` tell of so many GPUs; returns their UUIDs."""
+        uuids, text = rows(num, name)
+        self.run(f"cat > /usr/local/bin/gpus.csv <<'END'\n{text}END")
+        return uuids
 
     def slow(self, mbit: float) -> None:
         """Limit its line, in both directions, to so many Mbit/s."""
@@ -252,6 +266,7 @@ class Testbed:
             folder.mkdir(parents=True)
         make_key(ssh / "id_ed25519")
         shutil.copy(ssh / "id_ed25519.pub", self.folder / "authorized_keys")
+        shutil.copy(NVIDIA_SMI, self.folder)
         known = []
         for name, addr in addrs.items():
             keys = self.folder / "keys" / name

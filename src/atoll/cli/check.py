@@ -146,7 +146,7 @@ def gpus(
     infra: Annotated[str, typer.Option(help="The same as a flag.")] = "local",
     output: shown.Output = "table",
 ) -> None:
-    """Show the GPUs that jobs would use. They are those of this machine, or of ssh hosts.
+    """Show the GPUs that jobs would use, those of this machine with who has them, or of ssh hosts.
 
     \b
         atoll gpus
@@ -160,11 +160,15 @@ def gpus(
     if as_json:
         shown.print_json(rows)
     elif rows:
-        titles = [title for title in ("host", "index", "name", "memory_gb", "uuid") if title in rows[0]]
-        shown.print_table([title.upper() for title in titles], [[str(row[title]) for title in titles] for row in rows])
+        titles = [title for title in ("host", "index", "name", "memory_gb", "uuid", "held_by") if title in rows[0]]
+        shown.print_table(
+            [title.upper() for title in titles],
+            [["" if row[title] is None else str(row[title]) for title in titles] for row in rows],
+        )
 
 
 def _local_gpus(infra: str, quiet: bool) -> list[dict[str, Any]]:
+    from atoll.pool.agent.leases import holders
     from atoll.providers.gpus import gpu_report
 
     if infra != "local":
@@ -172,7 +176,8 @@ def _local_gpus(infra: str, quiet: bool) -> list[dict[str, Any]]:
     report = gpu_report()
     if not report.gpus and not quiet:
         print(f"no GPU: {report.reason}")
-    return [_row(gpu) for gpu in report.gpus]
+    held = holders(gpu.device for gpu in report.gpus)
+    return [{**_row(gpu), "held_by": held.get(gpu.device)} for gpu in report.gpus]
 
 
 def _row(gpu: Any) -> dict[str, Any]:

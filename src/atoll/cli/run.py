@@ -354,24 +354,25 @@ def _files_in(workdir: Path) -> str:
 
 
 def _with_gpus(cluster: ClusterSpec) -> tuple[ClusterSpec, int]:
-    """The GPUs that nodes have though none were asked for; recorded where all nodes have the same."""
+    """The GPUs that nodes have though none were asked for: as many of each as the one with the fewest has."""
     plans: Sequence[NodePlan]
     if cluster.hosts:
         from atoll.tasks.ssh_nodes import plans_of
 
         plans = plans_of(cluster)
-        most = max(plan.num_accelerators for plan in plans)
     else:
         from atoll.providers.local import Local
 
-        plans = Local().plan(nodes=cluster.num_nodes, accelerator=None, workers_per_node=1).nodes
-        most = len({gpu for plan in plans for gpu in plan.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu})
-        most //= cluster.num_nodes
+        planned = Local().plan(nodes=cluster.num_nodes, accelerator=None, workers_per_node=1)
+        plans = planned.nodes
+        for line in planned.lines:
+            shown.note(f"atoll: {line}")
+    most = max(plan.num_accelerators for plan in plans)
     least = min(plan.num_accelerators for plan in plans)
     kinds = {plan.accelerator for plan in plans}
-    if least and least == most and len(kinds) == 1:
-        cluster = dataclasses.replace(cluster, accelerator=kinds.pop(), num_accelerators=least)
-    elif least != most:
+    kind = kinds.pop() if len(kinds) == 1 else None
+    cluster = dataclasses.replace(cluster, accelerator=kind if least else None, num_accelerators=least)
+    if least != most:
         counts = ", ".join(str(plan.num_accelerators) for plan in plans)
         shown.note(f"atoll: nodes differ in their GPUs ({counts}): each counts as having {least}")
     return cluster, least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import os
 import tempfile
 import time
@@ -16,6 +17,14 @@ def atoll_home() -> Path:
     home = Path(os.environ.get("ATOLL_HOME") or "~/.atoll").expanduser().absolute()
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     return home
+
+
+def user_name() -> str:
+    """Who runs this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in a container
+        return f"uid{os.getuid()}"
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600) -> None:

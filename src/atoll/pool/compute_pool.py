@@ -240,6 +240,7 @@ class ComputePool:
             tmp_root=tempfile.gettempdir(),
             hang_timeout_s=self.hang_timeout,
             ttl_s=self.ttl,
+            name=self.name,
         )
 
     def _say(self, line: str) -> None:

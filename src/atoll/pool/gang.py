@@ -354,10 +354,10 @@ class Gang:
         reason = node.ended or node.silent or handle.reason or reason
         with self._lock:
             number, ranks, closing = node.plan.node, self.nodes.ranks_of(node), self._closing
-            if node.ended is not None and not closing:
-                self._break(PoolClosed(f"node {number} ended: {reason}"))
-            elif not all(state.starts for state in ranks) and not closing:
+            if not all(state.starts for state in ranks) and not closing:
                 self._break(ProvisionError(f"node {number} ended while it started: {reason}", node=number))
+            elif node.ended is not None and not closing:
+                self._break(PoolClosed(f"node {number} ended: {reason}"))
             lost = NodeLost(number, reason)
             for state in ranks:
                 job = self._calls.on_rank(state.rank)

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.core.errors import ConfigError
 from atoll.pool.agent.outbox import Outbox
 from atoll.providers.base import Node, NodePlan, Plan, Provider
+from atoll.providers.gpus import VISIBLE, lease_wish, visible_gpus
 from atoll.providers.remote import RemotePlan
 from atoll.wire.frames import Parser
 
@@ -45,6 +47,7 @@ class GangSpec:
     hang_timeout_s: float | None = None
     ttl_s: float | None = None
     start_timeout_s: float = 60.0
+    name: str | None = None
 
     def tmp_dir(self, plan: NodePlan) -> str:
         """The folder of a node's temporary files; it goes with the node."""
@@ -130,11 +133,22 @@ def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> di
         "env": env,
         "tmp_dir": tmp_dir,
         "ttl_s": spec.ttl_s,
+        "lease": _lease(spec, plan, env.get(VISIBLE)) if plan.gpus else None,
         "ranks": [
             {"rank": state.rank, "local_rank": local, "env": _rank_env(spec, plan, state.rank, local, len(mine))}
             for local, state in enumerate(mine)
         ],
     }
+
+
+def _lease(spec: GangSpec, plan: NodePlan, visible: str | None) -> dict[str, Any]:
+    """What an agent leases before it starts ranks: some of the plan's GPUs that ``CUDA_VISIBLE_DEVICES`` leaves."""
+    gpus = plan.gpus if visible is None else tuple(gpu for gpu in plan.gpus if gpu in visible_gpus(plan.gpus, visible))
+    if len(gpus) < plan.num_accelerators:
+        raise ConfigError(
+            f"{VISIBLE}={visible!r} leaves {len(gpus)} of its GPUs, and {plan.num_accelerators} are asked for"
+        )
+    return lease_wish(gpus, plan.num_accelerators, f"pool {spec.name or spec.pool_id}")
 
 
 def _rank_env(spec: GangSpec, plan: NodePlan, rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:

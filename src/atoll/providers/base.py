@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from atoll.providers.accelerators import AcceleratorSpec
+from atoll.providers.gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ class NodePlan:
         num_ranks: processes it will run.
         accelerator: name of its accelerator, or None.
         num_accelerators: how many of them its ranks see.
-        env: variables its ranks get, such as ``CUDA_VISIBLE_DEVICES``.
+        gpus: those that its agent may lease ``num_accelerators`` of, the preferred ones first; empty where there are
+            none, or they are simulated.
+        env: variables its ranks get.
         place: what it should have for itself, where it runs a task.
     """
 
@@ -59,6 +62,7 @@ class NodePlan:
     num_ranks: int
     accelerator: str | None = None
     num_accelerators: int = 0
+    gpus: tuple[Gpu, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     place: NodePlace | None = None
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from atoll.core.paths import user_name
 from atoll.providers.accelerators import canonical_gpu_name
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # What parse_line reads the answer to; asked on ssh hosts too.
 QUERY = ["--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 # A driver in trouble answers late or never; without persistence mode a healthy one takes seconds.
@@ -30,6 +36,14 @@ class Gpu:
     uuid: str
     name: str
     memory_gb: float
+
+    @property
+    def device(self) -> str:
+        """What ``CUDA_VISIBLE_DEVICES`` calls it."""
+        return self.uuid or str(self.index)
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,11 @@ def local_gpus() -> tuple[Gpu, ...]:
 
 def gpu_report() -> GpuReport:
     """The same with the reason where there is none. Asked once per process and value of ``CUDA_VISIBLE_DEVICES``."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return machine_gpus(os.environ.get(VISIBLE))
+
+
+def machine_gpus(visible: str | None) -> GpuReport:
+    """GPUs of this machine that a value of ``CUDA_VISIBLE_DEVICES`` leaves; all of them for None."""
     program = shutil.which("nvidia-smi")
     key = (program, visible)
     if key not in _reports:
@@ -65,13 +83,27 @@ def gpu_report() -> GpuReport:
 
 
 def _look(program: str | None, visible: str | None) -> GpuReport:
-    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        return GpuReport((), f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU")
+    if visible is not None and not _entries(visible):
+        return GpuReport((), f"{VISIBLE}={visible!r} hides every GPU")
     if program is None:
         return GpuReport((), "nvidia-smi is not on PATH")
+    answer = _ask([program, *QUERY])
+    if isinstance(answer, GpuReport):
+        return answer
+    gpus = tuple(gpu for gpu in map(parse_line, answer.splitlines()) if gpu is not None)
+    if not gpus:
+        return GpuReport((), f"nvidia-smi lists no GPU: {answer.strip() or 'no output'}")
+    if visible is not None and "MIG-" in visible and isinstance(slices := _ask([program, "-L"]), str):
+        gpus += tuple(_slices(gpus, slices))
+    chosen = gpus if visible is None else visible_gpus(gpus, visible)
+    return GpuReport(chosen, None if chosen else f"{VISIBLE}={visible!r} names no GPU of this machine")
+
+
+def _ask(command: list[str]) -> str | GpuReport:
+    """What it prints, or why there is no GPU."""
     try:
         answer = subprocess.run(
-            [program, *QUERY],
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -86,11 +118,19 @@ def _look(program: str | None, visible: str | None) -> GpuReport:
     if answer.returncode != 0:
         said = (answer.stderr.strip() or answer.stdout.strip() or "no output").splitlines()[-1]
         return GpuReport((), f"nvidia-smi failed with exit code {answer.returncode}: {said}")
-    gpus = tuple(gpu for gpu in map(parse_line, answer.stdout.splitlines()) if gpu is not None)
-    if not gpus:
-        return GpuReport((), f"nvidia-smi lists no GPU: {answer.stdout.strip() or 'no output'}")
-    chosen = gpus if visible is None else _visible(gpus, visible)
-    return GpuReport(chosen, None if chosen else f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU of this machine")
+    return answer.stdout
+
+
+def _slices(gpus: Sequence[Gpu], listed: str) -> Iterator[Gpu]:
+    """MIG slices, from ``nvidia-smi -L``, which lists them below their card."""
+    card = None
+    for line in listed.splitlines():
+        if (found := re.search(r"UUID: (\S+?)\)", line)) is None:
+            continue
+        if not found[1].startswith("MIG-"):
+            card = next((gpu for gpu in gpus if gpu.uuid == found[1]), None)
+        elif card is not None:
+            yield replace(card, uuid=found[1])
 
 
 def parse_line(line: str) -> Gpu | None:
@@ -106,17 +146,27 @@ def parse_line(line: str) -> Gpu | None:
     return Gpu(int(index), uuid, canonical_gpu_name(name), memory_gb)
 
 
-def _visible(gpus: tuple[Gpu, ...], visible: str) -> tuple[Gpu, ...]:
+def _entries(visible: str) -> list[str]:
+    return [] if visible.strip() in ("", "-1", "NoDevFiles") else [part.strip() for part in visible.split(",")]
+
+
+def visible_gpus(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
     """CUDA's rule: indices or UUIDs (a unique beginning will do); the first that names nothing ends the list."""
     chosen: list[Gpu] = []
-    for entry in (part.strip() for part in visible.split(",")):
+    for entry in _entries(visible):
         if entry.isdigit():
-            found = [gpu for gpu in gpus if gpu.index == int(entry)]
+            found = [gpu for gpu in gpus if gpu.index == int(entry) and not gpu.uuid.startswith("MIG-")]
         else:
-            found = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+            found = [gpu for gpu in gpus if entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry)]
         if len(found) != 1:
             break
         if found[0] in chosen:  # CUDA hides everything where a device is named twice
             return ()
         chosen.append(found[0])
     return tuple(chosen)
+
+
+def lease_wish(gpus: Sequence[Gpu], count: int, what: str) -> dict[str, Any]:
+    """What an agent is told to lease ``count`` of these GPUs for ``what``, a job or pool of this process."""
+    holder = f"{what} (pid {os.getpid()} on {socket.gethostname()}, user {user_name()})"
+    return {"gpus": [[gpu.device, str(gpu)] for gpu in gpus], "count": count, "holder": holder}

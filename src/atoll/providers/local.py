@@ -18,7 +18,7 @@ from atoll.core.errors import ConfigError, death_reason
 from atoll.core.hints import suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlace, NodePlan, Plan
-from atoll.providers.gpus import Gpu, local_gpus
+from atoll.providers.gpus import VISIBLE, Gpu, local_gpus
 
 # The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
 _AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
@@ -54,17 +54,16 @@ class Local:
     def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
         """Share this machine's GPUs between the nodes, or simulate what it lacks."""
         gpus = local_gpus()
+        have = f"this machine has {_counted(gpus)}"
         if accelerator is None:
-            shares = _shares(gpus, nodes)
+            each = len(gpus) // nodes
+            lines = (f"{have} for {nodes} nodes, which run on CPU; nodes={len(gpus)} uses it",)
             name = gpus[0].name if gpus else None
-            return self._plan(shares, name, nodes, workers_per_node, False, ())
+            return self._plan(gpus, each, name, nodes, workers_per_node, () if each or not gpus else lines)
         wanted = accelerator.count * nodes
         matching = tuple(gpu for gpu in gpus if gpu.name == accelerator.name)
         if len(matching) >= wanted:
-            return self._plan(
-                _cut(matching, nodes, accelerator.count), accelerator.name, nodes, workers_per_node, False, ()
-            )
-        have = f"this machine has {_counted(gpus)}"
+            return self._plan(matching, accelerator.count, accelerator.name, nodes, workers_per_node)
         asked = f"{nodes} × {accelerator.name}:{accelerator.count}"
         if not self.simulate:
             raise ConfigError(
@@ -73,34 +72,31 @@ class Local:
             )
         if len(gpus) >= wanted:
             line = f"{asked} was asked for; {have}, which are used instead"
-            return self._plan(
-                _cut(gpus, nodes, accelerator.count), gpus[0].name, nodes, workers_per_node, False, (line,)
-            )
+            return self._plan(gpus, accelerator.count, gpus[0].name, nodes, workers_per_node, (line,))
         line = f"{asked} simulated on CPU: {have}"
-        none: list[tuple[Gpu, ...]] = [()] * nodes
-        return self._plan(none, accelerator.name, nodes, workers_per_node, True, (line,), accelerator.count)
+        return self._plan((), accelerator.count, accelerator.name, nodes, workers_per_node, (line,), simulated=True)
 
     def _plan(
         self,
-        shares: list[tuple[Gpu, ...]],
+        gpus: tuple[Gpu, ...],
+        count: int,
         name: str | None,
         nodes: int,
         workers_per_node: int | str,
-        simulated: bool,
-        lines: tuple[str, ...],
-        count: int = 0,
+        lines: tuple[str, ...] = (),
+        *,
+        simulated: bool = False,
     ) -> Plan:
+        ranks = workers_per_node if isinstance(workers_per_node, int) else max(1, count)
+        env = {"ATOLL_SIMULATED": "1"} if simulated else {}
+        if simulated or (gpus and not count):
+            env[VISIBLE] = ""
         planned = []
-        for node, share in enumerate(shares):
-            num = count if simulated else len(share)
-            ranks = workers_per_node if isinstance(workers_per_node, int) else max(1, num)
-            env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid or str(gpu.index) for gpu in share)}
-            if not share and not simulated:
-                env = {}
-            if simulated:
-                env["ATOLL_SIMULATED"] = "1"
-            planned.append(NodePlan(node, f"127.0.0.{node % 254 + 1}", ranks, name if num else None, num, env))
-        return Plan(self.name, tuple(planned), simulated, any(shares), lines)
+        for node in range(nodes):
+            may = in_turn(gpus, node, count) if count else ()
+            addr = f"127.0.0.{node % 254 + 1}"
+            planned.append(NodePlan(node, addr, ranks, name if count else None, count, may, env))
+        return Plan(self.name, tuple(planned), simulated, bool(gpus and count), lines)
 
     def start(self, node: NodePlan, agent: Sequence[str], env: Mapping[str, str] | None = None) -> LocalNode:
         """Start the node's agent; its channel is one end of a socket pair, so nothing listens anywhere.
@@ -255,17 +251,10 @@ def _placed(place: NodePlace) -> str:
     return json.dumps({**dataclasses.asdict(place), "outside": outside, "refused": isolation().refused})
 
 
-def _shares(gpus: tuple[Gpu, ...], nodes: int) -> list[tuple[Gpu, ...]]:
-    """Each node's part: equal blocks; with fewer GPUs than nodes, nodes share them."""
-    if not gpus:
-        return [()] * nodes
-    if len(gpus) < nodes:
-        return [(gpus[node % len(gpus)],) for node in range(nodes)]
-    return _cut(gpus, nodes, len(gpus) // nodes)
-
-
-def _cut(gpus: tuple[Gpu, ...], nodes: int, count: int) -> list[tuple[Gpu, ...]]:
-    return [gpus[node * count : (node + 1) * count] for node in range(nodes)]
+def in_turn(gpus: tuple[Gpu, ...], node: int, count: int) -> tuple[Gpu, ...]:
+    """The GPUs with a node's own share first: neighbours stay together, and nodes start out with different ones."""
+    own = node * count % len(gpus) if gpus else 0
+    return (*gpus[own:], *gpus[:own])
 
 
 def _counted(gpus: tuple[Gpu, ...]) -> str:

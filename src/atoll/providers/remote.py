@@ -34,6 +34,7 @@ class RemotePlan(NodePlan):
         home: where ranks start.
         folder: a folder of the user's that can be written to and stays.
         tmp: where temporary files go.
+        cores: that its ranks share.
         base_env: environment of a command there.
         bundles: code that ranks import from, Atoll's first; ``present`` are digests of those that are there.
         packages: folders of packages that its ranks import from before the interpreter's own.
@@ -47,6 +48,7 @@ class RemotePlan(NodePlan):
     home: str = "/"
     folder: str = "/tmp"
     tmp: str = "/tmp"
+    cores: int = 1
     base_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     bundles: tuple[Bundle, ...] = ()
     present: frozenset[str] = frozenset()

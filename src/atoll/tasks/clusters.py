@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
-from atoll.core.paths import atoll_home, sweep_temporary
+from atoll.core.paths import atoll_home, sweep_temporary, user_name
 from atoll.tasks import record
 from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, ClusterStatus, is_name, node_name
 
@@ -61,16 +61,6 @@ def fresh_name() -> str:
     while (name := f"atoll-{secrets.token_hex(2)}-{user}"[:LONGEST_NAME]) in taken:
         pass
     return name
-
-
-def user_name() -> str:
-    """Whose jobs these are."""
-    import getpass
-
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in a container
-        return f"uid{os.getuid()}"
 
 
 def folder_of(name: str) -> Path:

@@ -25,9 +25,9 @@ from signal import SIGTERM
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.paths import atoll_home
+from atoll.core.paths import atoll_home, user_name
 from atoll.tasks import history, record, remains, supervisor
-from atoll.tasks.clusters import is_stopped, user_name
+from atoll.tasks.clusters import is_stopped
 from atoll.tasks.environment import check_size, task_id
 from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
 from atoll.tasks.rows import JobRow

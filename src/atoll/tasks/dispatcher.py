@@ -21,7 +21,7 @@ from atoll.tasks.nodes import LocalNodes, NodeSource
 from atoll.tasks.ports import PortLocks
 from atoll.tasks.rows import JobRow
 from atoll.tasks.runner import JobRunner, unexpected
-from atoll.tasks.schedule import TURN, turns
+from atoll.tasks.schedule import TURN, Turn, turns
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 from atoll.tasks.store import Store
 from atoll.tasks.supervisor import PROBE_S, WAKE, settle
@@ -227,9 +227,10 @@ class Dispatcher:
             for job in pending:
                 self._wait(job, f"waiting for the end of job {ids}: the cluster was changed or made anew meanwhile")
             return
-        running = [runner.job for runner in self._runners.values()]  # one that has ended may not be gone yet
+        # One that has ended may not be gone yet.
+        running = [(runner.job, runner.nodes) for runner in self._runners.values()]
         for turn in turns(cluster, [job for job in pending if self._may_follow(job)], running):
-            why = turn.why or self._start(turn.job, cluster, nodes)
+            why = turn.why or self._start(turn, cluster, nodes)
             if why is not None:
                 self._wait(turn.job, why)
 
@@ -270,10 +271,11 @@ class Dispatcher:
             self._nodes, self._shape = nodes, shape
         return self._nodes
 
-    def _take_ports(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
-        networks = nodes.shared_networks[: job.spec.num_nodes]
-        if not job.spec.ports or not networks:
+    def _take_ports(self, turn: Turn, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
+        job = turn.job
+        if not job.spec.ports or not nodes.shared_networks:
             return None
+        networks = [nodes.shared_networks[node] for node in turn.nodes]
         if job.spec.ports in self._awaited_ports:
             return f"{TURN}: jobs before it wait for its port"
         folder = self._folder.parent.parent / "ports"
@@ -285,12 +287,13 @@ class Dispatcher:
         self._ports[job.id] = locks
         return None
 
-    def _start(self, job: JobRow, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
+    def _start(self, turn: Turn, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
         """Start a job, unless it has to wait for a port: what it waits for, then."""
+        job = turn.job
         try:
-            if (why := self._take_ports(job, cluster, nodes)) is not None:
+            if (why := self._take_ports(turn, cluster, nodes)) is not None:
                 return why
-            runner = JobRunner(job, cluster, nodes, self._folder, self._loop, self._record, self._notes)
+            runner = JobRunner(job, turn.nodes, cluster, nodes, self._folder, self._loop, self._record, self._notes)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this job, the others go on
             self._forget(job.id)
             self._refuse(job, str(error) if isinstance(error, (AtollError, OSError, ValueError)) else unexpected(error))

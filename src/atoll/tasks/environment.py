@@ -12,6 +12,7 @@ from datetime import datetime
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import secret_parts
+from atoll.providers.gpus import VISIBLE
 from atoll.tasks.spec import ClusterSpec, JobSpec
 from atoll.tasks.transitions import Phase
 
@@ -28,6 +29,7 @@ class Task:
         job_id, task_id, user: as in the job's row.
         addresses: of every node of the cluster, head first.
         secrets: variables that no record shows.
+        nodes: of the cluster, that ``run`` runs on, by their rank.
     """
 
     spec: JobSpec
@@ -37,6 +39,7 @@ class Task:
     user: str
     addresses: Sequence[str]
     secrets: Mapping[str, str]
+    nodes: Sequence[int]
 
 
 def task_id(cluster: str, job_id: int, now: datetime) -> str:
@@ -51,7 +54,7 @@ def script_environment(task: Task, phase: Phase, node: int, place: Mapping[str, 
 
 
 def command_environment(
-    task: Task, node: int, process: int, place: Mapping[str, str], *, master_port: int, restarts: int
+    task: Task, node: int, process: int, place: Mapping[str, str], *, master_port: int, restarts: int, cores: int
 ) -> dict[str, str]:
     """Variables of one process of a ``command`` job: those of ``run``, and every one that ``torchrun`` sets.
 
@@ -61,20 +64,22 @@ def command_environment(
         place: what the node itself adds.
         master_port: where rank 0 will listen.
         restarts: how often the job was started again.
+        cores: of the node's machine, which all ranks there share.
     """
     spec = task.spec
-    rank, world = node * spec.num_processes + process, spec.num_nodes * spec.num_processes
+    at = task.nodes.index(node)
+    rank, world = at * spec.num_processes + process, spec.num_nodes * spec.num_processes
     ours: dict[str, str | int] = {
         "RANK": rank,
         "LOCAL_RANK": process,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": spec.num_processes,
-        "GROUP_RANK": node,
+        "GROUP_RANK": at,
         "GROUP_WORLD_SIZE": spec.num_nodes,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "default",
-        "MASTER_ADDR": task.addresses[0],
+        "MASTER_ADDR": task.addresses[task.nodes[0]],
         "MASTER_PORT": master_port,
         "TORCHELASTIC_RESTART_COUNT": restarts,
         "TORCHELASTIC_MAX_RESTARTS": spec.restarts.on_errors,
@@ -82,8 +87,9 @@ def command_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     defaults = {**_LINE_BY_LINE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if spec.num_processes > 1:
-        defaults["OMP_NUM_THREADS"] = "1"  # else each of them takes every core
+    if spec.num_processes > 1 or (task.cluster.infra == "local" and spec.num_nodes > 1):
+        there = world if task.cluster.infra == "local" else spec.num_processes
+        defaults["OMP_NUM_THREADS"] = str(max(1, cores // there))  # else each of them takes every core
     return _layered(task, place, defaults, {**_run_variables(task, node), **_texts(ours)})
 
 
@@ -92,9 +98,11 @@ def _layered(
 ) -> dict[str, str]:
     """Later wins: what we would have, the caller's, the node's, the user's, and last what is a fact."""
     spec = task.spec
-    facts = {name: place[name] for name in OF_PLACE if name in place}
+    facts = {name: place[name] for name in (*OF_PLACE, VISIBLE) if name in place}
     if spec.inherit_env:  # a home and a /tmp as the caller has them
-        facts, place = {}, {name: value for name, value in place.items() if name not in OF_PLACE}
+        for name in OF_PLACE:
+            facts.pop(name, None)
+        place = {name: value for name, value in place.items() if name not in OF_PLACE}
     return {**defaults, **spec.base_env, **place, **spec.env, **task.secrets, **facts, **ours}
 
 
@@ -128,8 +136,8 @@ def _run_variables(task: Task, node: int) -> dict[str, str]:
     return {
         **_common_variables(task),
         "SKYPILOT_NUM_NODES": str(task.spec.num_nodes),
-        "SKYPILOT_NODE_IPS": "\n".join(task.addresses[: task.spec.num_nodes]),
-        "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NODE_IPS": "\n".join(task.addresses[each] for each in task.nodes),
+        "SKYPILOT_NODE_RANK": str(task.nodes.index(node)),
         "SKYPILOT_NUM_GPUS_PER_NODE": str(task.spec.num_accelerators),
         "SKYPILOT_INTERNAL_JOB_ID": str(task.job_id),
     }

@@ -34,6 +34,7 @@ _INHERITED = (
     "LD_LIBRARY_PATH",
     "PYTHONPATH",
     "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
     "LANG",
     "LC_ALL",
     "TZ",

@@ -12,6 +12,7 @@ last lines in ``data`` as ``tail``; ``restart`` has in ``data`` how many ``resta
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from signal import SIGTERM
 
 from atoll.core.errors import ConfigError
@@ -55,6 +56,7 @@ class JobMachine:
 
     Args:
         spec: the job.
+        nodes: of the cluster, that it runs on; the first ones by default.
         num_cluster_nodes: nodes of the cluster; setup runs on all of them.
         setup_needed: run the setup; after a lost node it is run again.
 
@@ -66,7 +68,9 @@ class JobMachine:
         ConfigError: the job wants more nodes than the cluster has.
     """
 
-    def __init__(self, spec: JobSpec, *, num_cluster_nodes: int, setup_needed: bool) -> None:
+    def __init__(
+        self, spec: JobSpec, *, num_cluster_nodes: int, setup_needed: bool, nodes: Sequence[int] | None = None
+    ) -> None:
         if not 1 <= spec.num_nodes <= num_cluster_nodes:
             raise ConfigError(
                 f"num_nodes={spec.num_nodes}: the cluster has {num_cluster_nodes}; ask for less, or launch a larger one"
@@ -74,6 +78,7 @@ class JobMachine:
         self.status = JobStatus.PENDING
         self.attempt = 0
         self._spec = spec
+        self._nodes = tuple(nodes or range(spec.num_nodes))
         self._num_cluster_nodes = num_cluster_nodes
         self._has_setup = self._setup_due = setup_needed and spec.setup is not None
         self._processes = spec.num_processes if spec.command is not None else 1
@@ -138,13 +143,12 @@ class JobMachine:
         self.attempt += 1
         self._phase, self._cause, self._next_s = "nodes", None, None
         self._failed_setups = []
-        num_nodes = self._num_cluster_nodes if self._setup_due else self._spec.num_nodes
-        self._starting = set(range(num_nodes))
+        self._starting = set(range(self._num_cluster_nodes) if self._setup_due else self._nodes)
         wanted = self._spec.num_nodes
         text = f"Waiting for task resources on {wanted} node{'s' if wanted > 1 else ''}."
         return [
             Log("attempt", text, data=(("attempt", self.attempt),)),
-            *(StartNode(node, self.attempt) for node in range(num_nodes)),
+            *(StartNode(node, self.attempt) for node in sorted(self._starting)),
         ]
 
     def _node_up(self, event: NodeUp) -> list[Action]:
@@ -168,7 +172,7 @@ class JobMachine:
         return []
 
     def _start_run(self) -> list[Action]:
-        spare = [node for node in sorted(self._up) if node >= self._spec.num_nodes]
+        spare = sorted(self._up.difference(self._nodes))
         self._up.difference_update(spare)
         stops = [StopNode(node) for node in spare]
         if self._spec.run is None and self._spec.command is None:
@@ -223,7 +227,7 @@ class JobMachine:
         return dataclasses.replace(cause, reason=f"{cause.reason}, while nothing was heard of {', '.join(silent)}")
 
     def _rank(self, event: ProcessStarted | ProcessEnded) -> int:
-        return event.node * self._processes + event.process if event.phase == "run" else event.node
+        return self._nodes.index(event.node) * self._processes + event.process if event.phase == "run" else event.node
 
     # ------------------------------------------------------------------------------------------- what goes wrong
     def _node_down(self, event: NodeDown, now: float) -> list[Action]:
@@ -234,7 +238,7 @@ class JobMachine:
         self._up.discard(event.node)
         needed = (
             self._phase == "nodes"
-            or (self._phase == "setup" and event.node < self._spec.num_nodes)
+            or (self._phase == "setup" and event.node in self._nodes)
             or any(node == event.node for _, node, _ in self._living)
         )
         self._living = {key for key in self._living if key[1] != event.node}

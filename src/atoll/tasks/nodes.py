@@ -22,9 +22,9 @@ from atoll.core.errors import ConfigError, ProvisionError
 from atoll.pool.agent.procs import kill_tree
 from atoll.pool.agent.remains import VARIABLE
 from atoll.pool.members import agent_command, sweep_stale
-from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Node, NodePlace, NodePlan
-from atoll.providers.local import Local, isolation
+from atoll.providers.gpus import VISIBLE, Gpu, machine_gpus
+from atoll.providers.local import Local, in_turn, isolation
 from atoll.providers.network import Network, NetworkUnavailable
 from atoll.tasks import remains
 from atoll.tasks.spec import LONGEST_NAME, WORKDIR, ClusterSpec, node_name
@@ -44,7 +44,8 @@ class StartedNode:
         home: its ``HOME``; ``workdir`` is the folder in it that a task's files are copied to.
         tmp: its folder for temporary files. The agent gives processes what it is called inside as ``TMPDIR``.
         env: what the place adds to the environment of its processes: ``HOME``, ``TMPDIR``, ``NCCL_HOSTID``,
-            ``CUDA_VISIBLE_DEVICES``, ``ATOLL_SIMULATED``.
+            ``ATOLL_SIMULATED``.
+        cores: of its machine.
     """
 
     handle: Node
@@ -53,6 +54,7 @@ class StartedNode:
     workdir: str
     tmp: str
     env: dict[str, str]
+    cores: int
 
 
 class NodeSource(Protocol):
@@ -84,6 +86,12 @@ class NodeSource(Protocol):
 
         Raises:
             ProvisionError: it could not be started.
+        """
+
+    def gpus(self, node: int, count: int, visible: str | None) -> tuple[Gpu, ...]:
+        """The GPUs that a job which wants ``count`` of a node may lease some of, the preferred ones first.
+
+        ``visible`` is the job's ``CUDA_VISIBLE_DEVICES``, which bounds them.
         """
 
     def fault_of(self, job_id: int) -> str | None:
@@ -143,7 +151,7 @@ class LocalNodes:
         Raises:
             ProvisionError: it could not be started.
         """
-        plan = self._plans[node]
+        plan = NodePlan(node, self.addresses[node], 1)
         try:
             network, notes = self._network_for(job_id, attempt)
         except NetworkUnavailable as error:
@@ -180,8 +188,19 @@ class LocalNodes:
             reason = handle.reason or str(error)
             handle.stop()
             raise ProvisionError(reason, node=node) from error
-        env = {"HOME": str(home), "TMPDIR": tmp, "NCCL_HOSTID": _machine_id(), **plan.env}
-        return StartedNode(handle, plan.addr, str(home), str(home / WORKDIR), tmp, env)
+        env = {"HOME": str(home), "TMPDIR": tmp, "NCCL_HOSTID": _machine_id()}
+        if self._cluster.simulated:
+            env |= {"ATOLL_SIMULATED": "1", VISIBLE: ""}
+        cores = len(os.sched_getaffinity(0))
+        return StartedNode(handle, plan.addr, str(home), str(home / WORKDIR), tmp, env, cores)
+
+    def gpus(self, node: int, count: int, visible: str | None) -> tuple[Gpu, ...]:
+        """The machine's, those of the cluster's kind where it has some; none where they are simulated."""
+        if self._cluster.simulated:
+            return ()
+        found = machine_gpus(visible).gpus
+        named = tuple(gpu for gpu in found if gpu.name == self._cluster.accelerator)
+        return in_turn(named or found, node, count)
 
     def close(self) -> None:
         """Close the cluster's network. Nodes that still run are the caller's to stop."""
@@ -221,17 +240,6 @@ class LocalNodes:
     def _hostname(self, node: int) -> str:
         role = f"-{node_name(node)}"
         return self._cluster.name[: LONGEST_NAME - len(role)] + role  # the kernel takes no longer ones
-
-    @functools.cached_property
-    def _plans(self) -> list[NodePlan]:
-        """Each node before it has a place: its address and its share of the machine's GPUs."""
-        cluster = self._cluster
-        if cluster.simulated:
-            env = {"ATOLL_SIMULATED": "1", "CUDA_VISIBLE_DEVICES": ""}
-            return [NodePlan(node, addr, 1, env=env) for node, addr in enumerate(self.addresses)]
-        wanted = cluster.accelerator and AcceleratorSpec(cluster.accelerator, cluster.num_accelerators)
-        plan = Local().plan(nodes=cluster.num_nodes, accelerator=wanted or None, workers_per_node=1)
-        return [replace(each, addr=addr) for each, addr in zip(plan.nodes, self.addresses, strict=True)]
 
 
 class _TaskNode:

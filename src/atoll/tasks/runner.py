@@ -7,6 +7,7 @@ library only.
 from __future__ import annotations
 
 import os
+import random
 import time
 import traceback
 from collections import deque
@@ -15,9 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import SIGTERM
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
+from atoll.providers.gpus import VISIBLE, lease_wish, visible_gpus
 from atoll.tasks import environment
 from atoll.tasks.channel import Channel
 from atoll.tasks.logs import JobLog, Stream
@@ -53,6 +55,7 @@ T = TypeVar("T")
 Record = Callable[[int, Sequence[SetStatus | Log]], JobStatus]
 
 _ANSWER_S = 60.0  # an agent that was started says so within this time
+_LEASE_S = 1.0  # about so often, GPUs that others have are asked for again
 _TAIL_LINES = 5  # of the culprit's last lines, which stand further up as well
 _MOST_STARTS = 64  # nodes that are started at the same time
 
@@ -66,6 +69,7 @@ class _Place:
     started: StartedNode | None = None
     channel: Channel | None = None
     answer_due: float | None = None
+    devices: str | None = None  # what it leases, as CUDA_VISIBLE_DEVICES
     stopped: bool = False
     running: dict[int, tuple[Phase, int]] = field(default_factory=dict)  # by number: phase, process
     streams: dict[int, Stream] = field(default_factory=dict)
@@ -76,6 +80,7 @@ class JobRunner:
 
     Args:
         job: its row.
+        on: the cluster's nodes that it runs on.
         cluster: where it runs.
         nodes: starts them.
         folder: of the cluster.
@@ -84,12 +89,13 @@ class JobRunner:
         notes: lines to begin the job's log with.
 
     Raises:
-        ConfigError: the job wants more nodes than the cluster has.
+        ConfigError: the job wants more nodes than the cluster has, or more GPUs than it may lease.
     """
 
     def __init__(
         self,
         job: JobRow,
+        on: Sequence[int],
         cluster: ClusterSpec,
         nodes: NodeSource,
         folder: Path,
@@ -101,9 +107,17 @@ class JobRunner:
         secrets = values.get("secrets", {})
         spec = replace(job.spec, base_env=values.get("base_env", {}), env=values.get("env", {}))
         self.job = replace(job, spec=spec)
+        self.nodes = tuple(on)
         self.cancelled = False
-        self._machine = JobMachine(spec, num_cluster_nodes=cluster.num_nodes, setup_needed=spec.setup is not None)
-        self._task = environment.Task(spec, cluster, job.id, job.task_id, job.user, nodes.addresses, secrets)
+        self._machine = JobMachine(
+            spec, num_cluster_nodes=cluster.num_nodes, setup_needed=spec.setup is not None, nodes=on
+        )
+        visible = {**spec.base_env, **spec.env}.get(VISIBLE)
+        self._gpus = [nodes.gpus(node, spec.num_accelerators, visible) for node in range(cluster.num_nodes)]
+        self._num_gpus = 0 if cluster.simulated or spec.simulated else spec.num_accelerators  # of each node
+        self._check_gpus(visible, shared=cluster.infra == "local")
+        names = job.id, job.task_id, job.user
+        self._task = environment.Task(spec, cluster, *names, nodes.addresses, secrets, self.nodes)
         self._log = JobLog(folder / "jobs" / str(job.id), environment.hidden_values(spec, secrets))
         self._folder = folder
         self._nodes = nodes
@@ -116,6 +130,10 @@ class JobRunner:
         self._turns: dict[int, deque[Callable[[], None]]] = {}  # blocking work of a node, one piece after another
         self._culprit: Log | None = None
         self._ports: dict[int, int] = {}  # by attempt
+        self._round = 0  # of questions for GPUs, which all nodes lease at once or none; 0 gives them back
+        self._leases: dict[int, dict[str, Any]] = {}  # answers of nodes in this round
+        self._lease_due: float | None = None  # GPUs are asked for again
+        self._held = ""  # who has them, as was last said
         self._bar_due: float | None = None
 
     # ------------------------------------------------------------------------------------------- for the supervisor
@@ -132,7 +150,8 @@ class JobRunner:
     @property
     def deadline(self) -> float | None:
         """When ``tick`` must be called at the latest (monotonic), or None."""
-        dues = [self._machine.deadline, self._bar_due, *(place.answer_due for place in self._places.values())]
+        answers = (place.answer_due for place in self._places.values())
+        dues = [self._machine.deadline, self._bar_due, self._lease_due, *answers]
         return min((due for due in dues if due is not None), default=None)
 
     def start(self) -> None:
@@ -167,6 +186,8 @@ class JobRunner:
         for place in list(self._places.values()):
             if place.answer_due is not None and now >= place.answer_due:
                 self._lost(place, f"its agent did not answer within {_ANSWER_S:.0f} s")
+        if self._lease_due is not None and now >= self._lease_due:
+            self._ask_leases()
         if self._machine.deadline is not None and now >= self._machine.deadline:
             self._tell(Tick())
 
@@ -355,19 +376,21 @@ class JobRunner:
         number = action.process + (action.phase == "run")  # setup is process 0 of its agent
         place.running[number] = (action.phase, action.process)
         cwd = started.workdir if action.phase == "setup" else spec.cwd or started.workdir
+        node_env = {**started.env, **self._devices(place, action.phase)}
         meta: dict[str, object] = {"cwd": cwd}
         if action.phase == "run" and spec.command is not None:
             env = environment.command_environment(
                 self._task,
                 action.node,
                 action.process,
-                started.env,
+                node_env,
                 master_port=self._master_port(action.attempt),
                 restarts=action.attempt - 1,
+                cores=started.cores,
             )
             meta["argv"] = list(spec.command)
         else:
-            env = environment.script_environment(self._task, action.phase, action.node, started.env)
+            env = environment.script_environment(self._task, action.phase, action.node, node_env)
             text = spec.setup if action.phase == "setup" else spec.run
             meta["argv"] = environment.script_arguments(spec.strict)
             meta["script"] = {"name": f"{action.phase}.sh", "text": text}
@@ -382,6 +405,8 @@ class JobRunner:
                     self._bar_due = self._bar_due or stream.due
             case frames.AGENT:
                 self._answered(place, frame)
+            case frames.LEASED if not place.stopped:
+                self._leased(place, frame.parsed().meta)
             case frames.STARTED if frame.rank in place.running:
                 phase, process = place.running[frame.rank]
                 pid = int(frame.parsed().meta["pid"])
@@ -402,7 +427,73 @@ class JobRunner:
             if not any(note.partition(": ")[2] in said for said in self._notes):  # the cause, perhaps of more
                 self._notes.append(note)
                 self._note(place, note)
-        self._tell(NodeUp(place.node, place.attempt))
+        if not self._num_gpus or place.node not in self.nodes:
+            self._tell(NodeUp(place.node, place.attempt))
+        elif all(self._has_answered(node) for node in self.nodes):
+            self._ask_leases()
+
+    # ------------------------------------------------------------------------------------------- GPUs
+    def _check_gpus(self, visible: str | None, *, shared: bool) -> None:
+        """Refuses a job that asks for more GPUs than it could ever lease; all nodes ``shared`` have the same ones."""
+        wanted = self._num_gpus * (len(self.nodes) if shared else 1)
+        fewest = min((len(self._gpus[node]) for node in self.nodes), default=0)
+        if fewest < wanted:
+            where = "this machine" if shared else "a node"
+            bound = "" if visible is None else f" that {VISIBLE}={visible!r} leaves"
+            raise ConfigError(
+                f"{len(self.nodes)} × {self.job.spec.accelerator or 'GPU'}:{self._num_gpus} can't be had: {where} has "
+                f"{fewest} of them{bound}; ask for less (--gpus)"
+            )
+
+    def _has_answered(self, node: int) -> bool:
+        place = self._places.get(node)
+        return place is not None and place.channel is not None and place.answer_due is None
+
+    def _ask_leases(self) -> None:
+        """Has all of the job's nodes lease their GPUs."""
+        self._lease_due, self._leases = None, {}
+        self._round += 1
+        if not all(self._has_answered(node) for node in self.nodes):
+            return  # one was lost just now, or they are started anew
+        for node in self.nodes:
+            self._send_lease(node, self._num_gpus, self._round)
+
+    def _send_lease(self, node: int, count: int, number: int) -> None:
+        place = self._places[node]
+        assert place.channel is not None and place.started is not None  # it has answered
+        gpus = self._gpus[node]
+        if (visible := place.started.env.get(VISIBLE)) is not None:  # what a shell there says
+            gpus = visible_gpus(gpus, visible)
+        wish = lease_wish(gpus, count, f"job {self.job.id} of cluster {self._task.cluster.name}")
+        place.channel.send(frames.pack(frames.LEASE, meta={**wish, "round": number}))
+
+    def _leased(self, place: _Place, meta: dict[str, Any]) -> None:
+        if meta["round"] != self._round or self._machine.done:
+            return
+        self._leases[place.node] = meta
+        if len(self._leases) < len(self.nodes):
+            return
+        held = {f"{node_name(node)}: {answer['why']}" for node, answer in self._leases.items() if answer["why"]}
+        if not held:
+            for node in self.nodes:
+                if (up := self._places.get(node)) is not None:
+                    up.devices = ",".join(self._leases[node]["gpus"])
+                    self._tell(NodeUp(node, up.attempt))
+            return
+        for node in self.nodes:  # all is given back: two jobs that wait for each other's would do so for ever
+            if self._has_answered(node):
+                self._send_lease(node, 0, 0)
+        self._lease_due = time.monotonic() + _LEASE_S * random.uniform(0.5, 1.5)
+        if (text := f"Waiting for GPUs. {'; '.join(sorted(held))}") != self._held:
+            self._held = text
+            self._do([Log("waiting", text)])
+
+    def _devices(self, place: _Place, phase: Phase) -> dict[str, str]:
+        """What its processes see of the node's GPUs: what is leased; without a lease a setup sees all, a run none."""
+        if place.devices is not None:
+            return {VISIBLE: place.devices}
+        gpus = self._gpus[place.node]
+        return {VISIBLE: "" if phase == "run" else ",".join(gpu.device for gpu in gpus)} if gpus else {}
 
     def _exited(self, place: _Place, frame: RawFrame) -> None:
         meta = frame.parsed().meta
@@ -446,7 +537,7 @@ class JobRunner:
     def _master_port(self, attempt: int) -> int:
         """Where rank 0 of this attempt will listen: as asked, or a port that is free on this machine at least."""
         if attempt not in self._ports:
-            self._ports[attempt] = self.job.spec.master_port or free_port(self._task.addresses[0])
+            self._ports[attempt] = self.job.spec.master_port or free_port(self._task.addresses[self.nodes[0]])
         return self._ports[attempt]
 
 

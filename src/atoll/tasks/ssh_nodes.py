@@ -17,6 +17,7 @@ from pathlib import Path
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.providers.accelerators import AcceleratorSpec
+from atoll.providers.gpus import Gpu, visible_gpus
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.bundle import use_packed
 from atoll.providers.ssh.connection import connections
@@ -136,9 +137,14 @@ class SSHNodes:
             handle.stop()
             raise ProvisionError(reason, node=node) from error
         base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
-        env = {**base, **shell, "HOME": plan.home, "TMPDIR": tmp, **plan.env}
+        env = {**base, **shell, "HOME": plan.home, "TMPDIR": tmp}
         workdir = workdir_of(self._cluster, plan)
-        return StartedNode(_TaskNode(handle, target, plan), plan.addr, plan.home, workdir, tmp, env)
+        return StartedNode(_TaskNode(handle, target, plan), plan.addr, plan.home, workdir, tmp, env, plan.cores)
+
+    def gpus(self, node: int, _count: int, visible: str | None) -> tuple[Gpu, ...]:
+        """The host's, of the cluster's kind where it has one."""
+        found = self._plans[node].gpus
+        return found if visible is None else visible_gpus(found, visible)
 
     def fault_of(self, _job_id: int) -> str | None:
         """A host's network is its own."""

@@ -33,14 +33,14 @@ _CHUNK: Final = 1 << 16  # a larger buffer would be mapped and unmapped by the a
 
 # Driver to agent.
 SETUP, SPAWN, KILL, STACKS, SHUTDOWN = 1, 2, 3, 4, 5
-START, TERM = 6, 7  # processes of a task
+START, TERM, LEASE = 6, 7, 8  # processes of a task, and its GPUs
 EVERY: Final = 0xFFFFFFFF  # as the rank of TERM and KILL: all of them
 # Driver to rank, through the agent. CANCEL is the agent's to carry out: it sends the rank a signal.
 CALL, CANCEL, CREDIT, CLOSE, GROUP = 10, 11, 12, 13, 14
 # Rank to driver, through the agent.
 HELLO, RESULT, ERROR, VALUE, STREAM, REPORT, WANT_GROUP = 20, 21, 22, 23, 24, 25, 26
 # Agent to driver.
-AGENT, LOG, EXIT, STARTED = 30, 31, 32, 33
+AGENT, LOG, EXIT, STARTED, LEASED = 30, 31, 32, 33, 34
 # Client to keeper and back (named pools).
 ATTACH, ATTACHED, REFUSED, SUBMIT, ACCEPTED, DONE, EVENT, DOWN = 40, 41, 42, 43, 44, 45, 46, 47
 

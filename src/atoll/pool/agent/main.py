@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from atoll.pool.agent.leases import Leases
 from atoll.pool.agent.outbox import Outbox
 from atoll.pool.agent.place import Place, take_place
 from atoll.pool.agent.process import Processes
@@ -32,6 +33,7 @@ _ANSWER_S = 0.5  # a rank that runs Python answers within this long, on a busy m
 _LOOK_S = 0.01
 _CLOSED_S = 0.2  # a rank whose channel is closed gets this long to end by itself: it is probably about to
 _GOODBYES = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_LEASE_S, _LEASE_RETRY_S = 5.0, 0.1  # who has GPUs and dies has given them back by then
 _FROM_RANK = frozenset(range(frames.HELLO, frames.WANT_GROUP + 1))
 
 
@@ -59,6 +61,7 @@ class Agent:
         self._poller: Poller[Callable[[bool, bool], None]] = Poller()
         self._place = place
         self._processes = Processes(self, place, self._oom)
+        self._leases = Leases()
         self.watch(channel, self._read_driver)
         if driver_pidfd >= 0:
             self.watch(driver_pidfd, self._driver_died)
@@ -123,6 +126,10 @@ class Agent:
                 self._kill(rank)
             case frames.START:
                 self._processes.start(frame.rank, frame.parsed().meta, self._setup)
+            case frames.LEASE:
+                wish = frame.parsed().meta
+                why = self._lease(wish)
+                self.tell(frames.LEASED, meta={"round": wish["round"], "gpus": self._leases.gpus, "why": why})
             case frames.TERM:
                 self._processes.terminate(frame.rank, **frame.parsed().meta)
             case frames.KILL:
@@ -150,9 +157,34 @@ class Agent:
         os.chdir(setup["cwd"])
         if setup.get("ttl_s"):
             self._deadline = time.monotonic() + setup["ttl_s"]
-        for spec in setup["ranks"]:
+        self._start_ranks(time.monotonic() + _LEASE_S)
+
+    def _start_ranks(self, deadline: float) -> None:
+        """Leases the ranks' GPUs, which somebody who is just ending may still have, and starts them."""
+        if (wish := self._setup.get("lease")) is not None:
+            why = self._lease(wish)
+            if why is not None and time.monotonic() < deadline:
+                self.later(_LEASE_RETRY_S, lambda: self._start_ranks(deadline))
+                return
+            if why is not None:
+                self.tell(frames.AGENT, meta={"ended": why})
+                raise DriverGone
+            self._setup["env"]["CUDA_VISIBLE_DEVICES"] = ",".join(self._leases.gpus)
+        for spec in self._setup["ranks"]:
             self._specs[spec["rank"]] = spec
             self._spawn(spec["rank"])
+
+    def _lease(self, wish: dict[str, Any]) -> str | None:
+        """Leases GPUs in place of those that are leased; returns why it can't."""
+        try:
+            taken = self._leases.lease([gpu for gpu, _ in wish["gpus"]], wish["count"], wish["holder"])
+        except OSError as error:
+            return f"GPUs can't be leased: {error}"
+        if len(self._leases.gpus) == wish["count"]:
+            return None
+        names = dict(wish["gpus"])
+        held = "; ".join(f"{names[gpu]} is held by {holder}" for gpu, holder in taken.items())
+        return f"{wish['count']} of {len(names)} GPUs asked for, {len(names) - len(taken)} free: {held}"
 
     def _spawn(self, number: int) -> None:
         if number in self._ranks:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.errors import ProvisionError
-from atoll.providers.gpus import QUERY, Gpu, parse_line
+from atoll.providers.gpus import QUERY, VISIBLE, Gpu, parse_line, visible_gpus
 from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.hosts import Target
 from atoll.providers.ssh.output import parsed_object
@@ -107,7 +107,7 @@ class Facts:
         place: a folder of the user's that can be written to, for bundles and logs.
         bundles: digests of those asked for that it has.
         cpus: cores our processes may use.
-        gpus: its GPUs; ``gpu_problem`` says why none could be listed though there is a driver.
+        gpus: its GPUs that a login may use; ``gpu_problem`` says why none could be listed though there is a driver.
         addr: address that it is reached at, seen from itself.
         env: environment of a command there.
         seen: what a preflight judges: ``skew_s`` (its clock's, against ours), ``shm_bytes`` and ``disk_bytes`` (free),
@@ -179,6 +179,8 @@ def _asked(connection: Connection, digests: Sequence[tuple[str, str]], folder: s
     if said["place"] is None:
         raise ProvisionError(f"{target}: no folder there can be written to: {'; '.join(said['refused'])}")
     gpus, problem = _gpus(said["gpus"])
+    if (visible := said["env"].get(VISIBLE)) is not None:
+        gpus = visible_gpus(gpus, visible)
     seen = {
         "skew_s": said["time"] - time.time(),
         "shm_bytes": said["shm"],

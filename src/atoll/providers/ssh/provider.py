@@ -127,12 +127,12 @@ class SSH:
     def _node(
         self, node: int, host: Facts, accelerator: AcceleratorSpec | None, workers_per_node: int | str
     ) -> RemotePlan:
-        gpus = _chosen(host, accelerator)
-        ranks = workers_per_node if isinstance(workers_per_node, int) else max(1, len(gpus))
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus)} if gpus else {}
+        gpus = _fitting(host, accelerator)
+        count = len(gpus) if accelerator is None else accelerator.count
+        ranks = workers_per_node if isinstance(workers_per_node, int) else max(1, count)
         plan = remote_plan(host, node, num_ranks=ranks, grace_s=self.grace_s)
         name = gpus[0].name if gpus else None
-        return dataclasses.replace(plan, accelerator=name, num_accelerators=len(gpus), env=env)
+        return dataclasses.replace(plan, accelerator=name, num_accelerators=count, gpus=gpus)
 
     def start(self, node: NodePlan, agent: Sequence[str]) -> SSHNode:
         """As ``start_remote``; ``agent`` is for this machine only."""
@@ -156,7 +156,7 @@ def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
     return f"{error}. That is to be typed on {socket.gethostname()}, from where the supervisor logs in"
 
 
-def _chosen(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]:
+def _fitting(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]:
     if accelerator is None:
         return host.gpus
     fitting = tuple(gpu for gpu in host.gpus if gpu.name == accelerator.name)
@@ -165,7 +165,7 @@ def _chosen(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]
         why = f"can't be had on {host.target}: it has {have}"
         asked = f"accelerator={accelerator.name}:{accelerator.count}"
         raise AcceleratorsLacking(why, f"{asked} {why}; leave accelerator= out to use what is there")
-    return fitting[: accelerator.count]
+    return fitting
 
 
 def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> RemotePlan:
@@ -183,6 +183,7 @@ def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> Re
         home=host.home,
         folder=host.place,
         tmp=host.tmp,
+        cores=host.cpus,
         base_env={"OMP_NUM_THREADS": str(max(1, host.cpus // num_ranks)), **host.env, "PATH": path},
         bundles=(bundle.atoll_bundle(),),
         present=host.bundles,

@@ -1,0 +1,38 @@
+"""GPUs that a fake ``nvidia-smi`` tells of, on this machine and on hosts of the testbed; each test's are its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.pool.agent import leases
+from testbed.hosts import NVIDIA_SMI, rows
+
+
+@pytest.fixture
+def give_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
+    """Gives this machine so many GPUs, and none else: ``give_gpus(2)``; returns their UUIDs."""
+    folder = tmp_path / "gpus"
+    given: list[str] = []
+
+    def give(num: int, name: str = "NVIDIA L4", *, slices: int = 0) -> list[str]:
+        uuids, text = rows(num, name)
+        parts = [f"MIG-{uuid.uuid4()}" for _ in range(slices)]
+        folder.mkdir()
+        shutil.copy(NVIDIA_SMI, folder)
+        (folder / "gpus.csv").write_text(text + "".join(f"{part}\n" for part in parts))
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        given.extend((*uuids, *parts))
+        return [*uuids, *parts]
+
+    yield give
+    for each in given:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(leases.FOLDER, each))
