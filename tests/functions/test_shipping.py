@@ -145,6 +145,34 @@ def test_large_bytes_and_strings(pool: sky.ComputePool) -> None:
     assert pool.run_one(lambda *v: v, *values) == values
 
 
+# -- functions that ranks keep ------------------------------------------------------------------------------------------
+def test_a_large_function_goes_to_ranks_that_lack_it_and_to_a_second_pool(pool: sky.ComputePool) -> None:
+    def length(data: bytes = bytes(300_000)) -> int:  # noqa: B008
+        return len(data)
+
+    assert pool.run_one(length) == 300_000
+    assert pool.run(length) == [300_000] * 2, "the other rank sees it for the first time"
+    with sky.ComputePool(logs="quiet") as second:
+        assert second.run(length) == [300_000]
+
+
+def test_a_rank_keeps_a_bounded_number_of_functions(pool: sky.ComputePool) -> None:
+    def make(i: int) -> Any:
+        data = i.to_bytes(2, "big") * 200_000
+        return lambda: int.from_bytes(data[:2], "big")
+
+    functions = [make(i) for i in range(90)]
+    resident = resident_bytes
+    for function in functions[:5]:
+        pool.run(function)
+    before = pool.run(resident)
+    for _ in range(2):  # the second time most of them have to be sent again
+        assert [pool.run(function) for function in functions] == [[i, i] for i in range(90)]
+    for i in range(90, 300):
+        assert pool.run(make(i)) == [i, i]
+    assert max(after - first for first, after in zip(before, pool.run(resident), strict=True)) < 60_000_000
+
+
 # -- torch ------------------------------------------------------------------------------------------------------------
 def test_tensors_and_modules_there_and_back(pool: sky.ComputePool) -> None:
     import torch

@@ -154,6 +154,28 @@ def test_unread_results_hold_no_descriptors() -> None:
     assert done.stdout == "fine\n", done.stderr
 
 
+def test_large_results_that_are_kept_hold_no_descriptors() -> None:
+    done = run_script("""
+        import os, resource
+        import numpy as np
+        import atoll as sky
+        def block(i): return np.full(1 << 19, i)
+        with sky.ComputePool() as pool:
+            kept = [pool.run_one(block, 0)]
+            few = len(os.listdir("/proc/self/fd")) + 16
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+            kept += [pool.run_one(block, i) for i in range(1, 40)]
+        for i, array in enumerate(kept):
+            assert array.flags.writeable and array[0] == array[-1] == i
+            array[:] = -1
+        maps = open("/proc/self/maps").read().count("memfd:atoll")
+        del kept, array
+        assert open("/proc/self/maps").read().count("memfd:atoll") < maps - 30, "their memory is given back"
+        print("fine")
+    """)
+    assert done.stdout == "fine\n", done.stderr
+
+
 @pytest.mark.parametrize("leave", ["exception", "pool"])
 def test_a_stream_that_is_left_behind_runs_its_finally(leave: str, tmp_path: Path) -> None:
     mark = tmp_path / "closed"

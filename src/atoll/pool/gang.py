@@ -272,7 +272,7 @@ class Gang:
         state = self.ranks[frame.rank]
         state.pid, state.port = frame.meta["pid"], frame.meta["port"]
         state.ready, state.spent, state.has_torch = True, False, False
-        state.sent, state.path = set(), self.spec.path
+        state.sent, state.path = {}, self.spec.path
         self.nodes.of(state.rank).restarts = 0
         self._tell(events.RankStarted(rank=state.rank, node=state.node, pid=state.pid, restarts=state.starts))
         state.starts += 1

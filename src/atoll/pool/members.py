@@ -72,7 +72,7 @@ class RankState:
     spent: bool = False  # it said that it can't take another call, or was ordered to be killed
     starts: int = 0
     early_deaths: int = 0
-    sent: set[str] = field(default_factory=set)
+    sent: dict[str, None] = field(default_factory=dict)  # functions that it keeps, the latest last
     path: tuple[str, ...] | None = None
 
 

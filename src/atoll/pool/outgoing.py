@@ -13,6 +13,7 @@ from atoll.wire.frames import pack
 
 _RANK_FIELD = struct.Struct("<I")
 _RANK_AT = 8
+_KEPT_FUNCTIONS = 64  # by a rank, each at most 1 MiB: the driver says which one it is to forget
 
 
 def call_frames(job: Job, states: Sequence[RankState]) -> Iterator[tuple[int, bytes, tuple[int, ...]]]:
@@ -21,15 +22,21 @@ def call_frames(job: Job, states: Sequence[RankState]) -> Iterator[tuple[int, by
     base = job.meta(states[0].port)
     if job.whole_gang and any(state.has_torch for state in states):
         base["g"] = 1  # where only some have torch from an earlier call, the others import it: all have to agree
-    packed: dict[tuple[bool, bool], tuple[bytearray, tuple[int, ...]]] = {}
+    packed: dict[tuple[bool, bool, str | None], tuple[bytearray, tuple[int, ...]]] = {}
     batches: dict[int, list[bytes]] = {}
     for rank in job.ranks:
         state = states[rank]
-        needs = (request.function.digest not in state.sent, request.path not in (None, state.path))
+        digest = request.function.digest
+        lacks_function, forget = digest not in state.sent, None
+        if request.function.cacheable:
+            state.sent.pop(digest, None)
+            state.sent[digest] = None
+            if len(state.sent) > _KEPT_FUNCTIONS:
+                forget = next(iter(state.sent))
+                del state.sent[forget]
+        needs = (lacks_function, request.path not in (None, state.path), forget)
         if needs not in packed:
             packed[needs] = _pack_call(job, base, *needs)
-        if needs[0] and request.function.cacheable:
-            state.sent.add(request.function.digest)
         if needs[1]:
             state.path = request.path
         data, fds = packed[needs]
@@ -43,7 +50,7 @@ def call_frames(job: Job, states: Sequence[RankState]) -> Iterator[tuple[int, by
 
 
 def _pack_call(
-    job: Job, base: dict[str, Any], with_function: bool, with_path: bool
+    job: Job, base: dict[str, Any], with_function: bool, with_path: bool, forget: str | None
 ) -> tuple[bytearray, tuple[int, ...]]:
     request = job.request
     meta = dict(base)
@@ -57,6 +64,8 @@ def _pack_call(
         meta["ft"] = request.function.encoded.table
         if request.function.cacheable:
             meta["k"] = 1
+    if forget is not None:
+        meta["x"] = forget
     if with_path and request.path is not None:
         meta["path"] = list(request.path)
     return bytearray(pack(frames.CALL, 0, job.number, meta, parts, len(fds))), tuple(fds)

@@ -93,7 +93,9 @@ def ship(function: Callable[..., Any], arena: Arena, *, by_value: bool = False) 
 def _shipped(payload: Payload, arena: Arena, *, pure: bool) -> Shipped:
     cacheable = not payload.buffers and len(payload.head) <= _CACHEABLE_BYTES
     digest = hashlib.blake2b(payload.head, digest_size=12).hexdigest() if cacheable else f"#{next(_unique)}"
-    return Shipped(digest, encode(payload, arena), cacheable, pure and cacheable)
+    # In line: what may be sent again, to a rank that is new, must not lie in a file that goes with its first call.
+    encoded = Encoded({"h": payload.head_bytes}, [payload.head]) if cacheable else encode(payload, arena)
+    return Shipped(digest, encoded, cacheable, pure and cacheable)
 
 
 def encode(payload: Payload, arena: Arena) -> Encoded:

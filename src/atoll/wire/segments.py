@@ -7,6 +7,7 @@ makes the second call fast.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -151,10 +152,10 @@ def decode_parts(
     if total <= _READ_BYTES:
         return *_read_parts(sizes, fds[0]), None
     try:
-        mapping = mmap.mmap(fds[0], total, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        mapping = _map(fds[0], total)
     finally:
         os.close(fds[0])
-    view = memoryview(mapping)
+    view = memoryview(mapping).cast("B")
     parts = []
     offset = 0
     for size in sizes:
@@ -163,8 +164,30 @@ def decode_parts(
     return parts[0], parts[1:], weakref.ref(mapping)
 
 
+def _map(fd: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Maps a file privately, as long as the result or a view of it lives.
+
+    Not by ``mmap.mmap``: before Python 3.13 that holds a descriptor for each mapping, and a list of large results would
+    use them up.
+    """
+    if os.fstat(fd).st_size < size:  # reading past its end would end this process
+        raise ValueError(f"a result of {size} bytes came in a file of {os.fstat(fd).st_size}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        problem = ctypes.get_errno()
+        raise OSError(problem, f"a result of {size} bytes can't be mapped: {os.strerror(problem)}")
+    # ctypes keeps a type for each length for good: only powers of two. Nobody looks past `size`.
+    mapping = (ctypes.c_ubyte * (1 << (size - 1).bit_length())).from_address(address)
+    weakref.finalize(mapping, libc.munmap, address, size).atexit = False
+    return mapping
+
+
 def _read_parts(sizes: Sequence[int], fd: int) -> tuple[memoryview, list[memoryview]]:
-    """The parts of a file that is not worth a mapping: a mapping holds a descriptor as long as it lives."""
+    """The parts of a file that is not worth a mapping."""
     parts = []
     offset = 0
     try:

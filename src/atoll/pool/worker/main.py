@@ -256,6 +256,7 @@ class Worker:
     def _unpack(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
         meta, rest, fds = frame.meta, frame.rest, list(frame.fds)
         digest = meta["f"]
+        self._functions.pop(meta.get("x", ""), None)
         table = meta.get("ft")
         function_mapping = None
         if table is not None:
@@ -264,7 +265,6 @@ class Worker:
             head, buffers, function_mapping = decode_parts(table, rest[:size], own)
             rest = rest[size:]
             if meta.get("k"):
-                head = memoryview(bytes(head))
                 self._functions[digest] = (bytes(head), None)
             function = loads(head, buffers)
         else:
