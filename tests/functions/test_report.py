@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import atoll as sky
+from atoll.core.paths import atoll_home
+from atoll.pool.retention import prune_jobs
 
 
 def test_outside_a_pool_it_only_checks_its_arguments(tmp_path: Path) -> None:
@@ -34,7 +37,7 @@ def test_metrics_and_checkpoints_of_file_and_folder(tmp_path: Path) -> None:
             folder = tmp_path / f"r{rank}s{step}"
             folder.mkdir()
             (folder / "weights").write_text(f"{rank}.{step}")
-            sky.report({"step": step}, checkpoint=folder)
+            sky.report({"step": step}, checkpoint=folder, sharded=True)
             seen.append(sky.latest_checkpoint())
         return seen
 
@@ -84,7 +87,7 @@ def test_a_gang_that_lost_a_rank_starts_again_from_its_last_checkpoint(tmp_path:
                     time.sleep(0.01)
                 (tmp_path / "died").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            sky.report({"step": step, "first": first}, checkpoint=folder)
+            sky.report({"step": step, "first": first}, checkpoint=folder, sharded=True)
             shutil.rmtree(folder)
             if first and step == 4:
                 (tmp_path / "ahead").touch()  # rank 0 is a step further than what both have
@@ -141,7 +144,7 @@ def test_parts_of_two_attempts_do_not_mix(tmp_path: Path) -> None:
                 while not (tmp_path / "ahead").exists():
                     time.sleep(0.01)
                 os._exit(3)
-            sky.report({}, checkpoint=part)
+            sky.report({}, checkpoint=part, sharded=True)
         if rank == 0 and attempt == 0:
             (tmp_path / "ahead").touch()  # rank 0 has kept a second part that rank 1 never will
             time.sleep(1000)
@@ -153,6 +156,76 @@ def test_parts_of_two_attempts_do_not_mix(tmp_path: Path) -> None:
 
     with sky.ComputePool(nodes=2, logs="quiet") as pool:
         assert train() @ pool == ["a1s2", "a1s2"]
+
+
+def test_a_first_part_alone_is_no_checkpoint(tmp_path: Path) -> None:
+    """The other rank died before it reported any: which of them ever report can't be told from what is there."""
+
+    @sky.compute(retries=1)
+    def train() -> Path | None:
+        import time
+
+        found = sky.latest_checkpoint()
+        if (tmp_path / "again").exists():
+            return found
+        if sky.instance_info().rank == 1:
+            while not (tmp_path / "reported").exists():
+                time.sleep(0.01)
+            (tmp_path / "again").touch()
+            os._exit(3)
+        (tmp_path / "part").touch()
+        sky.report({}, checkpoint=tmp_path / "part", sharded=True)
+        (tmp_path / "reported").touch()
+        time.sleep(1000)
+        return None
+
+    with sky.ComputePool(nodes=2, logs="quiet") as pool:
+        assert train() @ pool == [None, None]
+
+
+def test_parts_that_are_not_called_so_are_refused(tmp_path: Path) -> None:
+    def train() -> None:
+        part = tmp_path / f"part{sky.instance_info().rank}"
+        part.touch()
+        sky.report({}, checkpoint=part)
+
+    with (
+        sky.ComputePool(nodes=2, logs="quiet") as pool,
+        pytest.raises(sky.UsageError, match=r"rank \d reported a checkpoint, and so did rank \d: .*sharded=True"),
+    ):
+        pool.run(train)
+
+
+def test_a_call_that_runs_keeps_its_folder_however_old(tmp_path: Path) -> None:
+    def train() -> None:
+        import time
+
+        (tmp_path / "state").touch()
+        sky.report({}, checkpoint=tmp_path / "state")
+        (tmp_path / "reported").touch()
+        while not (tmp_path / "end").exists():
+            time.sleep(0.01)
+
+    with sky.ComputePool(logs="quiet") as pool:
+        future = pool.submit(train)
+        while not (tmp_path / "reported").exists():
+            time.sleep(0.01)
+        jobs = atoll_home() / "jobs"
+        age(jobs / future.job_id)
+        prune_jobs(jobs)
+        assert (jobs / future.job_id).exists()
+        (tmp_path / "end").touch()
+        future.result()
+        pool.run_one(int)  # the rank has cleaned up after the call before
+        age(jobs / future.job_id)
+        prune_jobs(jobs)
+        assert not (jobs / future.job_id).exists()
+
+
+def age(folder: Path) -> None:
+    """Make all that lies there look 15 days old."""
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (time.time() - 15 * 86400,) * 2)
 
 
 def test_exceptions_are_not_retried(tmp_path: Path) -> None:

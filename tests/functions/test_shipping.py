@@ -145,9 +145,9 @@ def test_large_bytes_and_strings(pool: sky.ComputePool) -> None:
     assert pool.run_one(lambda *v: v, *values) == values
 
 
-# -- functions that ranks keep ------------------------------------------------------------------------------------------
+# -- functions that ranks keep ----------------------------------------------------------------------------------------
 def test_a_large_function_goes_to_ranks_that_lack_it_and_to_a_second_pool(pool: sky.ComputePool) -> None:
-    def length(data: bytes = bytes(300_000)) -> int:  # noqa: B008
+    def length(data: bytes = bytes(300_000)) -> int:
         return len(data)
 
     assert pool.run_one(length) == 300_000

@@ -18,6 +18,7 @@ import atoll as sky
 import leaks
 from atoll.core.errors import RemoteTraceback
 from atoll.pool.named import named_pools
+from atoll.pool.retention import prune_jobs
 
 NAME = "crew"
 
@@ -65,6 +66,24 @@ def test_values(home: Path) -> None:
     assert results.by_node() == {0: [(8, 0)], 1: [(8, 1)]}
     assert results.job_id == every
     assert sorted((row["rank"], row["x"]) for row in sky.result(reported, timeout=60).metrics) == [(0, 5), (1, 5)]
+
+
+def test_a_call_that_runs_for_weeks_is_not_pruned(home: Path, tmp_path: Path) -> None:
+    with sky.ComputePool(name=NAME) as pool:
+        job = pool.submit(touch_and_wait, str(tmp_path / "began"), str(tmp_path / "gate"), detach=True)
+    eventually((tmp_path / "began").exists, "the call runs", 60)
+
+    def prune_as_in_15_days() -> None:
+        for path in [home / "jobs" / job, *(home / "jobs" / job).rglob("*")]:
+            os.utime(path, (time.time() - 15 * 86400,) * 2)
+        prune_jobs(home / "jobs")
+
+    prune_as_in_15_days()
+    (tmp_path / "gate").touch()
+    assert sky.result(job, timeout=60) == "waited"
+    prune_as_in_15_days()
+    with pytest.raises(sky.ConfigError, match="no detached call"):
+        sky.result(job)
 
 
 def test_another_process_has_the_result(home: Path, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +14,7 @@ from atoll.core.paths import is_locked
 
 _KEEP_LOGS = 50
 _KEEP_JOBS_S = 14 * 86400.0
+_RUNNING = ".running"
 _FRESH_S = 3600.0  # a pool that wrote in the last hour is taken to be up
 
 
@@ -24,11 +28,32 @@ def prune_logs(folder: Path) -> None:
 
 
 def prune_jobs(folder: Path) -> None:
-    """Drop checkpoints and results of calls that nobody has touched for a long while."""
+    """Drop checkpoints and results of calls that ended, and that nobody has touched for a long while."""
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
-            if time.time() - max(map(_last_written, (entry, *entry.glob("*/"), *entry.glob("*/*/")))) > _KEEP_JOBS_S:
+            touched = max(map(_last_written, (entry, *entry.glob("*/"), *entry.glob("*/*/"))))
+            if time.time() - touched > _KEEP_JOBS_S and not _is_running(entry):
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def hold_job(checkpoint: str) -> int:
+    """Keep the folder of a call that reported this checkpoint, as long as the descriptor that this returns is open."""
+    descriptor = os.open(Path(checkpoint).parents[4] / _RUNNING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _is_running(job: Path) -> bool:
+    """Does a rank hold the call's folder, or a keeper the log of a detached call's pool?"""
+    with contextlib.suppress(FileNotFoundError):
+        if is_locked(json.loads((job / "job.json").read_bytes())["log"]) and not (job / "outcome").exists():
+            return True
+    with contextlib.suppress(FileNotFoundError), open(job / _RUNNING, "rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _last_written(folder: Path) -> float:

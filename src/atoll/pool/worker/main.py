@@ -136,6 +136,7 @@ class Worker:
     def _run(self, frame: Frame) -> None:
         meta = frame.meta
         self.broadcast = bool(meta.get("b"))
+        self._holds_job = False
         self._cancel_pending = False
         self.isolation.before_call()
         definitions.begin_call()
@@ -251,6 +252,11 @@ class Worker:
 
     def _report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         flush_output()
+        if checkpoint and not self._holds_job:
+            from atoll.pool.retention import hold_job  # imports much that a rank seldom needs
+
+            self._holds_job, held = True, hold_job(checkpoint)
+            self.at_end.append(lambda: os.close(held))
         self.send(frames.REPORT, {"checkpoint": checkpoint} if checkpoint else {}, dumps(metrics, what="the metrics"))
 
     def _unpack(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
