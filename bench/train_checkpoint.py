@@ -53,9 +53,7 @@ def atoll_saver(folder: Path, tensors: dict) -> Callable[[int], tuple[float, flo
     from atoll.train.checkpoint.checkpointer import Checkpointer
 
     group = dist.new_group(backend="gloo")
-    saver = Checkpointer(
-        str(folder), group=group, keep=1, keep_every=None, keep_best=False, asynchronous=True, note=print
-    )
+    saver = Checkpointer(str(folder), group=group, keep=1, keep_best=False, asynchronous=True, note=print)
 
     def save(step: int) -> tuple[float, float]:
         saver.save(step, tensors, {"step": step})

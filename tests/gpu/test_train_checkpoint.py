@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import ranks
 from atoll.train.checkpoint.staging import HostCopy
-from atoll.train.checkpoint.state import optimizer_tensors
 from checkpoints import checkpointer
 
 pytestmark = pytest.mark.gpu
@@ -49,37 +47,3 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
         assert same
         assert page_locked
         assert second_s < 5, (first_s, second_s)
-
-
-def go_on(root: str) -> list[bool]:
-    outcomes = []
-    for options in ({"fused": True}, {"foreach": True}, {"capturable": True}):
-        saver = checkpointer(f"{root}/{next(iter(options))}")
-        weights, states = [], []
-        for _ in range(2):
-            layer = nn.Linear(64, 64, bias=False, device="cuda")
-            optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01, **options)
-            names = {layer.weight: "weight"}
-            if weights:
-                tensors = {"weight": layer.weight, **optimizer_tensors(optimizer, names, saver.tensors(2))}
-                saver.load(2, tensors)
-            for step in range(2 if weights else 0, 4):
-                if step == 2 and not weights:
-                    saver.save(2, {"weight": layer.weight, **optimizer_tensors(optimizer, names)}, {})
-                    saver.wait()
-                layer(torch.full((2, 64), step + 1.0, device="cuda")).pow(2).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            weights.append(layer.weight.detach())
-            states.append({key: (value.device, value.clone()) for key, value in optimizer.state[layer.weight].items()})
-        outcomes.append(
-            torch.equal(*weights)
-            and all(
-                states[0][k][0] == states[1][k][0] and torch.equal(states[0][k][1], states[1][k][1]) for k in states[0]
-            )
-        )
-    return outcomes
-
-
-def test_an_optimizer_on_the_gpu_goes_on_bit_by_bit(tmp_path):
-    assert ranks.run(1, go_on, str(tmp_path)) == [[True, True, True]]

@@ -22,7 +22,7 @@ def checkpointer(root: Any, notes: list[str] | None = None, **options: Any) -> C
     group = None
     if dist.is_initialized():
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    usual = {"keep": 100, "keep_every": None, "keep_best": False, "asynchronous": True}
+    usual = {"keep": 100, "keep_best": False, "asynchronous": True}
     return Checkpointer(
         str(root), group=group, note=(notes if notes is not None else []).append, **{**usual, **options}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import leaks
 import ranks
 from atoll.core.errors import CheckpointError, ConfigError
+from atoll.train.checkpoint import claim
+from atoll.train.checkpoint.store import open_store
 from checkpoints import checkpointer, plain, sharded, whole_steps
 from object_store import ObjectStore
 
@@ -44,19 +47,19 @@ def save_and_load(root: str, steps: list[int], **options: Any) -> tuple[int | No
     notes: list[str] = []
     saver = checkpointer(root, notes, **options)
     for step in steps:
-        saver.save(step, sharded(float(step), 1000), {"step": step})
+        saver.save(step, sharded(float(step), 1000), {"step": step, "keep": step == 2})
         saver.wait()
     newest = saver.latest()
     if newest is not None:
         tensors = sharded(0.0, 1000)
-        assert saver.load(newest, tensors) == {"step": newest}
+        assert saver.load(newest, tensors)["step"] == newest
         assert all(tensor.to_local().eq(newest + i).all() for i, tensor in enumerate(tensors.values()))
     saver.close()
     return newest, whole_steps(saver), notes
 
 
 def test_save_load_and_retention(store):
-    for outcome in ranks.run(2, save_and_load, ROOT, [1, 2, 3, 4], keep=2, keep_every=2, env=store.environment):
+    for outcome in ranks.run(2, save_and_load, ROOT, [1, 2, 3, 4], keep=2, env=store.environment):
         assert outcome == (4, [2, 3, 4], [])
     files = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
     assert store.names(SHARED) == [f"step-0000000{step}/{name}" for step in (2, 3, 4) for name in files]
@@ -249,3 +252,88 @@ def test_any_other_file_system_of_fsspec(tmp_path):
     assert saver.load(3, into) == {"step": 3}
     assert torch.equal(into["weight"], plain(3.0)["weight"])
     assert whole_steps(saver) == [2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------- one writer
+def claimed(root: str, name: str, notes: list[str]) -> Any:
+    return open_store(root).claim(name, "--checkpoint.path PLACE", notes.append)
+
+
+def claim_twice(root: str, beat_s: float) -> dict[str, Any]:
+    """One writer at a time; who gives its place back, or dies, makes room; who was passed over saves nothing."""
+    claim.BEAT_S, claim._SETTLE_S = beat_s, 0.2
+    found: dict[str, Any] = {"notes": []}
+    first = claimed(root, "run one", found["notes"])
+    try:
+        claimed(root, "run two", found["notes"])
+    except ConfigError as error:
+        found["alive"] = str(error)
+    first.close()
+    second = claimed(root, "run three", found["notes"])
+    second._over.set()  # it dies without a word
+    second._thread.join()
+    third = claimed(root, "run four", found["notes"])
+    saver = checkpointer(root, guard=second.check)
+    try:
+        saver.save(1, plain(), {}).wait()
+    except CheckpointError as error:
+        found["passed over"] = str(error)
+    found["saved"] = sorted(open_store(root).listing())
+    second.close()
+    third.check()
+    third.close()
+    saver.close()
+    return found
+
+
+def check_claims(found: dict[str, Any], root: str) -> None:
+    about = r"pid \d+ on \S+, since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.search(rf"^'{root}' is in use by {about} \(run one\): .*--checkpoint.path PLACE", found["alive"])
+    assert re.search(rf"was taken over by {about} \(run four\)", found["passed over"])
+    assert found["saved"] == []
+    assert [re.findall(r"\(run \w+\)", note) for note in found["notes"]] == [["(run one)"], ["(run three)"]]
+
+
+def test_one_writer_a_prefix(store):
+    (found,) = ranks.run(1, claim_twice, ROOT, 0.2, env=store.environment)
+    check_claims(found, ROOT)
+    assert [name for name in store.names("runs/one/") if name.startswith(".writer")] == []
+
+
+def test_of_writers_at_once_one_stays_where_writes_are_conditional(store):
+    outcomes = ranks.run(4, claim_at_once, ROOT, env=store.environment)
+    assert sorted(each is None for each in outcomes) == [False, False, False, True], outcomes
+    assert all(each is None or "is in use by pid" in each for each in outcomes)
+
+
+def claim_at_once(root: str) -> str | None:
+    dist.barrier()
+    refusal, held = None, None
+    try:
+        held = claimed(root, f"rank {dist.get_rank()}", [])
+    except ConfigError as error:
+        refusal = str(error)
+    dist.barrier()
+    if held is not None:
+        held.close()
+    return refusal
+
+
+def test_one_writer_also_where_the_store_knows_no_conditional_writes(store):
+    """Such a store answers that it does not implement the header."""
+    (found,) = ranks.run(1, without_conditions, ROOT, env=store.environment)
+    check_claims(found, ROOT)
+
+
+def without_conditions(root: str) -> dict[str, Any]:
+    import s3fs
+
+    real = s3fs.S3FileSystem.pipe_file
+
+    def refusing(self: Any, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> Any:
+        if mode == "create":
+            raise NotImplementedError("IfNoneMatch")
+        return real(self, path, value, **options)
+
+    s3fs.S3FileSystem.pipe_file = refusing
+    return claim_twice(root, 0.2)

@@ -19,12 +19,13 @@ from torch.nn import functional as F
 import ranks
 import small
 from atoll.core.errors import AtollError, CheckpointError, ConfigError
+from atoll.train.checkpoint.claim import FolderClaim
+from atoll.train.checkpoint.store import open_store
 from atoll.train.corpus import Corpus, open_corpus
 from atoll.train.data.loader import batched
 from atoll.train.data.packing import PackedDataset
 from atoll.train.data.prepare import prepare
 from atoll.train.events import CheckpointSaved, Note, RunEnded, StepDone, Validated
-from atoll.train.folder import take_lock
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
 from atoll.train.recipe.load import load_recipe
@@ -417,13 +418,76 @@ def test_one_place_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
     place = tmp_path / "shared"
     place.mkdir()
     tree = small.tree(tmp_path, train__steps=1, schedule__warmup=0, checkpoint__path=str(place))
-    held = take_lock(place, "--checkpoint.path DIR")
+    held = FolderClaim(place, "the other run", "--checkpoint.path PLACE")
     try:
-        with pytest.raises(ConfigError, match=f"in use by pid {os.getpid()} .*--checkpoint.path DIR"):
+        refusal = f"in use by pid {os.getpid()} .*the other run.*--checkpoint.path PLACE"
+        with pytest.raises(ConfigError, match=refusal):
             small.train(tree)
+        with pytest.raises(ConfigError, match=refusal):
+            small.train(small.changed(tree, checkpoint__path=f"file://{place}"))
     finally:
-        os.close(held)
+        held.close()
     assert small.train(tree).status == "finished"
+    assert not (place / ".writer").exists()
+
+
+def test_checkpoints_do_not_go_where_another_run_has_its_own(tmp_path: Path) -> None:
+    """The folder of checkpoints of a run that has none of its own named is held as well."""
+    tree = small.tree(tmp_path, train__steps=2, train__output_dir=str(tmp_path / "first"))
+    other = small.changed(
+        tree, train__output_dir=str(tmp_path / "second"), checkpoint__path=str(tmp_path / "first" / "checkpoints")
+    )
+    refused: list[str] = []
+
+    def report(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 1:
+            with pytest.raises(ConfigError, match="in use by pid") as caught:
+                _claim(other)
+            refused.append(str(caught.value))
+
+    run(tree, report=report)
+    assert "output_dir" in refused[0]
+    assert not (tmp_path / "first" / "checkpoints" / ".writer").exists()
+
+
+def _claim(tree: dict[str, Any]) -> None:
+    """What a run of this recipe does before it looks at the checkpoints that are there."""
+    open_store(tree["checkpoint"]["path"]).claim("other", "--checkpoint.path PLACE", print)
+
+
+@pytest.mark.parametrize("every", ["0.5ep", None], ids=["every half", "alone"])
+def test_what_stays_for_good_is_saved_and_stays_also_when_the_run_is_lengthened(
+    seven: dict[str, Any], tmp_path: Path, every: str | None
+) -> None:
+    """3.5 steps an epoch: half an epoch ends inside steps 2, 4, 6, 7, 9 and 11, a whole one in 4, 7 and 11."""
+    checkpoint = {"every": every, "keep_every": "1ep", "keep": 1}
+    tree = small.changed(seven, train__global_batch=2, train__steps="2ep", checkpoint=checkpoint, schedule__warmup=0)
+    events: list[Any] = []
+    small.train(tree, events=events)
+    saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
+    assert saved == ([2, 4, 6, 7] if every else [4, 7])
+    assert _steps_kept(tmp_path) == [4, 7]
+    told = [event.text for event in events if isinstance(event, Note) and "keep_every" in event.text]
+    assert told == ["[checkpoint] keep_every = 1ep is every 3.50 steps, rounded up: steps 4, 7, 11, ..."]
+    longer = small.changed(tree, train__steps="3ep", checkpoint__keep_every="5ep")
+    small.train(longer, allow_changes=True)
+    assert _steps_kept(tmp_path) == [4, 7, 11]
+
+
+def _steps_kept(folder: Path) -> list[int]:
+    return sorted(open_store(str(folder / "run" / "checkpoints")).listing())
+
+
+def test_the_best_is_known_where_only_saves_are_asked_for(tmp_path: Path) -> None:
+    checkpoint = {"every": 1, "keep": 1, "keep_best": True}
+    tree = small.tree(tmp_path, data__validation=0.5, train__steps=3, checkpoint=checkpoint)
+    small.train(tree)
+    for step in _steps_kept(tmp_path):
+        found = find_checkpoint(str(tmp_path / "run" / "checkpoints" / f"step-{step:08}"))
+        assert found is not None
+        assert found.manifest.metric is not None
+    with pytest.raises(ConfigError, match=r"keep_best.*\[data\] validation"):
+        small.train(small.changed(tree, data__validation=None, train__output_dir=str(tmp_path / "other")))
 
 
 def test_a_process_may_train_more_than_once(tmp_path: Path) -> None:

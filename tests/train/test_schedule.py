@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
 from atoll.train.optim.schedule import Schedule, resolve
+from atoll.train.recipe.durations import Interval
 from atoll.train.recipe.schema import ScheduleSection
 
 
@@ -83,3 +85,18 @@ def test_it_never_jumps_and_starts_above_zero(kind, total, share, floor):
     assert all(abs(b - a) <= steepest + 1e-12 for a, b in itertools.pairwise(values))
     if kind != "constant" and total > max(warmup, 1):
         assert values[-1] == pytest.approx(floor)
+
+
+@pytest.mark.parametrize("steps", [1.0, 3.0, 8.25, 16.5, 1.75, 0.3, 1000.1, 7 / 3])
+def test_intervals_end_in_the_steps_that_hold_their_multiples(steps: float) -> None:
+    exact = Fraction(steps).limit_denominator(1000)
+    wanted = {math.ceil(n * exact) for n in range(1, 4000)}
+    interval, double = Interval(steps), Interval(2 * steps)
+    due = {step for step in range(1, 1001) if interval.due(step)}
+    assert due == {step for step in wanted if step <= 1000}
+    assert {step for step in range(1, 1001) if double.due(step)} <= due
+
+
+def test_intervals_of_long_runs_are_exact() -> None:
+    interval = Interval(1.5)
+    assert [step for step in range(10**9, 10**9 + 7) if interval.due(step)] == [10**9 + n for n in (1, 2, 4, 5)]

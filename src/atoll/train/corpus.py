@@ -8,7 +8,7 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.train.data.packing import PackedDataset
 from atoll.train.data.prepare import Prepared
-from atoll.train.recipe.durations import Duration
+from atoll.train.recipe.durations import Duration, Interval
 from atoll.train.recipe.schema import Recipe
 
 
@@ -89,14 +89,30 @@ class Length:
             self.samples = round(wanted.value * len(dataset))
             self.steps = -(-self.samples // batch)
         else:
-            self.steps = self.in_steps(wanted) or 0
+            lengths = {"steps_per_epoch": self.steps_per_epoch, "tokens_per_step": self.tokens_per_step}
+            self.steps = wanted.in_steps(**lengths)
             self.samples = self.steps * batch
         if self.steps < 1:
             raise ConfigError(f"[train] steps = {wanted} is less than one step of {batch} sequences; make it longer")
 
-    def in_steps(self, duration: Duration | None) -> int | None:
-        """A duration in steps, at least one; None stays None, and so does a length of nothing."""
+    def interval(self, duration: Duration | None) -> Interval | None:
+        """How often something happens that a recipe wants once a duration; None: never."""
         if duration is None or duration.value == 0:
             return None
-        found = duration.in_steps(steps_per_epoch=self.steps_per_epoch, tokens_per_step=self.tokens_per_step)
-        return max(1, found)
+        return Interval(
+            duration.exact_steps(steps_per_epoch=self.steps_per_epoch, tokens_per_step=self.tokens_per_step)
+        )
+
+    def roundings(self, recipe: Recipe) -> list[str]:
+        """A line for each interval of the recipe that is no whole number of steps."""
+        wanted = {
+            "[train] validate_every": recipe.train.validate_every,
+            "[checkpoint] every": recipe.checkpoint.every,
+            "[checkpoint] keep_every": recipe.checkpoint.keep_every,
+        }
+        found = {key: (duration, self.interval(duration)) for key, duration in wanted.items()}
+        return [
+            f"{key} = {duration} is {interval}"
+            for key, (duration, interval) in found.items()
+            if interval is not None and interval.steps != int(interval.steps)
+        ]

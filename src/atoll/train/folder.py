@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import visible_pid, write_atomic
+from atoll.core.paths import write_atomic
+from atoll.train.checkpoint.claim import FolderClaim
 from atoll.train.recipe.load import diff, harmful
 from atoll.train.recipe.schema import Recipe
 
-_LOCK, _RECIPE, _IDENTITY = ".lock", "recipe.json", ".identity"
+_RECIPE, _IDENTITY = "recipe.json", ".identity"
 
 
 class RunFolder:
@@ -33,7 +29,7 @@ class RunFolder:
         self.path = path
         self.notes: list[str] = []
         self.identity: str | None = None
-        self._lock: int | None = None
+        self._lock: FolderClaim | None = None
         self._was_there = True
         self._began = False
 
@@ -47,7 +43,7 @@ class RunFolder:
         with self.told():
             self._was_there = self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.path, "--train.output_dir DIR")
+            self._lock = FolderClaim(self.path, recipe.name, "--train.output_dir DIR", name=".lock")
         try:
             self._check(recipe, allow_changes=allow_changes)
             with contextlib.suppress(FileNotFoundError):
@@ -95,38 +91,13 @@ class RunFolder:
             return
         if not self._was_there and not self._began:
             shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
-            (self.path / _LOCK).unlink(missing_ok=True)
+            self._lock.close()
             for empty in (self.path / "checkpoints", self.path):
                 with contextlib.suppress(OSError):
                     empty.rmdir()
-        os.close(self._lock)
+        else:
+            self._lock.close()
         self._lock = None
-
-
-def take_lock(folder: Path, another: str) -> int:
-    """Hold a folder for one writer: the descriptor that does, until it is closed.
-
-    Args:
-        another: the flag that chooses another folder.
-
-    Raises:
-        ConfigError: somebody else holds it; the message says who.
-    """
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = _read_json(descriptor)
-        os.close(descriptor)
-        raise ConfigError(
-            f"{str(folder)!r} is in use by pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since "
-            f"{holder.get('since', '?')}: two runs can't write one folder. Wait for it, stop it, or choose another "
-            f"with {another}"
-        ) from None
-    about = {"pid": visible_pid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(about).encode(), 0)
-    return descriptor
 
 
 def stored_recipe(folder: Path) -> Recipe | None:
@@ -155,11 +126,3 @@ def fresh_folder(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
-
-
-def _read_json(descriptor: int) -> dict[str, Any]:
-    try:
-        value = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

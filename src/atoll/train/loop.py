@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.core.errors import CheckpointError, NonFiniteError
 from atoll.core.paths import shown_path
 from atoll.train.batch import Batch
-from atoll.train.checkpoint.checkpointer import Checkpointer, Saved, SavedTensor
+from atoll.train.checkpoint.checkpointer import Checkpointer, Saved
 from atoll.train.checkpoint.state import optimizer_tensors
 from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset
@@ -27,6 +27,7 @@ from atoll.train.metrics.memory import peak_memory_bytes
 from atoll.train.metrics.profile import StepProfiler
 from atoll.train.optim.schedule import Schedule
 from atoll.train.parallel.clip import local_gradients, scale_gradients, squared_norm
+from atoll.train.recipe.durations import Interval
 from atoll.train.recipe.schema import Recipe
 from atoll.train.stopping import StopRequest
 from atoll.train.world import World
@@ -59,8 +60,9 @@ class Run:
     tell: Callable[[Event], None]  # does something on rank 0 only
     profiler: StepProfiler
     steps: int
-    save_every: int | None
-    validate_every: int | None
+    save_at: Sequence[Interval | None]
+    validate_at: Sequence[Interval | None]
+    keep_at: Interval | None  # what is saved then stays for good
     flops_per_token: float
     peak_flops: float | None
     about: dict[str, Any]  # goes into each checkpoint: the recipe, what the data were
@@ -87,11 +89,11 @@ class Run:
 def train(run: Run) -> None:
     """Train until the run's length is reached, or until a rank was asked to stop, and save."""
     cursor = run.cursor
-    owed = due(cursor.step, run.validate_every) or cursor.step >= run.steps
+    owed = due(cursor.step, run.validate_at) or cursor.step >= run.steps
     if cursor.step and owed and run.validated_step != cursor.step:
         validate(run)  # a stop had cut it short
     with run.profiler:
-        for step in run.loader:
+        for step in run.loader if cursor.step < run.steps else ():
             started = time.perf_counter()
             reseed(run, cursor.step + 1)
             for group in run.optimizer.param_groups:
@@ -113,22 +115,22 @@ def train(run: Run) -> None:
             run.profiler.step()
             at_end = cursor.step >= run.steps
             stopping = facts.asked_to_stop
-            if not stopping and (due(cursor.step, run.validate_every) or at_end):
+            if not stopping and (due(cursor.step, run.validate_at) or at_end):
                 stopping = validate(run)
             if stopping and not at_end:
                 tell_stop(run)
             if facts.save_failed:
                 raise_save_error(run)
-            if due(cursor.step, run.save_every) or stopping or (at_end and run.recipe.checkpoint.at_end):
+            if due(cursor.step, run.save_at) or stopping or (at_end and run.recipe.checkpoint.at_end):
                 save(run)
             if stopping or at_end:
                 break
     tell_saved(run, run.checkpointer.wait())
 
 
-def due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens now."""
-    return every is not None and step % every == 0
+def due(step: int, intervals: Sequence[Interval | None]) -> bool:
+    """Whether something that happens at any of these intervals happens at the end of this step."""
+    return any(each is not None and each.due(step) for each in intervals)
 
 
 def reseed(run: Run, step: int) -> None:
@@ -332,20 +334,19 @@ def save(run: Run) -> None:
         "validation_loss": cursor.validation_loss,
         "validated_step": run.validated_step,
         "source": run.source.state(),
+        "keep": due(cursor.step, [run.keep_at]),
     }
     metric = cursor.validation_loss if run.validated_step == cursor.step else None  # an older one is of other weights
     run.checkpointer.save(cursor.step, state_tensors(run.engine, run.optimizer), meta, metric=metric)
     run.saved_step = cursor.step
 
 
-def state_tensors(
-    engine: Engine, optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor] | None = None
-) -> dict[str, Tensor]:
-    """Weights and optimizer state by name, to save or, as a checkpoint has ``saved`` them, to load into."""
+def state_tensors(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and optimizer state by name, to save or to load into."""
     masters = engine.weights.masters
     tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
     tensors |= {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
-    return tensors | optimizer_tensors(optimizer, {parameter: name for name, parameter in masters.items()}, saved)
+    return tensors | optimizer_tensors(optimizer, {parameter: name for name, parameter in masters.items()})
 
 
 def tell_saved(run: Run, saved: Saved | None) -> None:

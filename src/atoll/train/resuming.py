@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.paths import shown_path
 from atoll.train.checkpoint.checkpointer import Checkpointer
+from atoll.train.checkpoint.claim import Claim
 from atoll.train.checkpoint.shared import check_shared
-from atoll.train.corpus import Length, described
+from atoll.train.checkpoint.store import open_store
+from atoll.train.corpus import described
 from atoll.train.data.samples import SampleSource
 from atoll.train.engine import Engine
-from atoll.train.folder import RunFolder, take_lock
+from atoll.train.folder import RunFolder
 from atoll.train.loop import Cursor, state_tensors
 from atoll.train.recipe.load import harmful
 from atoll.train.recipe.schema import Recipe
@@ -28,31 +28,37 @@ from atoll.train.world import World
 
 
 def open_checkpointer(
-    root: str, recipe: Recipe, length: Length, world: World, held: Path, note: Callable[[str], None], cleanup: ExitStack
+    root: str, recipe: Recipe, world: World, note: Callable[[str], None], cleanup: ExitStack
 ) -> Checkpointer:
-    """The checkpoints of a run, which nobody else writes meanwhile; ``held`` is a folder that it holds already.
+    """The checkpoints of a run, which nobody else writes meanwhile.
 
     Raises:
         ConfigError: not every rank can write there, or another run does.
     """
 
+    guards: list[Claim] = []  # on rank 0
+
     def hold() -> None:
-        cleanup.callback(os.close, take_lock(Path(root), "--checkpoint.path DIR"))
+        run = f"{recipe.name}, output_dir {recipe.train.output_dir}"
+        try:
+            guards.append(open_store(root).claim(run, "--checkpoint.path PLACE", note))
+        except OSError as error:
+            raise CheckpointError(f"checkpoints at {root} can't be claimed for this run: {error}") from None
+        cleanup.callback(guards[0].close)
 
     section = recipe.checkpoint
     check_shared(root, world.control)
-    if "://" not in root and Path(root).absolute() != held:
-        world.decide(hold)
+    world.decide(hold)
     timeout_s = max(1800.0, recipe.train.hang_timeout_s)
     checkpointer = Checkpointer(
         root,
         group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None,
         keep=section.keep,
-        keep_every=length.in_steps(section.keep_every),
         keep_best=section.keep_best,
         asynchronous=section.asynchronous,
         note=note,
         timeout_s=timeout_s,
+        guard=guards[0].check if guards else lambda: None,
     )
     cleanup.callback(checkpointer.close)
     return checkpointer
@@ -108,7 +114,7 @@ def load_state(
         ConfigError: the data are not those that it was trained on.
         CheckpointError: it can't be read, or is of another model.
     """
-    meta = checkpointer.load(step, state_tensors(engine, optimizer, checkpointer.tensors(step)))
+    meta = checkpointer.load(step, state_tensors(engine, optimizer))
     engine.publish()
     if meta.get("data") != about["data"]:
         raise ConfigError(

@@ -206,8 +206,15 @@ class _Session:
         recipe, mesh = self.recipe, make_mesh(self._plan.layout, world.device)
 
         root = recipe.checkpoint.path or str(folder / "checkpoints")
-        held = folder / "checkpoints"
-        checkpointer = open_checkpointer(root, recipe, length, world, held, self._note, self.cleanup)
+        save_at = [length.interval(each) for each in (recipe.checkpoint.every, recipe.checkpoint.keep_every)]
+        if recipe.checkpoint.keep_best and corpus.validation is None:
+            raise ConfigError(
+                "[checkpoint] keep_best = true keeps the lowest validation loss, and nothing is held out: set [data] "
+                "validation, or leave keep_best out"
+            )
+        for line in length.roundings(recipe):
+            self._note(line)
+        checkpointer = open_checkpointer(root, recipe, world, self._note, self.cleanup)
         found = checkpointer.latest()
         changes = (self.resume, self.allow_changes)
         identity = world.decide(lambda: identify(checkpointer, found, root, self._folder, recipe, *changes, self._note))
@@ -247,8 +254,9 @@ class _Session:
             tell=self._tell,
             profiler=StepProfiler(recipe.metrics.profile, folder, world.rank, say=self._note),
             steps=length.steps,
-            save_every=length.in_steps(recipe.checkpoint.every),
-            validate_every=length.in_steps(train.validate_every),
+            save_at=save_at,
+            validate_at=[length.interval(train.validate_every), *(save_at if recipe.checkpoint.keep_best else ())],
+            keep_at=length.interval(recipe.checkpoint.keep_every),
             flops_per_token=flops_per_token(recipe.model, train.seq_len),
             peak_flops=peak_flops(_device_name(world.device), compute_dtype(recipe, world.device)),
             about=about,

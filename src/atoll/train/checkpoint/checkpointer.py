@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -42,14 +41,6 @@ class Saved:
     path: str
     took_s: float
     stall_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """Shape (of the whole, over all ranks) and type of a tensor in a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class SaveHandle:
@@ -116,11 +107,11 @@ class Checkpointer:
         group: a Gloo group of all ranks that nothing else uses, made with ``timeout_s`` as its timeout; None for one
             process.
         keep: so many of the newest checkpoints stay.
-        keep_every: steps divisible by it stay for good.
         keep_best: the one with the lowest ``metric`` stays.
         asynchronous: ``save`` returns once the tensors are copied to host memory.
         note: takes lines for the reader, on rank 0, in the thread of the caller.
         timeout_s: after so long a save counts as failed.
+        guard: asked on rank 0 before a step becomes a checkpoint; raises ``OSError`` where somebody else writes here.
 
     Raises:
         ConfigError: ``root`` is no place that can be used.
@@ -133,15 +124,16 @@ class Checkpointer:
         *,
         group: dist.ProcessGroup | None,
         keep: int,
-        keep_every: int | None,
         keep_best: bool,
         asynchronous: bool,
         note: Callable[[str], None],
         timeout_s: float = 1800,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
+        self._guard = guard
         self._store = open_store(root)
         self._team = Team(group)
-        self._retention = partial(doomed, keep=keep, keep_every=keep_every, keep_best=keep_best)
+        self._retention = partial(doomed, keep=keep, keep_best=keep_best)
         self._asynchronous = asynchronous
         self._note = note
         self._timeout_s = timeout_s
@@ -181,19 +173,6 @@ class Checkpointer:
         """
         return self._manifest(step, self._survey()).meta
 
-    def tensors(self, step: int) -> dict[str, SavedTensor]:
-        """What tensors a checkpoint has, by name.
-
-        Raises:
-            CheckpointError: that step is not there, or not whole.
-        """
-        index = read_index(self._store, step, self._manifest(step, self._survey())).state_dict_metadata
-        return {
-            name: SavedTensor(tuple(entry.size), entry.properties.dtype)
-            for name, entry in index.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
     # ------------------------------------------------------------------------------------------------------- saving
     def save(
         self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, metric: float | None = None
@@ -205,7 +184,7 @@ class Checkpointer:
 
         Args:
             tensors: this rank's, by names that are unique over ranks; what several ranks hold whole is written once.
-            meta: JSON; rank 0's is kept.
+            meta: JSON; rank 0's is kept. Where its ``keep`` is true the checkpoint stays for good.
             metric: validation loss, for ``keep_best``.
 
         Raises:
@@ -344,13 +323,16 @@ class Checkpointer:
         if wrong is not None:
             raise CheckpointError(f"{wrong}: do all hosts see the same {self._store.root}?")
         final = replace(found, files={found.inside(name): entry for name, entry in written.items()})
+        self._guard()
         self._store.commit(place, step, final.encode())
 
     def _retire(self, step: int) -> None:
         """On rank 0: delete those that have served their time. The new one stands, so a failure is but a remark."""
         with Attempt() as attempt:
-            metrics = {each: found.metric for each, found in self._survey().whole.items()}
-            for old in self._retention(metrics, saved=step):
+            whole = self._survey().whole
+            kept = [each for each, found in whole.items() if found.meta.get("keep")]
+            metrics = {each: found.metric for each, found in whole.items()}
+            for old in self._retention(metrics, kept, saved=step):
                 self._store.remove(old)
         if attempt.error is not None:
             self._remarks.append(f"old checkpoints in {self._store.root} can't be removed: {first_line(attempt.error)}")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 def doomed(
-    metrics: Mapping[int, float | None], *, saved: int, keep: int, keep_every: int | None, keep_best: bool
+    metrics: Mapping[int, float | None], kept: Collection[int], *, saved: int, keep: int, keep_best: bool
 ) -> list[int]:
     """Steps to delete, oldest first.
 
     Args:
         metrics: every whole checkpoint, with its validation loss where it has one.
+        kept: those that stay for good.
         saved: the step just completed: it stays, also where a run that went back to an older step saved it.
     """
-    stay = {saved, *sorted(metrics)[-keep:]}
-    if keep_every is not None:
-        stay |= {step for step in metrics if step % keep_every == 0}
+    stay = {saved, *kept, *sorted(metrics)[-keep:]}
     if keep_best:
         rated = {step: metric for step, metric in metrics.items() if metric is not None and not math.isnan(metric)}
         if rated:

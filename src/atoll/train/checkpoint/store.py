@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, write_atomic
+from atoll.train.checkpoint import claim as claims
 from atoll.train.checkpoint import manifest as manifests
+from atoll.train.checkpoint.claim import Claim, FolderClaim, ObjectClaim
 from atoll.train.checkpoint.files import Files, Relay
 from atoll.train.checkpoint.manifest import step_name, step_of
 
@@ -22,12 +24,19 @@ _MARKER = ".saving"  # an object store's step that is being written, or was when
 
 
 class Store(Protocol):
-    """Steps by number. Only one process changes it at a time: rank 0 of the run that holds the folder's lock.
+    """Steps by number. Only one process changes it at a time: rank 0 of the run that has its claim.
 
     Every method raises ``OSError`` where the storage fails.
     """
 
     root: str
+
+    def claim(self, run: str, another: str, say: Callable[[str], None]) -> Claim:
+        """Be the one who changes it; the arguments are those of ``ObjectClaim``.
+
+        Raises:
+            ConfigError: somebody else is; the message says who.
+        """
 
     def listing(self) -> dict[int, dict[str, int]]:
         """For every step that is there, whole or not: bytes by file name, relative to the step's folder.
@@ -103,6 +112,10 @@ class FolderStore(Store):
         self._root = Path(root).absolute()
         self.root = str(self._root)
 
+    def claim(self, run: str, another: str, say: Callable[[str], None]) -> Claim:
+        self._root.mkdir(parents=True, exist_ok=True)
+        return FolderClaim(self._root, run, another)
+
     def listing(self) -> dict[int, dict[str, int]]:
         if not self._root.is_dir():
             return {}
@@ -170,6 +183,9 @@ class ObjectStore(Store):
         self.root = root
         self._remote = remote
         self._prefix = prefix.rstrip("/")
+
+    def claim(self, run: str, another: str, say: Callable[[str], None]) -> Claim:
+        return ObjectClaim(self._remote, self.root, f"{self._prefix}/{claims.NAME}", run, another, say)
 
     def listing(self) -> dict[int, dict[str, int]]:
         steps = {step: files for step, files in self._all().items() if _MARKER not in files or manifests.NAME in files}

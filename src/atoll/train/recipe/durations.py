@@ -46,9 +46,40 @@ class Duration:
             steps_per_epoch: steps, with a fraction where an epoch is not a whole number of them.
             tokens_per_step: positions that a full step trains on.
         """
-        per_unit = {"step": 1.0, "ep": steps_per_epoch, "tok": 1.0 / tokens_per_step}[self.unit]
-        exact = self.value * per_unit
+        exact = self.exact_steps(steps_per_epoch=steps_per_epoch, tokens_per_step=tokens_per_step)
         return max(0, -int(-exact // 1) if abs(exact - round(exact)) > 1e-9 * max(1.0, exact) else round(exact))
+
+    def exact_steps(self, *, steps_per_epoch: float, tokens_per_step: float) -> float:
+        """This length in optimizer steps, with a fraction."""
+        return self.value * {"step": 1.0, "ep": steps_per_epoch, "tok": 1.0 / tokens_per_step}[self.unit]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Something that happens again and again: ``steps``, which may have a fraction, lie between two times.
+
+    The n-th time is the first whole step at or after n · ``steps``, so roundings don't add up, and intervals that
+    meet in epochs or tokens meet in steps.
+    """
+
+    steps: float
+
+    def due(self, step: int) -> bool:
+        """Whether it happens at the end of this step, the first of which is 1."""
+        return self._times(step) > self._times(step - 1)
+
+    def _times(self, step: int) -> int:
+        exact = step / self.steps
+        nearest = round(exact)
+        return nearest if abs(exact - nearest) <= 1e-12 * max(1.0, exact) else math.floor(exact)
+
+    def __str__(self) -> str:
+        if self.steps <= 1:
+            return "every step"
+        if self.steps == int(self.steps):
+            return f"every {int(self.steps)} steps"
+        first = ", ".join(str(math.ceil(n * self.steps - 1e-9)) for n in (1, 2, 3))
+        return f"every {self.steps:.2f} steps, rounded up: steps {first}, ..."
 
 
 def parse_duration(value: Any) -> Duration:

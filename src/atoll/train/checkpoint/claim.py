@@ -1,0 +1,207 @@
+"""One writer a place: who may write into a folder, or below a URL, and until when."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from atoll.core.errors import ConfigError
+from atoll.core.paths import visible_pid
+from atoll.train.checkpoint.files import Relay
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+NAME = ".writer"
+BEAT_S = 10.0  # how often the owner of an object says that it is alive; after three without a word it is dead
+_SETTLE_S = 1.0  # in which of two writers at once the later one shows, where a store knows no conditional writes
+
+
+class Claim(Protocol):
+    """The right to write somewhere."""
+
+    def check(self) -> None:
+        """Raises ``OSError`` where somebody else has taken the place meanwhile."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+class FolderClaim:
+    """A lock on a file in the folder, which ends with its owner.
+
+    Args:
+        run: what is written, for the message of those who come later.
+        another: the flag that chooses another place.
+
+    Raises:
+        ConfigError: somebody else holds it; the message says who.
+        OSError: the folder can't be written to, or its file system has no locks.
+    """
+
+    def __init__(self, folder: Path, run: str, another: str, name: str = NAME) -> None:
+        self._path = folder / name
+        while True:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _same_file(self._file, self._path):
+                    break
+                os.close(self._file)  # its owner has just removed it
+            except BlockingIOError:
+                holder = _decoded(os.pread(self._file, 4096, 0))
+                os.close(self._file)
+                raise ConfigError(_in_use(str(folder), holder, another)) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(_about(run)).encode(), 0)
+
+    def check(self) -> None:
+        """Nothing: nobody can take a lock away."""
+
+    def close(self) -> None:
+        """Give it back."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+class ObjectClaim:
+    """An object that its owner writes anew every ``BEAT_S``, made by a conditional write where the store knows those.
+
+    An owner is dead when its object has not changed for three beats: that is judged by watching it, so that no two
+    clocks are compared. Where two owners meet all the same (a store without conditional writes, an owner that was cut
+    off for longer than that), the earlier one learns of it at its next beat, and ``check`` fails: it saves nothing.
+
+    Args:
+        root: what messages call the place.
+        path: of the object.
+        run, another: as ``FolderClaim`` has them.
+        say: told where a dead owner's claim has to be waited for.
+
+    Raises:
+        ConfigError: somebody else holds it; the message says who.
+        OSError: the storage fails.
+    """
+
+    def __init__(
+        self, remote: AbstractFileSystem, root: str, path: str, run: str, another: str, say: Callable[[str], None]
+    ) -> None:
+        self._remote, self._root, self._path = remote, root, path
+        self._token = secrets.token_hex(8)
+        self._about = {**_about(run), "token": self._token, "beat_s": BEAT_S}
+        self._lost: str | None = None
+        self._over = threading.Event()
+        if (found := self._read()) is not None:
+            self._await_death(found, another, say)
+            with Relay():
+                self._remote.rm_file(path)
+        # An error is that of one who was faster, or of a store that has no such writes: reading tells which.
+        with contextlib.suppress(OSError, ValueError, TypeError, NotImplementedError), Relay():
+            self._remote.pipe_file(path, self._body(), mode="create")
+        if self._read() is None:
+            self._write()
+            time.sleep(_SETTLE_S)
+        if (found := self._read() or {}).get("token") != self._token:
+            raise ConfigError(_in_use(root, found, another))
+        self._thread = threading.Thread(target=self._beat, name=f"claim {root}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Whether it is still ours.
+
+        Raises:
+            OSError: it is not, or the storage fails.
+        """
+        found = self._read()
+        if found is not None and found.get("token") != self._token:
+            self._lost = _holder(found)
+        if self._lost is not None:
+            raise OSError(f"{self._root} was taken over by {self._lost}, as nothing was heard from here for a while")
+
+    def close(self) -> None:
+        """Give it back."""
+        self._over.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):  # then it counts as dead after three beats
+            self.check()
+            with Relay():
+                self._remote.rm_file(self._path)
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._over.wait(BEAT_S) and self._lost is None:
+            number += 1
+            with contextlib.suppress(OSError):  # the next one may come through
+                self.check()
+                self._about["beat"] = number
+                self._write()
+
+    def _await_death(self, found: dict[str, Any], another: str, say: Callable[[str], None]) -> None:
+        patience_s = 3.0 * float(found.get("beat_s", BEAT_S))
+        say(f"{self._root} has a claim of {_holder(found)}: watching for {patience_s:.0f} s whether it is alive")
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            time.sleep(patience_s / 15)
+            now = self._read()
+            if now is None:  # given back
+                return
+            if now != found:
+                raise ConfigError(_in_use(self._root, now, another))
+
+    def _body(self) -> bytes:
+        return json.dumps(self._about).encode()
+
+    def _write(self) -> None:
+        with Relay():
+            try:
+                self._remote.pipe_file(self._path, self._body())
+            except FileNotFoundError:  # it has true folders
+                self._remote.makedirs(self._path.rpartition("/")[0], exist_ok=True)
+                self._remote.pipe_file(self._path, self._body())
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            with Relay():
+                return _decoded(self._remote.cat_file(self._path))
+        except FileNotFoundError:
+            return None
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _about(run: str) -> dict[str, Any]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"run": run, "pid": visible_pid(), "host": socket.gethostname(), "since": since}
+
+
+def _decoded(content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _holder(about: dict[str, Any]) -> str:
+    run, pid, host, since = (about.get(key, "?") for key in ("run", "pid", "host", "since"))
+    return f"pid {pid} on {host}, since {since} ({run})"
+
+
+def _in_use(place: str, holder: dict[str, Any], another: str) -> str:
+    return (
+        f"{place!r} is in use by {_holder(holder)}: two runs can't write one place. Wait for it, stop it, or choose "
+        f"another with {another}"
+    )
