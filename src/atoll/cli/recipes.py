@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import command_line
 
 if TYPE_CHECKING:
     from atoll.train.recipe.schema import ParallelSection
@@ -104,4 +105,4 @@ def cp(
     except OSError as error:
         raise ConfigError(f"{target} can't be written: {error.strerror}") from None
     shown = target if target.is_absolute() or os.sep in str(target) else f"./{target}"
-    print(f"{target} is yours to edit; then: atoll train {shown}")
+    print(f"{target} is yours to edit; then: {command_line('atoll', 'train', str(shown))}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from atoll.cli.output import OutputClosed
-from atoll.core.errors import AtollError, ProvisionError, RemoteTraceback
+from atoll.core.errors import AtollError, ConfigError, ProvisionError, RemoteTraceback
 from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from atoll.train.events import Event
     from atoll.train.metrics.console import Console
     from atoll.train.recipe.load import Loaded
+    from atoll.train.recipe.schema import Recipe
 
 _FAILED, _NOT_FINISHED = 100, 101
 _SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -329,7 +330,6 @@ def _say_next(
     from atoll.train.metrics.summary import next_steps
 
     wanted = loaded.recipe.train
-    share, left = divmod(wanted.global_batch, 2 * nodes * (nproc or 1))  # of a rank, on twice as many nodes
     folder = shown_path(result["output_dir"])  # --no-resume has made one of its own
     if hosts is not None:
         print(f"\nresults are in {result['output_dir']} on {hosts.head}; to get them here:")
@@ -337,7 +337,6 @@ def _say_next(
         print(f"  {fetch}")
     elsewhere = ["--train.output_dir", folder] if folder != shown_path(str(Path(wanted.output_dir).absolute())) else []
     where = [*([] if hosts is None else ["--infra", infra]), *([] if gpus is None else ["--gpus", gpus])]
-    smaller = ["--train.micro_batch", str(share)] if share and not left and share % wanted.micro_batch else []
     lines = next_steps(
         loaded.source,
         folder,
@@ -346,13 +345,45 @@ def _say_next(
         status=result["status"],
         has_checkpoint=result["checkpoint"] is not None,
         nodes=nodes,
-        to_scale=smaller if hosts is None or 2 * nodes <= hosts.num_hosts else None,
-        exports=loaded.recipe.model.python is None,
+        to_scale=_to_scale(loaded.recipe, 2 * result["world_size"])
+        if hosts is None or 2 * nodes <= hosts.num_hosts
+        else None,
+        generates=loaded.recipe.data.tokenizer is not None,
+        exports=_has_export(loaded.recipe),
     )
     if lines:
         print("\nnext:")
     for line in lines:
         print(f"  {line}")
+
+
+def _to_scale(recipe: Recipe, world_size: int) -> list[str] | None:
+    """What a new run of a recipe needs on so many ranks; None where it can't train on them."""
+    from atoll.train.parallel.layout import resolve
+
+    more: list[str] = []
+    share, left = divmod(recipe.train.global_batch, world_size)
+    if share and not left and share % recipe.train.micro_batch:
+        more += ["--train.micro_batch", str(share)]
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": share})})
+    if recipe.checkpoint.path is not None:  # it holds those of this run
+        more += ["--checkpoint.path", f"{recipe.checkpoint.path.rstrip('/')}-{world_size}-ranks"]
+    try:
+        resolve(recipe, world_size)
+    except ConfigError:
+        return None
+    return more
+
+
+def _has_export(recipe: Recipe) -> bool:
+    from atoll.train.models.hf import hf_config
+
+    model = recipe.model
+    try:
+        hf_config(model if model.vocab_size else model.model_copy(update={"vocab_size": 1}), "bf16")
+    except ConfigError:
+        return False
+    return True
 
 
 def _dryrun(loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None) -> None:

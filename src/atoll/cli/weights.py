@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import command_line
 
 if TYPE_CHECKING:
     from atoll.train.data.tokenizer import Tokenizer
@@ -77,11 +78,14 @@ def import_(
         atoll import meta-llama/Llama-3.1-8B llama
         atoll train llama3_8b --model.init llama --data.tokenizer llama --data.path notes.txt
     """
-    _convert(source, dest, dtype, max_shard, force)
-    print(f"to train from it: --model.init {dest} --data.tokenizer {dest}")
+    has_tokenizer = _convert(source, dest, dtype, max_shard, force)
+    tokenizer = ["--data.tokenizer", str(dest)] if has_tokenizer else []
+    print(f"to train from it: {command_line('--model.init', str(dest), *tokenizer)}")
 
 
-def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: bool) -> None:
+def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: bool) -> bool:
+    """Write the folder; whether it has a tokenizer that can be read."""
+    from atoll.train.data.tokenizer import load_tokenizer
     from atoll.train.metrics.figures import size
     from atoll.train.weights import import_weights
 
@@ -92,7 +96,13 @@ def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: 
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     written = sum(path.stat().st_size for path in dest.iterdir())
-    print(f"{dest}: {size(written)}; try it: atoll generate {dest} 'Once upon a time'")
+    try:
+        load_tokenizer(str(dest))
+    except ConfigError:  # none, or one that only transformers reads
+        print(f"{dest}: {size(written)}")
+        return False
+    print(f"{dest}: {size(written)}; try it: {command_line('atoll', 'generate', str(dest), 'Once upon a time')}")
+    return True
 
 
 def generate(

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
@@ -66,6 +67,11 @@ def _unknown_keyword(where: str, unknown: str, named: Iterable[str], by_position
     names = [name for name in named if name != "self" and name not in by_position]
     hint = nearest(unknown, names)
     return f"{call} has no argument {unknown!r}{hint or ': it takes ' + ', '.join(names)}"
+
+
+def command_line(*words: str) -> str:
+    """A command as a person pastes it into a shell: every word that needs it is quoted."""
+    return shlex.join(words)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

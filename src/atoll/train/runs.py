@@ -19,6 +19,7 @@ from atoll.train.checkpoint.files import Files, Reader
 from atoll.train.checkpoint.manifest import Manifest, step_name, step_of
 from atoll.train.checkpoint.store import Store, open_store
 from atoll.train.checkpoint.survey import INDEX, examine, read_index, rot
+from atoll.train.folder import stored_recipe
 
 _WEIGHTS = "model."  # what a checkpoint puts in front of the names of a model's tensors
 _CHECKPOINTS = "checkpoints"
@@ -36,6 +37,7 @@ class SavedStep:
     step: int
     manifest: Manifest
     notes: tuple[str, ...] = ()  # of newer steps that were passed over
+    run: Path | None = None  # the folder of the run, where that was asked for
 
     @property
     def label(self) -> str:
@@ -57,7 +59,7 @@ class SavedStep:
     @property
     def tokenizer(self) -> str | None:
         """The tokenizer its data was read with: the folder that the run keeps, else what the recipe names."""
-        for place in (Path(self.store.root).parent, Path(self.store.root)):
+        for place in (self.run or Path(self.store.root).parent, Path(self.store.root)):
             if (place / "tokenizer").is_dir():
                 return str(place / "tokenizer")
         named = (self.recipe.get("data") or {}).get("tokenizer")
@@ -136,12 +138,13 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
             return None
         return _whole(store, step, found[step], verify)
     is_url = "://" in spec
-    for place in (f"{spec.rstrip('/')}/{_CHECKPOINTS}", spec):
-        if not is_url and not Path(place).is_dir():
+    elsewhere = None if is_url else _named_place(Path(spec))
+    for place in (elsewhere or f"{spec.rstrip('/')}/{_CHECKPOINTS}", spec):
+        if "://" not in place and not Path(place).is_dir():
             continue
         store = open_store(place)
         found = _listing(store)
-        if not found and not (place.endswith(f"/{_CHECKPOINTS}") and not is_url):
+        if not found and place != elsewhere and not (place.endswith(f"/{_CHECKPOINTS}") and not is_url):
             continue
         reasons = []
         for step in sorted(found, reverse=True):
@@ -152,9 +155,16 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
             except ConfigError as error:
                 reasons.append(str(error))
             else:
-                return replace(saved, notes=tuple(f"{reason}; {step_name(step)} is used" for reason in reasons))
+                notes = tuple(f"{reason}; {step_name(step)} is used" for reason in reasons)
+                return replace(saved, notes=notes, run=Path(spec) if place == elsewhere else None)
         raise ConfigError(f"{place} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
     return None
+
+
+def _named_place(folder: Path) -> str | None:
+    """Where the run in a folder keeps its checkpoints, if its recipe names a place for them."""
+    recipe = stored_recipe(folder)
+    return None if recipe is None else recipe.checkpoint.path
 
 
 def _listing(store: Store) -> dict[int, dict[str, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.core.errors import AtollError
+from atoll.core.hints import command_line
 from atoll.train.models import registry
 from atoll.train.models.generate import generate
 from atoll.train.recipe.schema import Recipe
@@ -23,7 +24,7 @@ def continue_prompt(recipe: Recipe, checkpoint: str, note: Callable[[str], None]
     if prompt is None:
         return None
     if registry.parameter_count(recipe.model) > _LARGEST:
-        note(f"no sample: the model is large; atoll generate {checkpoint} {prompt!r} makes one")
+        note(f"no sample: the model is large; {command_line('atoll', 'generate', checkpoint, prompt)} makes one")
         return None
     from atoll.train.data.tokenizer import load_tokenizer
     from atoll.train.sources import open_source

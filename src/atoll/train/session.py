@@ -61,6 +61,7 @@ class TrainResult:
         output_dir: the folder of the run.
         checkpoint: path of the last one; None where none was saved.
         took_s: of this session.
+        world_size: ranks that trained.
         figures: others by name: ``tokens_per_s``, ``memory_bytes``, ``mfu``.
     """
 
@@ -73,6 +74,7 @@ class TrainResult:
     output_dir: str
     checkpoint: str | None
     took_s: float
+    world_size: int
     figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -348,6 +350,7 @@ class _Session:
             str(folder),
             None if run is None or run.checkpoint is None else shown_path(run.checkpoint),
             time.monotonic() - self.started,
+            self.world.size,
             {} if run is None else run.figures(),
         )
         if self.world.is_head:
@@ -355,7 +358,9 @@ class _Session:
             if status == "finished" and result.checkpoint is not None:
                 sample = continue_prompt(self.recipe, result.checkpoint, self._note)
             curve = shown_path(str(folder / "loss.png")) if self.recipe.metrics.plot and cursor.step > 0 else None
-            told = {name: value for name, value in vars(result).items() if name not in ("steps", "output_dir")}
+            told = {
+                name: value for name, value in vars(result).items() if name not in ("steps", "output_dir", "world_size")
+            }
             self._tell(RunEnded(**told, sample=sample, curve=curve, error=error))
         return result
 

@@ -6,12 +6,11 @@ import dataclasses
 import json
 import math
 import os
-import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.core.hints import command_line
 from atoll.core.paths import write_atomic
 from atoll.train.events import Event, RunEnded, RunStarted, StepDone
 from atoll.train.metrics.reporter import Reporter
@@ -59,6 +58,7 @@ def next_steps(
     nodes: int = 1,
     steps: int | None = None,
     to_scale: Sequence[str] | None = (),
+    generates: bool = True,
     exports: bool = True,
 ) -> list[str]:
     """What to type after a run, one command a line: go on, generate, export, scale.
@@ -68,30 +68,41 @@ def next_steps(
         options: what the user gave beside the nodes, to be repeated.
         has_checkpoint: whether there is one to go on from.
         steps: a longer run's; N where none is given.
-        to_scale: what twice as many nodes need beside that; None where there are no more.
+        to_scale: what twice as many nodes need beside that; None where there are no more, or they can't train it.
+        generates: whether there is a tokenizer to generate with.
         exports: whether the model is one that Hugging Face knows.
     """
-    folder = shlex.quote(output_dir)
-    command = f"atoll train {shlex.quote(recipe)}"
-    others = [option for option in options if option not in ("--no-resume", "--allow-changes")]
-    repeated = "".join(f" {shlex.quote(option)}" for option in others)
-    same = command + (f" --nodes {nodes}" if nodes > 1 else "") + repeated
-    lines = []
+    repeated = _without(options, "--no-resume", "--allow-changes")
+    start = ["atoll", "train", recipe]
+    same = [*start, *(["--nodes", str(nodes)] if nodes > 1 else []), *repeated]
+    lines: list[tuple[str, list[str]]] = []
     if status != "finished":
         lines.append(("go on where it stopped" if has_checkpoint else "start again", same))
     elif has_checkpoint:
-        longer = re.sub(r" --train\.(steps|tokens)(=| )\S+", "", same)
-        lines.append(("train longer", f"{longer} --train.steps {steps or 'N'} --allow-changes"))
-    if has_checkpoint:
-        lines.append(("let it write", f'atoll generate {folder} "Once upon a time"'))
+        longer = _without(same, "--train.steps", "--train.tokens")
+        lines.append(("train longer", [*longer, "--train.steps", str(steps or "N"), "--allow-changes"]))
+    if has_checkpoint and generates:
+        lines.append(("let it write", ["atoll", "generate", output_dir, "Once upon a time"]))
     if has_checkpoint and exports:
-        lines.append(("export to Hugging Face", f"atoll export {folder} {shlex.quote(output_dir.rstrip('/') + '-hf')}"))
+        lines.append(("export to Hugging Face", ["atoll", "export", output_dir, f"{output_dir.rstrip('/')}-hf"]))
     if to_scale is not None:
-        wider = re.sub(r" --train\.output_dir(=| )\S+", "", repeated)  # it is a new run
-        more = "".join(f" {option}" for option in to_scale)
-        lines.append(("scale", f"{command} --nodes {2 * nodes}{wider}{more} --no-resume"))
+        replaced = [word for word in to_scale if word.startswith("--")]
+        wider = _without(repeated, "--train.output_dir", *replaced)  # it is a new run
+        lines.append(("scale", [*start, "--nodes", str(2 * nodes), *wider, *to_scale, "--no-resume"]))
     width = max((len(what) for what, _ in lines), default=0)
-    return [f"{what:<{width}}  {command}" for what, command in lines]
+    return [f"{what:<{width}}  {command_line(*words)}" for what, words in lines]
+
+
+def _without(words: Sequence[str], *options: str) -> list[str]:
+    """A command's words without these options, and without their values: ``--key value`` or ``--key=value``."""
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        if word not in options and word.partition("=")[0] not in options:
+            kept.append(word)
+        elif word.startswith("--") and "." in word and "=" not in word:  # a key of the recipe: its value follows
+            next(left, None)
+    return kept
 
 
 def _finite(value: Any) -> Any:
