@@ -248,7 +248,7 @@ def test_a_readme_beside_data_is_left_out_and_said(tmp_path: Path) -> None:
 def test_a_folder_of_two_formats_asks(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     parquet(tmp_path / "b.parquet", ["column"])
-    assert "several formats, jsonl and parquet" in refused(tmp_path)
+    assert "several formats: 1 JSONL file (a.jsonl) and 1 Parquet file" in refused(tmp_path)
     assert read(tmp_path, format="parquet") == ["column"]
 
 
@@ -547,3 +547,30 @@ def test_a_data_set_by_its_loader(tmp_path: Path, streaming: bool, capfd: pytest
 def test_a_data_set_that_is_not_on_this_machine_is_told_offline() -> None:
     assert "hf://nobody/nothing" in refused("hf://nobody/nothing")
     assert "cannot stand in a list of files" in refused(["hf://nobody/nothing", str(AUSTEN)])
+
+
+def test_a_file_without_an_ending_is_known_by_its_whole_first_record(tmp_path: Path) -> None:
+    """One longer than what is looked at first; its neighbours are shorter."""
+    rows = ["long " * 40_000, "short"]
+    for name, row in zip(("part-0", "part-1"), rows, strict=True):
+        (tmp_path / name).write_text(json.dumps({"text": row}) + "\n")
+    assert read(tmp_path) == rows
+    assert "taken by what is in them: 2 JSONL files (part-0, part-1)" in note(tmp_path)
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "part-1").read_bytes())
+    assert read(tmp_path / "marked") == ["short"]
+
+
+def test_formats_are_never_mixed_without_being_told(tmp_path: Path) -> None:
+    (tmp_path / "part-0").write_text(json.dumps({"text": "a"}) + "\n")
+    (tmp_path / "part-1").write_text("no JSON")
+    message = "several formats: 1 JSONL file (part-0) and 1 text file (part-1): set [data] format"
+    assert message in refused(tmp_path)
+    assert message in refused([str(tmp_path / "part-0"), str(tmp_path / "part-1")])
+    assert message in refused(tmp_path / "part-*")
+    named = tmp_path / "a.txt"
+    named.write_text("named")
+    assert "several formats" in refused([str(named), str(tmp_path / "part-0")])
+    (tmp_path / "weak").mkdir()
+    (tmp_path / "weak" / "README.md").write_text("about")
+    (tmp_path / "weak" / "rows.json").write_text(json.dumps({"text": "a"}) + "\n")
+    assert "several formats: 1 text file (README.md) and 1 JSONL file (rows.json)" in refused(tmp_path / "weak")

@@ -22,6 +22,7 @@ BIN_HEADERS = {20240520: "<u2", 20240801: "<u4"}
 _HEADER_BYTES = 1024
 _CHAT_KEYS = ("messages", "conversations")
 _SCAN_TOKENS = 1 << 24
+_START_BYTES = 1 << 16
 
 
 def read_text(file: SourceFile, document_end: str | None, at: Position) -> Iterator[str]:
@@ -271,21 +272,26 @@ def _header(data: Tokens) -> tuple[int, int, int]:
     return magic, version, count
 
 
-def looks_like(start: bytes) -> str:
-    """The format of a file that begins with these (up to 64 Ki) bytes; ``"unknown"`` where it is no text.
+def looks_like(content: IO[bytes]) -> str:
+    """The format of a file by its first record, however long that is; ``"unknown"`` where it is no text.
 
-    A JSONL file is known by its first line.
+    A JSONL file is known by its first line, an object.
     """
+    start = content.read(_START_BYTES)
     if start.startswith(b"PAR1"):
         return "parquet"
     if len(start) >= _HEADER_BYTES and int.from_bytes(start[:4], "little") in BIN_HEADERS:
         return "bin"
     if b"\0" in start[:4096] and not start.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "unknown"
-    first = start.lstrip().split(b"\n", 1)[0]
+    first = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not first.startswith(b"{"):
+        return "text"
+    if b"\n" not in first:
+        first += content.readline()
     try:
-        return "jsonl" if isinstance(json.loads(first), dict) else "text"
+        return "jsonl" if isinstance(json.loads(first.partition(b"\n")[0]), dict) else "text"
     except ValueError:
         return "text"
     except RecursionError:  # reading it tells the place
-        return "jsonl" if first.startswith(b"{") else "text"
+        return "jsonl"

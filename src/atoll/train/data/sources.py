@@ -31,7 +31,6 @@ _BY_EXTENSION = {
 }
 # In a folder these are data where nothing else is, and about the data where something else is (README.md, info.json).
 _WEAK_EXTENSIONS = {".txt", ".text", ".md", ".json"}
-_SNIFF_BYTES = 1 << 16
 _NAMES = {"text": "text", "jsonl": "JSONL", "parquet": "Parquet", "bin": "token"}
 
 
@@ -118,6 +117,13 @@ class Files:
                 else:
                     seen.add(file.path)
                     self.files.append((file, kind))
+        self._sniffed = [
+            (file, kind) for file, kind in self.files if section.format == "auto" and not _by_extension(file)
+        ]
+        if self._sniffed and len({kind for _, kind in self.files}) > 1:
+            raise ConfigError(
+                f"[data] path = {self.name!r} has several formats: {_by_kind(self.files)}: set [data] format"
+            )
         sizes = [file.num_bytes for file, _ in self.files]
         self.total = None if None in sizes else sum(size or 0 for size in sizes)
         self.done = 0
@@ -138,6 +144,8 @@ class Files:
             "bin": "tokens as they are",
         }
         line = f"data: {found}{size}, {'; '.join(per[kind] for kind in counts)}"
+        if self._sniffed:
+            line += f"; without a known ending, taken by what is in them: {_by_kind(self._sniffed)}"
         if self._skipped:
             more = "" if len(self._skipped) <= 3 else f" and {len(self._skipped) - 3} more"
             line += f"; left out: {', '.join(self._skipped[:3])}{more}"
@@ -183,16 +191,15 @@ class Files:
             return [(file, asked) for file in fitting or files]
         strong = [file for file in files if file.extensions and file.extensions[0] not in _WEAK_EXTENSIONS]
         strong = [file for file in strong if _by_extension(file) is not None]
-        kinds = sorted({str(_by_extension(file)) for file in strong})
-        if len(kinds) > 1:
-            raise ConfigError(
-                f"[data] path = {redact(path)!r} has several formats, {' and '.join(kinds)}: set [data] format"
-            )
         known = [(file, _by_extension(file) or _looks_like(file)) for file in strong or files]
         data = [(file, kind) for file, kind in known if kind != "unknown"]
         if not data:
             raise ConfigError(
                 f"[data] path = {redact(path)!r}: none of its {len(files)} files is text or a known format"
+            )
+        if len({kind for _, kind in data}) > 1:
+            raise ConfigError(
+                f"[data] path = {redact(path)!r} has several formats: {_by_kind(data)}: set [data] format"
             )
         self._leave_out(files, [file for file, _ in data])
         return data
@@ -202,13 +209,25 @@ class Files:
         self._skipped += [Path(file.name).name for file in files if file.path not in names]
 
 
+def _by_kind(files: Sequence[tuple[SourceFile, str]]) -> str:
+    """``2 JSONL files (a, b) and 1 text file (c)``."""
+    names: dict[str, list[str]] = {}
+    for file, kind in files:
+        names.setdefault(kind, []).append(Path(file.name).name)
+    return " and ".join(
+        f"{len(each)} {_NAMES[kind]} file{'s' if len(each) > 1 else ''} "
+        f"({', '.join(each[:3])}{', ...' if len(each) > 3 else ''})"
+        for kind, each in names.items()
+    )
+
+
 def _by_extension(file: SourceFile) -> str | None:
     return _BY_EXTENSION.get(file.extensions[0]) if file.extensions else None
 
 
 def _looks_like(file: SourceFile) -> str:
     with file.open() as (content, _):
-        return formats.looks_like(content.read(_SNIFF_BYTES))
+        return formats.looks_like(content)
 
 
 def _sniff(file: SourceFile) -> str:
