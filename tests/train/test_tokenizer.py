@@ -141,6 +141,39 @@ def llama_like(learnt: FastTokenizer, folder: Path, **config: object) -> Path:
     return folder
 
 
+def test_special_tokens_are_text_where_the_configuration_says_so(learnt: FastTokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text = "Anne<|end_of_text|><|begin_of_text|>Elliot"
+    split = llama_like(learnt, tmp_path / "split", split_special_tokens=True, eos_token="<|end_of_text|>")
+    whole = llama_like(learnt, tmp_path / "whole")
+    assert 601 in load_tokenizer(str(whole)).encode(text)
+    tokenizer = load_tokenizer(str(split))
+    assert not {600, 601} & set(tokenizer.encode(text))
+    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(split)(text, add_special_tokens=False).input_ids
+    assert tokenizer.fingerprint != load_tokenizer(str(whole)).fingerprint
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).encode(text) == tokenizer.encode(text)
+
+
+def test_tokens_that_only_the_files_beside_it_have(learnt: FastTokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    decoder = {"602": {"content": "<|user|>", "special": True}, "603": {"content": "<tool>", "special": False}}
+    folder = llama_like(learnt, tmp_path / "a", added_tokens_decoder=decoder, eos_token="<|end_of_text|>")
+    tokenizer = load_tokenizer(str(folder))
+    text = "<|user|>Anne <tool>"
+    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
+    assert {602, 603} <= set(tokenizer.encode(text))
+    assert tokenizer.vocab_size == 604
+    wrong = llama_like(learnt, tmp_path / "b", added_tokens_decoder={"7": {"content": "<|user|>"}})
+    with pytest.raises(ConfigError, match=r"token '<\|user\|>' is number 7, and its vocabulary makes it 602"):
+        load_tokenizer(str(wrong))
+    legacy = llama_like(learnt, tmp_path / "c")
+    (legacy / "added_tokens.json").write_text(json.dumps({"<|user|>": 602}))
+    assert load_tokenizer(str(legacy)).encode("<|user|>") == [602]
+
+
 def test_a_template_that_adds_bos_is_told_and_never_adds_it_twice(learnt: FastTokenizer, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(llama_like(learnt, tmp_path / "a")))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (602, 600, 601)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 import zlib
@@ -204,6 +205,58 @@ def test_shards_hold_what_was_allowed_and_an_index(tmp_path: Path) -> None:
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
+def test_an_index_says_for_each_tensor_which_file_counts(tmp_path: Path) -> None:
+    """A shard that was saved before the index was may still hold what has moved to another one."""
+    model = model_of(section_for("llama"))
+    folder = export_model(model, tmp_path / "hf", max_shard_bytes=20_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name, first = next(iter(index["weight_map"].items()))
+    last = folder / max(index["weight_map"].values())
+    content = safetensors.torch.load_file(last)
+    safetensors.torch.save_file(
+        {**content, name: torch.zeros_like(safetensors.torch.load_file(folder / first)[name])}, last
+    )
+    back = model_of(model.config, seed=1)
+    (note,) = load_weights(back, model.config, str(folder))
+    assert_same(back, model)
+    assert f"{name} in {last.name}" in note
+    safetensors.torch.save_file(dict(list(content.items())[1:]), last)
+    lost = next(iter(content))
+    with pytest.raises(ConfigError, match=rf"its index has {re.escape(lost)} in {last.name}, which lacks it"):
+        load_weights(back, model.config, str(folder))
+    safetensors.torch.save_file({**content, name: torch.zeros(1)}, last)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match=rf"tensor {re.escape(name)} is in several of .* no model.safetensors.index"):
+        load_weights(back, model.config, str(folder))
+
+
+def test_one_whole_file_comes_before_an_index(tmp_path: Path) -> None:
+    """As transformers reads it."""
+    stale, model = model_of(section_for("llama"), seed=3), model_of(section_for("llama"))
+    folder = export_model(stale, tmp_path / "hf", max_shard_bytes=20_000)
+    whole = export_model(model, tmp_path / "whole")
+    (whole / "model.safetensors").rename(folder / "model.safetensors")
+    back = model_of(model.config, seed=1)
+    load_weights(back, model.config, str(folder))
+    assert_same(back, model)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.model.embed_tokens.weight, model.embed.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", "{}", r"holds an adapter \(adapter_config.json\).*merge_and_unload"),
+        ("pytorch_model-00001-of-00002.bin", "", r"\.bin files are pickles, which are not read"),
+    ],
+)
+def test_what_is_not_read_of_a_folder_is_refused_by_name(tmp_path: Path, name: str, content: str, message: str) -> None:
+    section = section_for("llama")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_weights(model_of(section), section, str(tmp_path))
+
+
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_dtypes(dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
     model = model_of(section_for("qwen3"))
@@ -368,6 +421,8 @@ def test_values_of_a_config_that_cannot_be(changes: dict[str, Any], message: str
 def test_files_of_another_form(file: str, content: Any, message: str, tmp_path: Path) -> None:
     folder = export_model(model_of(section_for("llama")), tmp_path / "hf")
     (folder / file).write_text(json.dumps(content))
+    if file.endswith("index.json"):
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     with pytest.raises(ConfigError, match=message), open_source(str(folder)):
         pass
 

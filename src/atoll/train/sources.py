@@ -230,11 +230,17 @@ def _saved(spec: str, path: Path, *, verify: bool) -> SavedStep | None:
 
 
 def _open_folder(folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> Source:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in _files_of_index(index)})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    """As ``transformers`` does: one model.safetensors, else what its index names; else all there are."""
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{label} holds an adapter (adapter_config.json), and whole weights are read: merge it into its base, "
+            "with merge_and_unload() of peft, and name the folder that this is saved in"
+        )
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return _open_files([whole], folder, label, section, stack)
+    places = _weight_map(index) if index.is_file() else None
+    files = sorted(folder.glob("*.safetensors") if places is None else {folder / name for name in places.values()})
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(
             f"{label} is incomplete: {', '.join(missing)} of its index is missing; fetch or copy it again"
@@ -244,29 +250,53 @@ def _open_folder(folder: Path, label: str, section: ModelSection | None, stack: 
         if len(ggufs) == 1:
             return _open_gguf(ggufs[0])
         have = sorted(path.name for path in folder.iterdir())[:6]
+        pickles = "; .bin files are pickles, which are not read: save the model again, with save_pretrained(folder)"
         raise ConfigError(
             f"{label} holds no weights that can be read: expected .safetensors files, one .gguf file, or Atoll's "
-            f"checkpoints; it has {', '.join(have) or 'nothing'}"
+            f"checkpoints; it has {', '.join(have) or 'nothing'}{pickles if any(folder.glob('*.bin')) else ''}"
         )
-    return _open_files(files, folder, label, section, stack)
+    return _open_files(files, folder, label, section, stack, places)
 
 
-def _open_files(files: list[Path], folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> Source:
+def _open_files(
+    files: list[Path],
+    folder: Path,
+    label: str,
+    section: ModelSection | None,
+    stack: ExitStack,
+    places: Mapping[str, str] | None = None,
+) -> Source:
+    """Open safetensors; ``places`` are the file of each tensor, where an index says so."""
     from safetensors import SafetensorError, safe_open
 
     where: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes = set()
+    left: list[str] = []
     for file in files:
         try:
             opened = stack.enter_context(safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is no complete safetensors file: {error}") from None
         for name in opened.keys():  # noqa: SIM118 - no mapping: it has no iteration of its own
+            if places is not None and places.get(name) != file.name:
+                left.append(f"{name} in {file.name}")
+                continue
+            if name in where:
+                raise ConfigError(
+                    f"{label}: tensor {name} is in several of {', '.join(each.name for each in files[:4])}, and no "
+                    "model.safetensors.index.json says which counts: remove the files that don't belong to the model"
+                )
             where[name] = opened
             piece = opened.get_slice(name)
             shapes[name] = tuple(piece.get_shape())
             dtypes.add(_float_type(piece.get_dtype(), name, label))
+    if lacking := sorted((places or {}).keys() - where.keys()):
+        assert places is not None
+        raise ConfigError(
+            f"{label} is incomplete: its index has {lacking[0]} in {places[lacking[0]]}, which lacks it; fetch or copy "
+            "it again"
+        )
     config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else None
     own = None if config is None else hf.section_from_hf(config, source=f"{label}: config.json")
     known = own or section
@@ -284,6 +314,7 @@ def _open_files(files: list[Path], folder: Path, label: str, section: ModelSecti
         special_ids=_special_ids(config or {}, folder),
         write_tokenizer=partial(_copy_tokenizer, folder),
         tokenizer=str(folder),
+        notes=[f"not read of {label}, as its index has it elsewhere or nowhere: {left[0]}"] if left else [],
     )
 
 
@@ -377,14 +408,15 @@ def _special_ids(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def _files_of_index(index: Path) -> list[str]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by the tensor's name."""
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ConfigError(f"{index}: weight_map is {files!r}, expected an object that names the file of each tensor")
     for name in files.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ConfigError(f"{index}: weight_map has {name!r}, expected the name of a file beside it")
-    return list(files.values())
+    return files
 
 
 def _float_type(dtype: str, name: str, label: str) -> str:

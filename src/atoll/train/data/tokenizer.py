@@ -26,7 +26,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 _BYTES_CLASS = "atoll-bytes"
 # What may lie beside tokenizer.json and is kept when a tokenizer is saved again.
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_COMPANIONS = (*_SETTINGS, "added_tokens.json", "chat_template.jinja")
 _PATTERNS = ["tokenizer.json", *_COMPANIONS, "vocab.json", "merges.txt"]
 _KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
@@ -102,15 +103,18 @@ class FastTokenizer:
         self.name = name
         self._engine = engine
         self._companions = companions
+        config = _merged(companions)
+        _add_declared(engine, config, companions, name)
+        splits = config.get("split_special_tokens") is True
+        engine.encode_special_tokens = splits  # as text: "</s>" in a document ends none
         vocabulary = engine.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(f"[data] tokenizer = {name!r} has no tokens: train it first, or name another one")
         self.vocab_size = max(vocabulary.values()) + 1
-        config = _merged(companions)
         self.bos_id = _special_id("bos", config, vocabulary, _KNOWN_BOS)
         self.eos_id = _special_id("eos", config, vocabulary, _KNOWN_EOS)
         self.adds_bos = self._adds_bos(config.get("add_bos_token"))
-        content = json.dumps([engine.to_str(), self.bos_id, self.eos_id, self.adds_bos])
+        content = json.dumps([engine.to_str(), self.bos_id, self.eos_id, self.adds_bos, *([splits] if splits else [])])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
         self._cuts = _is_cuttable(json.loads(engine.to_str()))
 
@@ -319,13 +323,48 @@ def _gpt2_engine(vocabulary: Path, merges: Path, companions: dict[str, bytes]) -
 def _merged(companions: dict[str, bytes]) -> dict[str, Any]:
     """All keys of the companions; those of the tokenizer's own configuration come first."""
     out: dict[str, Any] = {}
-    for name in reversed([each for each in _COMPANIONS if each.endswith(".json")]):
-        if name in companions:
-            try:
-                out |= {key: value for key, value in json.loads(companions[name]).items() if value is not None}
-            except (ValueError, AttributeError):
-                raise ConfigError(f"{name} beside the tokenizer is no JSON object: get it again") from None
+    for name in reversed(_SETTINGS):
+        out |= {key: value for key, value in _companion(companions, name).items() if value is not None}
     return out
+
+
+def _companion(companions: dict[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(companions.get(name, b"{}")).items())
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{name} beside the tokenizer is no JSON object: get it again") from None
+
+
+def _add_declared(
+    engine: tokenizers.Tokenizer, config: dict[str, Any], companions: dict[str, bytes], name: str
+) -> None:
+    """Add the tokens that only the files beside ``tokenizer.json`` have, as ``transformers`` does.
+
+    Raises:
+        ConfigError: one would get another number than they say.
+    """
+    declared = config.get("added_tokens_decoder")
+    if declared is None:  # how it was written before
+        legacy = _companion(companions, "added_tokens.json")
+        declared = {number: {"content": token} for token, number in legacy.items()}
+    try:
+        tokens = [(int(number), _added_token(**entry)) for number, entry in declared.items()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"[data] tokenizer = {name!r}: its added tokens cannot be read: {error}") from None
+    known = engine.get_added_tokens_decoder()
+    for number, token in sorted(tokens, key=lambda each: each[0]):
+        if number not in known or known[number].content != token.content or known[number].special != token.special:
+            engine.add_tokens([token])
+        if (found := engine.token_to_id(token.content)) != number:
+            raise ConfigError(
+                f"[data] tokenizer = {name!r}: its configuration says that token {token.content!r} is number {number}, "
+                f"and its vocabulary makes it {found}: get its files again"
+            )
+
+
+def _added_token(content: str, **properties: Any) -> tokenizers.AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(content, **{key: properties[key] for key in flags if key in properties})
 
 
 def _special_id(which: str, config: dict[str, Any], vocabulary: dict[str, int], known: Sequence[str]) -> int | None:

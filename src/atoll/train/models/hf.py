@@ -156,10 +156,9 @@ def section_from_hf(config: Mapping[str, Any], *, source: str = "config.json") -
         raise ConfigError(
             f"{source}: model_type is {kind!r}; known are {', '.join(MODEL_TYPES)}; write another as [model] python"
         )
-    if quantised := config.get("quantization_config"):
-        raise ConfigError(
-            f"{source}: quantization_config = {quantised!r}: quantised weights are read from GGUF files only"
-        )
+    for key in ("quantization_config", "compression_config"):
+        if quantised := config.get(key):
+            raise ConfigError(f"{source}: {key} = {quantised!r}: quantised weights are read from GGUF files only")
     reader = _Reader(config, source)
     fields = _gpt2_fields(reader) if kind == "gpt2" else _rotary_fields(reader, kind)
     fields["family"] = "llama" if kind == "mistral" else kind
