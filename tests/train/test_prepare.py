@@ -390,7 +390,7 @@ def test_several_processes_at_once_make_it_once(runs: Runs, tmp_path: Path) -> N
     assert [each[:2] for each in others] == [one[:2]] * 3
     assert one[1] == 500
     assert len(built(tmp_path / "cache")) == 2
-    assert not list((tmp_path / "cache").glob("*.part"))
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
 
 
 def test_the_others_wait_and_say_for_whom(runs: Runs) -> None:
@@ -408,10 +408,10 @@ def test_a_builder_that_is_killed_half_way_is_replaced(runs: Runs, tmp_path: Pat
     runs.wait_for("standing")
     waiter = runs.start()
     runs.wait_for("waiting")
-    assert list((tmp_path / "cache").glob("*.part"))
+    assert list((tmp_path / "cache").glob(".*.tmp"))
     os.kill(builder.pid, signal.SIGKILL)
     assert runs.result(waiter)[1] == 500
-    assert not list((tmp_path / "cache").glob("*.part"))
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
     assert len(built(tmp_path / "cache")) == 1
 
 

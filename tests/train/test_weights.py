@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import time
 import zlib
 from pathlib import Path
@@ -561,6 +563,18 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         export(broken, model.config, tmp_path / "other")
     with pytest.raises(ConfigError, match="dtype = 'int8': expected one of fp32, bf16, fp16"):
         export_model(model, tmp_path / "other", dtype="int8")
+
+
+def test_an_export_that_was_killed_leaves_nothing_after_the_next(tmp_path: Path) -> None:
+    model = model_of(section_for("llama"))
+    export_model(model, tmp_path / "hf")
+    child = os.fork()
+    if not child:
+        export_model(model, tmp_path / "hf", force=True, progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 3
+    export_model(model, tmp_path / "hf", force=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
 
 
 def test_one_shard_is_in_memory_at_a_time(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import getpass
+import glob
 import os
-import tempfile
-import time
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,30 +33,73 @@ def write_atomic(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600
     The bytes go to a temporary file in the same folder, which is synced and then renamed over ``path``.
     """
     target = Path(path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException as error:  # also Ctrl-C: the temporary file is ours to remove
-        Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        with temporary_beside(target) as place:
+            with open(place, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+            os.replace(place, target)
+    except OSError as error:
+        if error.filename is None:
             error.filename = os.fspath(target)  # a disk that is full does not say which
         raise
     fsync_folder(target.parent)
 
 
-def sweep_temporary(path: str | os.PathLike[str], older_s: float = 0.0) -> None:
-    """Remove what ``write_atomic`` left of ``path`` where its process was killed, if it is so many seconds old."""
-    target = Path(path)
-    oldest = time.time() - older_s
-    for left in target.parent.glob(f".{target.name}.*.tmp"):
+@contextlib.contextmanager
+def temporary_beside(target: Path, *, folder: bool = False) -> Iterator[Path]:
+    """A new file or folder in the folder of ``target``, to be renamed to it; it is removed if it is still there then.
+
+    It is locked for as long as its owner lives, so that ``sweep_temporary`` can tell what a dead one left.
+    """
+    while True:
+        place = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        if folder:
+            place.mkdir()
+        descriptor = os.open(
+            place, os.O_CLOEXEC | (os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL), 0o600
+        )
+        _try_lock(descriptor)
+        if place.exists():  # else somebody swept it before it was locked
+            break
+        os.close(descriptor)
+    try:
+        yield place
+    finally:  # also on Ctrl-C
+        _remove(place)
+        os.close(descriptor)
+
+
+def sweep_temporary(target: str | os.PathLike[str]) -> None:
+    """Remove what dead owners of ``temporary_beside`` left of ``target``, whose name may be ``*``."""
+    folder, name = os.path.split(os.path.abspath(target))
+    for left in Path(folder).glob(f".{name if name == '*' else glob.escape(name)}.*.tmp"):
         with contextlib.suppress(OSError):
-            if left.stat().st_mtime <= oldest:
-                left.unlink()
+            descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if _try_lock(descriptor):
+                    _remove(left)
+            finally:
+                os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system that locks none: nothing is swept there
+        return False
+    return True
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        import shutil  # where it is needed: agents and workers start without it
+
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def fsync_folder(folder: str | os.PathLike[str]) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 LOCK = "launch.lock"
 _SILENT_S = 1.0  # most commands are done with a cluster sooner
-_LEFT_S = 60.0  # a record that is being written takes milliseconds
 # Fields that `decide` may change of a cluster that is there.
 _DECIDED = (
     *("num_nodes", "accelerator", "num_accelerators", "simulated", "cpus", "memory_gb", "status", "notes"),
@@ -218,7 +217,7 @@ def _held(descriptor: int, folder: Path, what: str) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{what} {os.getpid()}".encode(), 0)
-        sweep_temporary(folder / record.RECORD, _LEFT_S)
+        sweep_temporary(folder / record.RECORD)
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import write_atomic
+from atoll.core.paths import sweep_temporary, write_atomic
 from atoll.train.checkpoint.claim import FolderClaim
 from atoll.train.recipe.load import diff, harmful
 from atoll.train.recipe.schema import Recipe
@@ -44,6 +44,8 @@ class RunFolder:
             self._was_there = self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderClaim(self.path, recipe.name, "--train.output_dir DIR", name=".lock")
+        for inside in (self.path, self.path / "tokenizer"):
+            sweep_temporary(inside / "*")
         try:
             self._check(recipe, allow_changes=allow_changes)
             with contextlib.suppress(FileNotFoundError):

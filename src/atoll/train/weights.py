@@ -6,7 +6,6 @@ import fnmatch
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import fsync_folder
+from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside
 from atoll.train import hub
 from atoll.train.models import hf
 from atoll.train.models.hf import Stored
@@ -361,28 +360,23 @@ def _joined(
 def _whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes its place as ``target`` when all of it is on disk."""
     target = target.resolve()  # a link stays one, and "." has a name
-    place = target.parent / f".{target.name}.{os.getpid()}.tmp"
-    old = target.parent / f".{target.name}.{os.getpid()}.old"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        place.mkdir()
-        yield place
-        mode = (place / "config.json").stat().st_mode
-        for path in place.iterdir():
-            path.chmod(mode)  # safetensors makes its files readable by their owner only
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        fsync_folder(place)
-        if target.exists():
-            target.rename(old)
-        place.rename(target)
+        sweep_temporary(target)
+        with temporary_beside(target, folder=True) as place, temporary_beside(target, folder=True) as old:
+            yield place
+            mode = (place / "config.json").stat().st_mode
+            for path in place.iterdir():
+                path.chmod(mode)  # safetensors makes its files readable by their owner only
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            fsync_folder(place)
+            if target.exists():
+                os.replace(target, old)
+            os.replace(place, target)
         fsync_folder(target.parent)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.train.checkpoint.team import Team
 
+_LEFT_S = 3600.0
 _PATIENCE_S = 15.0  # an NFS client may go by a cached listing for some seconds
 
 
@@ -52,6 +53,9 @@ def check_shared(root: str, group: dist.ProcessGroup | None) -> None:
 
 def _put(folder: Path, name: str, token: str) -> tuple[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".shared-*"):  # of a run that was killed here
+        if left.stat().st_mtime < time.time() - _LEFT_S:
+            left.unlink(missing_ok=True)
     (folder / name).write_text(token)
     return name, token
 

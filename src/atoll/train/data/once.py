@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import fsync_folder, visible_pid
+from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside, visible_pid
 from atoll.train.events import Progress
 
 _POLL_S = 0.1
@@ -64,16 +64,11 @@ def build_once(
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    aside = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)  # of a builder that was killed
-    aside.mkdir()
-    try:
+    sweep_temporary(folder.with_name("*"))
+    with temporary_beside(folder, folder=True) as aside:
         build(aside)
         fsync_folder(aside)
         os.replace(aside, folder)
-    except BaseException:  # also Ctrl-C: what is half done is ours to remove
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     fsync_folder(folder.parent)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.core.paths import sweep_temporary, temporary_beside
 from atoll.train.recipe.schema import ProfileSection
 
 if TYPE_CHECKING:
@@ -74,15 +75,13 @@ class StepProfiler:
             self._profile = None
 
     def _export(self, traced: profile) -> None:
-        part = self.path.with_name(f".{self.path.name.removesuffix('.gz')}.{os.getpid()}.gz")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            traced.export_chrome_trace(str(part))
-            os.replace(part, self.path)
+            sweep_temporary(self.path)
+            with temporary_beside(self.path, folder=True) as place:  # torch wants a name that ends in .gz
+                traced.export_chrome_trace(str(place / self.path.name))
+                os.replace(place / self.path.name, self.path)
             line = f"trace: {self.path} (perfetto.dev opens it)"
         except OSError as error:
             line = f"no trace: {error}"
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
         self._say(line)
