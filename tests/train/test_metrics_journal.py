@@ -115,3 +115,26 @@ def test_a_kill_loses_no_line(tmp_path: Path) -> None:
     code = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode
     assert code == -signal.SIGKILL
     assert [row["step"] for row in read(tmp_path / VALIDATIONS)] == list(range(50))
+
+
+def test_a_resume_and_a_picture_read_no_more_of_a_long_journal_than_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / STEPS
+    write(path, 0, 1)
+    line = path.read_text()
+    num_steps = 30_000
+    rows = [line.replace('"step":1,', f'"step":{step},') for step in range(1, num_steps + 1)]
+    rows[700] = rows[700].replace('"loss":2.5', '"loss":null,"nonfinite":true')
+    path.write_text("".join(rows))
+    parsed: list[bytes] = []
+    real = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or real(text))
+    Journal(tmp_path, num_steps - 3).close()
+    assert len(parsed) < 10, "three lines go, and the one before them stays"
+    parsed.clear()
+    found = [row["step"] for row in read(path, at_most=100)]
+    assert len(parsed) < 200
+    assert 90 < len(found) < 200
+    assert (found[0], found[-1], 701 in found) == (1, num_steps - 3, True)
+    assert found == sorted(set(found))

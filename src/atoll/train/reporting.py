@@ -15,6 +15,8 @@ from atoll.train.metrics.summary import SummaryFile
 from atoll.train.metrics.trackers import open_trackers
 from atoll.train.recipe.schema import Recipe
 
+_POINTS = 20_000  # of a curve that is some thousand pixels wide
+
 
 class _Forward(Reporter):
     """Hands events to a function."""
@@ -34,7 +36,7 @@ class _Picture(Reporter):
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunEnded) and event.step > 0:
-            rows = read(self._folder / STEPS) + read(self._folder / VALIDATIONS)
+            rows = read(self._folder / STEPS, _POINTS) + read(self._folder / VALIDATIONS, _POINTS)
             if rows:
                 save_curve(self._folder / "loss.png", rows, self._title)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import os
 from pathlib import Path
 from typing import Any
 
-from atoll.core.paths import write_atomic
 from atoll.train.events import CheckpointSaved, Event, RunEnded, StepDone, Validated
 from atoll.train.metrics.reporter import Reporter
 
@@ -67,33 +67,57 @@ class _Lines:
         os.fsync(self.file.fileno())
 
 
-def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The objects of a journal in their order; none where there is no file. A torn last line is left out."""
-    return [values for _, values in _lines(Path(path))]
+def read(path: str | os.PathLike[str], at_most: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a journal in their order; none where there is no file.
 
+    Lines that hold no object are left out: a torn last one, or what a crash of the machine left.
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Whole lines with what they hold. Lines that hold no object, as after a crash of the machine, are left out."""
+    Args:
+        at_most: about so many rows, evenly spaced, and the last one; no others are parsed, but for those not finite.
+    """
+    found: list[dict[str, Any]] = []
     try:
-        content = path.read_bytes()
+        file = open(path, "rb")  # noqa: SIM115 - closed below, where there is one
     except FileNotFoundError:
-        return []
-    found = []
-    for line in content.split(b"\n")[:-1]:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
-            found.append((line + b"\n", values))
+        return found
+    with file:
+        line = file.readline()
+        apart = 1 if at_most is None else max(1, os.fstat(file.fileno()).st_size // (len(line) or 1) // at_most)
+        file.seek(0)
+        for number, line in enumerate(file):
+            if number % apart == 0 or b'"nonfinite"' in line:
+                found += _parsed(line)
+        if found[-1:] != (last := _parsed(line)):
+            found += last
     return found
 
 
+def _parsed(line: bytes) -> list[dict[str, Any]]:
+    """The object of a whole line, or nothing."""
+    try:
+        values = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return []
+    return [values] if isinstance(values, dict) and isinstance(values.get("step"), int) else []
+
+
 def _forget_after(path: Path, step: int) -> None:
-    """Remove lines about later steps and torn ones: the file holds the old content or all of the new."""
-    kept = b"".join(line for line, values in _lines(path) if values["step"] <= step)
-    if path.exists() and path.stat().st_size != len(kept):
-        write_atomic(path, kept, mode=path.stat().st_mode & 0o777)
+    """Cut off lines about later steps, and torn ones, from the end: the steps of a journal rise."""
+    try:
+        file = open(path, "r+b")  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        return
+    with file:
+        end = file.seek(0, os.SEEK_END)
+        if not end:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                if any(values["step"] <= step for values in _parsed(content[start:end])):
+                    break
+                end = start
+        file.truncate(end)
 
 
 def _is_finite(value: Any) -> bool:
