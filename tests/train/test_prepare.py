@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -19,7 +20,9 @@ import pytest
 import tokenizers
 
 from atoll.core.errors import ConfigError
+from atoll.train.data import formats
 from atoll.train.data import prepare as module
+from atoll.train.data import tokenizer as tokenizer_module
 from atoll.train.data.prepare import Prepared, is_held_out, prepare
 from atoll.train.data.shards import TokenShards
 from atoll.train.data.tokenizer import load_tokenizer
@@ -100,6 +103,40 @@ def test_learnt_tokens_give_the_text_back_and_are_those_of_the_library(ready: An
         assert document[-1] == tokenizer.eos_id
         assert document[:-1] == tokenizer._engine.encode_batch([text], add_special_tokens=False)[0].ids
         assert tokenizer.decode(document) == text
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:512"])
+def test_a_long_text_is_read_in_blocks_and_gives_the_same_tokens(
+    ready: Any, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a compressed file, and where the end of each document is held out."""
+    folder = tmp_path / "d"
+    folder.mkdir()
+    text = "\ufeff" + next(AUSTEN.glob("*.txt")).read_bytes().decode()[:120_000] + "\n\nno end"
+    (folder / "a.txt").write_text(text, newline="")
+    (folder / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    if tokenizer != "bytes":
+        load_tokenizer(tokenizer, texts=lambda: [text], cache=tmp_path / "bpe")
+        tokenizer = str(tmp_path / "bpe")
+    whole = ready(folder, tokenizer=tokenizer, validation=0.1)
+    lengths: list[int] = []
+    kind = type(whole.tokenizer)
+    real = kind.encode_arrays
+
+    def watched(self: Any, texts: list[str], **options: Any) -> Any:
+        lengths.extend(map(len, texts))
+        return real(self, texts, **options)
+
+    monkeypatch.setattr(kind, "encode_arrays", watched)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 5_000)
+    monkeypatch.setattr(tokenizer_module, "_GROUP_CHARACTERS", 8_000)
+    again = ready(folder, tokenizer=tokenizer, validation=0.1, cache=str(tmp_path / "other"))
+    assert again.train[0][0].fingerprint == whole.train[0][0].fingerprint
+    assert again.validation is not None
+    assert whole.validation is not None
+    assert again.validation.fingerprint == whole.validation.fingerprint
+    assert max(lengths) < 20_000
+    assert sum(lengths) == 2 * (len(text) - 1)
 
 
 def test_a_tokenizer_that_asks_for_it_begins_documents_with_bos(tmp_path: Path, ready: Any, told: Told) -> None:

@@ -937,7 +937,7 @@ def test_import_and_generate(tmp_path: Path) -> None:
 
 def test_sizes_are_told_in_their_unit(tmp_path: Path) -> None:
     source = export_model(model_of(section_for("llama")), tmp_path / "hf")
-    assert " KiB; try it: " in atoll("import", source, tmp_path / "in")
+    assert " KiB\n" in atoll("import", source, tmp_path / "in")
 
 
 def test_a_folder_that_is_missing_is_not_asked_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

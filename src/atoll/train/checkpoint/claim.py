@@ -69,7 +69,8 @@ class FolderClaim:
 
     def close(self) -> None:
         """Give it back."""
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may have gone away, and the lock goes with the file
+            self._path.unlink()
         os.close(self._file)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
@@ -23,19 +25,30 @@ _HEADER_BYTES = 1024
 _CHAT_KEYS = ("messages", "conversations")
 _SCAN_TOKENS = 1 << 24
 _START_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 23  # of text that is held at a time; smaller files are read in one
 
 
-def read_text(file: SourceFile, document_end: str | None, at: Position) -> Iterator[str]:
+@dataclass
+class LongText:
+    """A document too long to be held: its text in blocks of whole lines, read as they are asked for."""
+
+    blocks: Iterator[str]
+
+
+def read_text(file: SourceFile, document_end: str | None, at: Position) -> Iterator[str | LongText]:
     """The whole file, or the parts between lines that equal ``document_end``.
+
+    A ``LongText`` is to be read through before the next document is asked for.
 
     Raises:
         ConfigError: it is not UTF-8, or holds zero bytes; the message has the byte's position.
     """
     with file.open() as (content, raw):
         if document_end is None:
-            data = content.read()
-            at(raw.tell())
-            yield _decode(data, file, 0)
+            blocks = _blocks_of_lines(content, raw, file, at)
+            first = next(blocks, "")
+            second = next(blocks, None)
+            yield first if second is None else LongText(itertools.chain((first, second), blocks))
             return
         end = document_end.encode()
         start, size = 0, 0
@@ -50,6 +63,21 @@ def read_text(file: SourceFile, document_end: str | None, at: Position) -> Itera
                 size += len(line)
         at(raw.tell())
         yield _decode(b"".join(lines), file, start)
+
+
+def _blocks_of_lines(content: IO[bytes], raw: IO[bytes], file: SourceFile, at: Position) -> Iterator[str]:
+    offset, waiting = 0, b""
+    data = content.read(BLOCK_BYTES)
+    while data:
+        at(raw.tell())
+        following = content.read(BLOCK_BYTES)
+        end = data.rfind(b"\n") + 1 if following else len(data)
+        if end:  # else a line is longer than this: it is held whole
+            block = waiting + data[:end]
+            yield _decode(block, file, offset)
+            offset, waiting = offset + len(block), b""
+        waiting += data[end:]
+        data = following
 
 
 def _decode(data: bytes, file: SourceFile, offset: int) -> str:

@@ -6,18 +6,20 @@ import contextlib
 import hashlib
 import itertools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home
+from atoll.train.data.formats import LongText
 from atoll.train.data.once import build_once
 from atoll.train.data.order import GOLDEN, mixed
 from atoll.train.data.shards import FORMAT_VERSION, ShardWriter, TokenShards, damage
@@ -37,6 +39,7 @@ TAILS, WHOLE = "the end of each document", "whole documents"
 
 Report = Callable[[Progress], None]
 Tokens = NDArray[Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -223,21 +226,31 @@ def _digest(content: list[Any]) -> str:
 
 def _texts(source: Source, progress: Report) -> Iterator[str]:
     for document in _watched(source, source.documents(), "learning the tokenizer", progress):
-        if not isinstance(document, str):
+        if isinstance(document, LongText):
+            yield from document.blocks
+        elif not isinstance(document, str):
             raise ConfigError(
                 f"{source.name} holds tokens, which no tokenizer can learn from: name the one that made them"
             )
-        yield document
+        else:
+            yield document
 
 
 def _watched(source: Source, documents: Iterator[Document], phase: str, progress: Report) -> Iterator[Document]:
     """The documents, with the progress of their reading told now and then."""
     last = 0.0
-    for document in documents:
-        yield document
-        if time.monotonic() - last >= _PROGRESS_EVERY_S:
-            last = time.monotonic()
-            progress(Progress(phase, source.done, source.total, source.unit))
+
+    def watched(items: Iterator[T]) -> Iterator[T]:
+        nonlocal last
+        for item in items:
+            if isinstance(item, LongText):
+                item.blocks = watched(item.blocks)
+            yield item
+            if time.monotonic() - last >= _PROGRESS_EVERY_S:
+                last = time.monotonic()
+                progress(Progress(phase, source.done, source.total, source.unit))
+
+    yield from watched(documents)
     progress(Progress(phase, source.done, source.total, source.unit))
 
 
@@ -297,7 +310,7 @@ class _Build:
         with contextlib.ExitStack() as stack:
             train = stack.enter_context(ShardWriter(folder / "train", vocab_size=vocab_size))
             writers, held_out = [train], None
-            documents = stack.enter_context(contextlib.closing(self._tokenised()))
+            documents = stack.enter_context(contextlib.closing(self._tokenised(folder)))
             if self._fraction:
                 held = stack.enter_context(ShardWriter(folder / "validation", vocab_size=vocab_size))
                 writers.append(held)
@@ -347,7 +360,7 @@ class _Build:
             (held if is_held_out(index, self._fraction) else train).add(document)
         return WHOLE
 
-    def _tokenised(self) -> Generator[Tokens, None, None]:
+    def _tokenised(self, folder: Path) -> Generator[Tokens, None, None]:
         """Documents as tokens with their borders, in order; a batch is encoded while the next one is read."""
         with ThreadPoolExecutor(1) as thread:
             running: Future[list[Tokens]] | None = None
@@ -356,12 +369,14 @@ class _Build:
                     following = thread.submit(self._encode, batch) if isinstance(batch, list) else None
                     yield from running.result() if running else ()
                     running = following
-                    if not isinstance(batch, list):
+                    if isinstance(batch, LongText):
+                        yield self._encode_long(batch, folder)
+                    elif not isinstance(batch, list):
                         yield batch
             yield from running.result() if running else ()
 
-    def _batches(self) -> Generator[list[str] | Tokens, None, None]:
-        """Texts, many at a time; documents that are tokens, one at a time."""
+    def _batches(self) -> Generator[list[str] | LongText | Tokens, None, None]:
+        """Texts, many at a time; documents that are long, or are tokens, one at a time."""
         eos_id = self._tokenizer.eos_id if self._tokenizer else None
         documents = self._source.documents(
             eos_id=eos_id, vocab_size=self._tokenizer.vocab_size if self._tokenizer else None
@@ -374,6 +389,7 @@ class _Build:
                 yield texts
                 texts, characters = [], 0
             if not isinstance(document, str):
+                self._num_texts += isinstance(document, LongText)
                 yield document
             elif document:
                 texts.append(document)
@@ -385,15 +401,30 @@ class _Build:
             yield texts
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
+        tokenizer, before, after = self._borders()
+        found = tokenizer.encode_arrays(texts, workers=self._section.workers)
+        return [np.concatenate((before, each, after), dtype=before.dtype, casting="unsafe") for each in found]
+
+    def _encode_long(self, document: LongText, folder: Path) -> Tokens:
+        """Its tokens in a file without a name, as no memory may hold them."""
+        tokenizer, before, after = self._borders()
+        encoded = tokenizer.encode_blocks(document.blocks, workers=self._section.workers)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for part in itertools.chain([before], encoded, [after]):
+                file.write(part.astype(before.dtype).tobytes())
+            file.flush()
+            size = file.tell()
+            return np.memmap(file, dtype=before.dtype, mode="r") if size else np.empty(0, dtype=before.dtype)
+
+    def _borders(self) -> tuple[Tokenizer, Tokens, Tokens]:
+        """The tokenizer, and the tokens before and after each document."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ConfigError(f"{self._source.name} holds text beside tokens: set [data] tokenizer")
         start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
         end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        before, after = np.array(start, dtype=dtype), np.array(end, dtype=dtype)
-        found = tokenizer.encode_arrays(texts, workers=self._section.workers)
-        return [np.concatenate((before, each, after), dtype=dtype, casting="unsafe") for each in found]
+        return tokenizer, np.array(start, dtype=dtype), np.array(end, dtype=dtype)
 
 
 def _chain(first: list[Tokens], rest: Iterator[Tokens]) -> Iterator[Tokens]:

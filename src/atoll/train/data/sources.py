@@ -16,7 +16,7 @@ from atoll.train.data.files import SourceFile, find_files, is_url
 from atoll.train.data.hub_rows import PREFIX, HubRows, is_saved_dataset
 from atoll.train.recipe.schema import DataSection
 
-Document = str | NDArray[Any]  # text, or tokens as they are
+Document = str | formats.LongText | NDArray[Any]  # text, or tokens as they are
 
 _BY_EXTENSION = {
     ".txt": "text",

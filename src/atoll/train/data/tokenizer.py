@@ -60,6 +60,9 @@ class Tokenizer(Protocol):
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
         """Tokens of each text as unsigned integers, on ``workers`` cores (0: on all)."""
 
+    def encode_blocks(self, blocks: Iterable[str], *, workers: int = 0) -> Iterator[NDArray[Any]]:
+        """Tokens of one text that comes in blocks, without holding all of it where no token changes by that."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; special ones are left out, and broken UTF-8 is replaced."""
 
@@ -82,6 +85,10 @@ class ByteTokenizer:
 
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def encode_blocks(self, blocks: Iterable[str], *, workers: int = 0) -> Iterator[NDArray[Any]]:
+        for block in blocks:
+            yield from self.encode_arrays([block])
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
@@ -132,6 +139,16 @@ class FastTokenizer:
             parts = list(itertools.islice(encoded, len(each)))
             out.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
         return out
+
+    def encode_blocks(self, blocks: Iterable[str], *, workers: int = 0) -> Iterator[NDArray[Any]]:
+        waiting = ""
+        for block in blocks:
+            waiting += block
+            cut = _last_cut(waiting) if self._cuts and len(waiting) >= _GROUP_CHARACTERS else 0
+            if cut:
+                yield from self.encode_arrays([waiting[:cut]], workers=workers)
+                waiting = waiting[cut:]
+        yield from self.encode_arrays([waiting], workers=workers)
 
     def _encode_flat(self, pieces: list[str], workers: int) -> Iterator[NDArray[Any]]:
         def encode(some: list[str]) -> list[NDArray[Any]]:
@@ -406,6 +423,15 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : found.start()]
         start = found.start()
     yield text[start:] if start else text
+
+
+def _last_cut(text: str) -> int:
+    """The last place where ``text`` can be cut, near its end if there is one; 0: there is none."""
+    for start in (max(0, len(text) - 2 * _PIECE_CHARACTERS), 0):
+        cut = max((found.start() for found in _SAFE_CUT.finditer(text, start)), default=0)
+        if cut:
+            return cut
+    return 0
 
 
 def _groups(pieces: list[str]) -> Iterator[list[str]]:
