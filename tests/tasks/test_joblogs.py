@@ -106,6 +106,24 @@ def test_secrets_are_hidden_wherever_a_chunk_ends(tmp_path: Path) -> None:
         assert shown == b"(t) a **** b\n(t) ********\n(t) prefix****\nwe say **** and short\n"
 
 
+@pytest.mark.parametrize("secrets", [[], ["a-secret-value"]])
+def test_a_line_in_a_hundred_thousand_pieces_costs_as_much_as_there_are(tmp_path: Path, secrets: list[str]) -> None:
+    def work(num: int) -> float:
+        log = JobLog(tmp_path / str(num), secrets)
+        stream = log.stream("(t) ")
+        begun = time.thread_time()  # of ours alone, whatever else the machine is busy with
+        for _ in range(num):
+            stream.feed(b".", 1.0)
+            assert stream.due == 1.5
+        took = time.thread_time() - begun
+        log.close(1.0)
+        assert (tmp_path / str(num) / "run.log").read_bytes() == b"(t) " + b"." * num + b"\n"
+        return took
+
+    few, many = work(50_000), work(400_000)
+    assert many < 8 * 2.5 * few
+
+
 def test_each_line_of_a_secret_is_hidden(tmp_path: Path) -> None:
     log = JobLog(tmp_path, ["-----BEGIN-----\nMIIabcdef\n-----END-----"])
     log.say("the key has MIIabcdef in it")

@@ -31,6 +31,7 @@ _CYAN, _GREEN, _RED, _DIM = "36", "32", "31", "2"
 _LEAST_SHOWN = 20  # characters of a table's last column, however narrow the terminal is
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
 _SILENT_S = 4.0  # a job that waits longer without news is followed: that tells why nothing happens
+_RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in these, however long the log is
 
 
 def as_json(output: str) -> bool:
@@ -304,7 +305,7 @@ def sweep_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
             {
                 **job_row(row),
                 "seconds": None if seconds is None else round(seconds, 3),
-                "result": last_result(job.logs()),
+                "result": last_result(job.logs(tail=_RESULT_LINES)),
             }
         )
     return rows

@@ -274,6 +274,7 @@ class Stream:
         self._run_log = run_log
         self._redacted = _Redacted(redactor)
         self._prefixer = Prefixer(prefix.encode())
+        self._begun = bytearray()  # pieces of a line, such as dots: looking at all for each would cost their square
         self._quiet_at: float | None = None  # until then it may have more to say
 
     @property
@@ -285,20 +286,28 @@ class Stream:
     def feed(self, data: bytes, now: float) -> None:
         """Bytes that it wrote."""
         self._quiet_at = None if data.endswith(b"\n") else now + _QUIET_S
-        self._take(self._redacted.feed(data), now)
+        self._begun += data
+        if b"\n" in data or b"\r" in data or len(self._begun) > _LONGEST_LINE_BYTES:
+            self._hand_on(now)
 
     def tick(self, now: float) -> None:
         """Show the state of a progress bar where it is time, and the beginning of a line once it is quiet."""
         self._show(self._prefixer.tick(now))
         if self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
+            self._hand_on(now)
             self._take(self._redacted.settle(), now)
             self._show(self._prefixer.settle())
 
     def close(self, now: float) -> None:
         """It ended: what it left without an end of line is shown too."""
+        self._hand_on(now)
         self._take(self._redacted.flush(), now)
         self._show(self._prefixer.flush())
+
+    def _hand_on(self, now: float) -> None:
+        data, self._begun = bytes(self._begun), bytearray()
+        self._take(self._redacted.feed(data), now)
 
     def _take(self, data: bytes, now: float) -> None:
         if self._run_log.begun_by is not self:

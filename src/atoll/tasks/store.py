@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import json
@@ -314,7 +315,7 @@ class Store:
         except sqlite3.ProgrammingError:
             raise  # a mistake in the code that uses it
         except (sqlite3.Error, OSError) as error:
-            kind = NoRoom if getattr(error, "sqlite_errorname", "").startswith(_FULL) else AtollError
+            kind = NoRoom if _is_full(error) else AtollError
             raise kind(f"the job store {self.path} {_what_is_wrong(error, self.path)}") from error
 
 
@@ -336,16 +337,23 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def _is_full(error: sqlite3.Error | OSError) -> bool:
+    """Has the disk no room, as the database found it, or a file that is written beside it?"""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorname", "").startswith(_FULL)
+
+
 def _what_is_wrong(error: sqlite3.Error | OSError, path: Path) -> str:
     if path.is_dir():
         return f"is a folder, not a file. {_advice(path)}"
+    if _is_full(error):
+        return f"can't be written ({error}): is the disk full, or a quota used up? What it held before is still there"
     if isinstance(error, OSError):
         return f"can't be used: {error}"
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or name == "SQLITE_ERROR":
         return _damaged(error, path)
-    if name.startswith(_FULL):
-        return f"can't be written ({error}): is the disk full, or a quota used up? What it held before is still there"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return f"was held by another process for {_BUSY_S:.0f} s: try again"
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
