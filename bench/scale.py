@@ -4,9 +4,9 @@
     python bench/scale.py --only jobs,calls      # some sections
     python bench/scale.py --quick                # small sizes, to see that it runs
 
-Each size runs in a process of its own with a state folder of its own. Memory is that process's peak; for ranks it is
-the proportional set size of the driver, its agent and all ranks once they are up. An exponent of 1 is linear; of 0,
-constant. Nothing else should be running.
+Each size runs in a process of its own with a state folder of its own. Memory is that process's peak without mapped
+files; for ranks it is the proportional set size of the driver, its agent and all ranks once they are up. An exponent
+of 1 is linear; of 0, constant. Nothing else should be running.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import json
 import math
 import os
 import platform
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -181,8 +181,8 @@ def supervised(num: int) -> Figures:
     class Ends:
         status, deadline, cancelled, finished = JobStatus.RUNNING, None, False, True
 
-        def __init__(self, job: Any, *_: object) -> None:
-            self.job = job
+        def __init__(self, job: Any, nodes: tuple[int, ...], *_: object) -> None:
+            self.job, self.nodes = job, nodes
 
         def start(self) -> None: ...
         def close(self) -> None: ...
@@ -359,8 +359,18 @@ def measure(case: Case, size: int) -> Figures:
 
 def child(name: str, size: int) -> None:
     """Prints the figures of one size as JSON."""
+    peak_kb = 0
+
+    def sample() -> None:
+        nonlocal peak_kb
+        while True:
+            status = Path("/proc/self/status").read_text()
+            peak_kb = max(peak_kb, int(status.partition("RssAnon:")[2].split()[0]))
+            time.sleep(0.02)
+
+    threading.Thread(target=sample, daemon=True).start()
     figures = next(case.run for case in CASES if case.run.__name__ == name)(size)
-    figures.setdefault("memory_mb", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    figures.setdefault("memory_mb", peak_kb / 1024)
     print(json.dumps(figures))
 
 
