@@ -23,7 +23,17 @@ SAYS_WHEN_IT_WAITS = (
     "from atoll.pool import detached; fetch = detached.result; "
     "detached.result = lambda *asked: print('waits', flush=True) or fetch(*asked)"
 )
-COMMANDS = [[], ["pools"], ["pools", "ls"], ["pools", "down"], ["result"], ["gpus"]]
+COMMANDS = [
+    [],
+    ["pools"],
+    ["pools", "ls"],
+    ["pools", "down"],
+    ["images"],
+    ["images", "ls"],
+    ["images", "prune"],
+    ["result"],
+    ["gpus"],
+]
 
 
 def start(*arguments: str, code: str = RUN) -> subprocess.Popen[str]:

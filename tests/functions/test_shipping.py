@@ -145,6 +145,20 @@ def test_large_bytes_and_strings(pool: sky.ComputePool) -> None:
     assert pool.run_one(lambda *v: v, *values) == values
 
 
+# -- the user's own cloudpickle ---------------------------------------------------------------------------------------
+class OfThisModule:
+    pass
+
+
+def test_cloudpickle_is_left_as_it_was(pool: sky.ComputePool) -> None:
+    import cloudpickle
+
+    before = set(cloudpickle.list_registry_pickle_by_value())
+    assert isinstance(pool.run_one(lambda x: x, OfThisModule()), OfThisModule)
+    assert set(cloudpickle.list_registry_pickle_by_value()) == before
+    assert len(cloudpickle.dumps(OfThisModule)) < 100, "by its name, as this process can import it"
+
+
 # -- functions that ranks keep ----------------------------------------------------------------------------------------
 def test_a_large_function_goes_to_ranks_that_lack_it_and_to_a_second_pool(pool: sky.ComputePool) -> None:
     def length(data: bytes = bytes(300_000)) -> int:

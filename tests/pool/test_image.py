@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import fcntl
 import hashlib
 import os
 import pickle
@@ -20,10 +21,14 @@ from pathlib import Path
 
 import pytest
 
+import atoll as sky
+from atoll.cli.app import app
 from atoll.core.errors import ConfigError, ImageError
 from atoll.core.paths import atoll_home, write_atomic
+from atoll.pool import overlay
+from atoll.pool.built_images import built_images, prune_images
 from atoll.pool.image import Image
-from atoll.pool.installer import Installer, _failure, _location
+from atoll.pool.installer import Installer, Pin, _failure, _location
 from atoll.pool.interpreters import Interpreter, running_interpreter
 from atoll.pool.overlay import Environment, resolve
 from atoll.pool.requirements import Installed, merge, without_cuda
@@ -317,6 +322,46 @@ def test_a_password_in_a_url_reaches_pip_and_no_message() -> None:
     assert _location(stripped, asked) == asked[0].removeprefix("alpha @ ")
     assert _location({"url": "https://example.com/beta.whl"}, asked) == "https://example.com/beta.whl"
     assert "hunter2" not in _failure("pip", 1, asked, ["ERROR: no route to example.org"])
+
+
+def test_a_plan_on_disk_names_no_password(tmp_path: Path) -> None:
+    pin = Pin("own", "1.0", "git+https://me:hunter2@git.example.org/own@0123abc")
+    asked = ["own @ git+https://me:hunter2@git.example.org/own"]
+    overlay._write_plan(tmp_path / "plan.json", [pin])
+    assert "hunter2" not in (tmp_path / "plan.json").read_text()
+    assert overlay._read_plan(tmp_path / "plan.json", asked) == [pin], "pip is given what the requirement says now"
+
+
+def test_images_go_when_nobody_uses_them(home: Path, wheels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {}
+    for name in ("atoll_t_old", "atoll_t_new", "atoll_t_held"):
+        make_wheel(wheels, name, "1.0")
+        folders[name] = Path(resolve(Image(pip=[name]), has_gpu=False).paths[0]).parent
+    for age_days, name in ((40, "atoll_t_old"), (40, "atoll_t_held"), (1, "atoll_t_new")):
+        os.utime(folders[name] / "image.json", (time.time() - age_days * 86400,) * 2)
+    assert app(["images", "ls"], standalone_mode=False) is None
+    listed = capsys.readouterr().out
+    assert all(f"{name.replace('_', '-')}==1.0" in listed for name in folders), listed
+    with open(folders["atoll_t_held"] / "image.json", "rb+") as marker:
+        fcntl.flock(marker, fcntl.LOCK_SH)  # as a rank does
+        make_wheel(wheels, "atoll_t_more", "1.0")
+        resolve(Image(pip=["atoll_t_more"]), has_gpu=False)  # a build clears up
+        assert not folders["atoll_t_old"].exists()
+        assert folders["atoll_t_held"].exists()
+    assert app(["images", "prune"], standalone_mode=False) is None
+    assert "removed 2 images" in capsys.readouterr().out, "not the one that was built just now"
+    assert len(list((home / "images").glob("*/image.json"))) == 1
+
+
+def test_a_rank_holds_its_image(home: Path, wheels: Path) -> None:
+    make_wheel(wheels, "atoll_t_held", "1.0")
+    with sky.ComputePool(image=Image(pip=["atoll_t_held"]), logs="quiet") as pool:
+        pool.run_one(int)
+        (image,) = built_images()
+        os.utime(image.folder / "image.json", (0, 0))
+        assert built_images()[0].in_use
+        assert prune_images(0.0) == []
+    assert [each.folder for each in prune_images(0.0)] == [image.folder]
 
 
 def test_variables_that_send_pip_elsewhere_are_ignored(

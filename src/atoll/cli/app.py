@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
@@ -39,6 +40,7 @@ a Python function for every rank    → python train.py, with this in it:
         with sky.ComputePool(nodes=2) as pool: f(x) @ pool
 a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
 the id of a detached call           → atoll result ID
+disk full of built images           → atoll images ls,  atoll images prune
 what can be used from here          → atoll check,  atoll gpus
 """
 
@@ -52,6 +54,10 @@ app = typer.Typer(
 )
 pools = typer.Typer(help="Named pools that stay warm between scripts.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(pools, name="pools")
+images = typer.Typer(
+    help="Packages that were installed for images of pools.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(images, name="images")
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 launching.register(app)
@@ -129,6 +135,37 @@ def pools_down(
         print(f"{name}: " + ("no such pool is up" if name in missing else "ended"))
     if missing:
         raise typer.Exit(_NOT_FOUND)
+
+
+@images.command("ls")
+def images_ls(output: Output = "table") -> None:
+    """List what was built on this machine, the one used last first."""
+    from atoll.pool.built_images import built_images
+
+    found = built_images()
+    if _as_json(output):
+        rows = [{**dataclasses.asdict(each), "folder": str(each.folder), "in_use": each.in_use} for each in found]
+        print(json.dumps(rows, indent=2))
+        return
+    if not found:
+        print("no image was built here; `sky.ComputePool(image=sky.Image(pip=[...]))` builds one")
+        return
+    print(f"{'IMAGE':30} {'MIB':>7} {'USED':>8}  PYTHON   PACKAGES")
+    for each in found:
+        used = "now" if each.in_use else _age(time.time() - each.used_s)
+        packages = ", ".join(each.packages) or "(bare environment)"
+        print(f"{each.folder.name:30} {each.size_bytes >> 20:7} {used:>8}  {each.python:8} {packages}")
+
+
+@images.command("prune")
+def images_prune(
+    days: Annotated[float, typer.Option(min=0, help="Only those that were not used for so many days.")] = 0.0,
+) -> None:
+    """Remove images that no rank runs with. Those unused for 30 days, or beyond 64 GiB together, go by themselves."""
+    from atoll.pool.built_images import prune_images
+
+    removed = prune_images(older_s=days * 86400.0)
+    print(f"removed {len(removed)} images, {sum(each.size_bytes for each in removed) >> 20} MiB")
 
 
 @app.command()

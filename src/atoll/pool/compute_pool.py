@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import sys
@@ -35,7 +34,7 @@ from atoll.pool.notifier import Notifier
 from atoll.pool.overlay import Environment, resolve
 from atoll.pool.remote import LocalModules, OneUseArena, is_remote, prepare, starts_elsewhere
 from atoll.pool.retention import prune_jobs, prune_logs
-from atoll.pool.shipping import encode, name_of, pack_arguments, ship, unwrap
+from atoll.pool.shipping import ByValueModules, encode, name_of, pack_arguments, ship, unwrap
 from atoll.pool.wishes import wishes_of
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Plan, Provider
@@ -140,7 +139,7 @@ class ComputePool:
         self._pid = os.getpid()
         self._backend: _Stoppable | None = None
         self._node_of: list[int] = []
-        self._local_modules: LocalModules | None = None  # of a pool on other machines
+        self._modules = ByValueModules()  # that ranks can't import
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[[], ComputePool] | None = None
         LogRouter(logs, lambda rank: 0, 1)  # refuses a wrong `logs` here, where it was written
@@ -187,7 +186,7 @@ class ComputePool:
         self._leave()
 
     def _start(self) -> _Stoppable:
-        self._local_modules = LocalModules(self.image) if starts_elsewhere(self.provider) else None
+        self._modules = LocalModules(self.image) if starts_elsewhere(self.provider) else ByValueModules()
         if self.name is None:
             spec = self._spec()
             router = self._router(self._node_of.__getitem__, len(self._node_of))
@@ -199,7 +198,7 @@ class ComputePool:
         attached = Attached(self.name, self._wishes, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
         self._imports = ImportPath(attached.python, attached.extra_path)
-        if self._local_modules is not None:
+        if isinstance(self._modules, LocalModules):
             attached.arena = OneUseArena()
         return attached
 
@@ -371,10 +370,10 @@ class ComputePool:
         raw = unwrap(function)
         if not callable(raw):
             raise UsageError(no_function(raw))
-        local = self._local_modules
-        with local.by_value() if local is not None else contextlib.nullcontext():
+        elsewhere = isinstance(self._modules, LocalModules)
+        with self._modules.by_value():
             arguments = pack_arguments(raw, args, kwargs)  # before anything is laid out that would have to be let go
-            away = local is not None and local.covers(getattr(raw, "__module__", None))
+            away = elsewhere and self._modules.covers(getattr(raw, "__module__", None))
             shipped = ship(raw, backend.arena, by_value=away)
         timeout = getattr(options, "timeout", None)
         retries = getattr(options, "retries", None)
@@ -385,7 +384,7 @@ class ComputePool:
             name=name_of(raw),
             timeout_s=timeout if timeout is not None else self.timeout,
             retries=retries if retries is not None else self.retries,
-            path=self._imports.now() if local is None else None,
+            path=None if elsewhere else self._imports.now(),
         )
         return CallFuture(backend, request, self._node_of)
 

@@ -66,6 +66,7 @@ class _Host:
         with contextlib.suppress(FileNotFoundError):
             made: dict[str, Any] = json.loads((self._store / f"{self._key}.json").read_bytes())
             if all(map(os.path.exists, [made["python"], *made["paths"]])):
+                os.utime(self._store / f"{self._key}.json")  # it was used
                 return made
         return None
 

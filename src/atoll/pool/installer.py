@@ -291,13 +291,13 @@ def _read_pip_report(report: Path, requirements: Sequence[str]) -> list[Pin]:
 
 def _location(download: dict[str, Any], requirements: Sequence[str]) -> str:
     """A URL for pip from what its report says of a download (PEP 610: a repository is named by its commit)."""
-    url = _with_credentials(download["url"], requirements)
+    url = with_credentials(download["url"], requirements)
     if "vcs_info" in download:
         url = f"{download['vcs_info']['vcs']}+{url}@{download['vcs_info']['commit_id']}"
     return f"{url}#subdirectory={download['subdirectory']}" if "subdirectory" in download else url
 
 
-def _with_credentials(url: str, requirements: Sequence[str]) -> str:
+def with_credentials(url: str, requirements: Sequence[str]) -> str:
     """``url`` with user and password as in ``requirements``: pip leaves them out of its report, uv masks them."""
     scheme, _, place = url.partition("://")
     shown, _, host = place.split("/", maxsplit=1)[0].rpartition("@")
@@ -314,7 +314,7 @@ def _read_uv_plan(lines: Sequence[str], requirements: Sequence[str]) -> list[Pin
         found = re.fullmatch(r"\s*\+ ([A-Za-z0-9._-]+)==(\S+)(?: \(from (.+)\))?\s*", line)
         if found:
             name, version, url = found.groups()
-            spec = _with_credentials(url, requirements) if url else f"{name}=={version}"
+            spec = with_credentials(url, requirements) if url else f"{name}=={version}"
             pins.append(Pin(canonical_name(name), version, spec))
     return sorted(pins, key=lambda pin: pin.name)
 

@@ -18,19 +18,20 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atoll.core.hints import redact
 from atoll.core.paths import atoll_home, fsync_folder, write_atomic
+from atoll.pool.built_images import prune_images
 from atoll.pool.image import Image, check_env, check_pip
-from atoll.pool.installer import DROPPED_VARIABLES, Installer, Pin, Progress
+from atoll.pool.installer import DROPPED_VARIABLES, Installer, Pin, Progress, with_credentials
 from atoll.pool.interpreters import Interpreter, find_interpreter, make_venv, running_interpreter
 from atoll.pool.local_files import check_apt, include_paths
 from atoll.pool.requirements import Installed, constraint_lines, location_stamp, merge, without_cuda
+from atoll.pool.worker.held import IMAGE_MARKER
 
-_MARKER = "image.json"
-_FORMAT = 1  # part of every hash: raise it when folders or plans change their layout
+_FORMAT = 2  # part of every hash: raise it when folders or plans change their layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +139,14 @@ def _plan(
         lines = _hidden(interpreter, pins)
         return _Plan(interpreter, tuple(constraints), tuple(pins), stamps, lines)
 
-    known = _read_plan(path)
+    known = _read_plan(path, requirements)
     if known is not None:
         return made(known)
     if interpreter.running and Installed(interpreter.folders).satisfy(wanted, limits):
         _write_plan(path, ())
         return made(())
     with _workshop(store, f"plan-{key}", progress) as work:
-        known = _read_plan(path)  # another process may have made it while this one waited
+        known = _read_plan(path, requirements)  # another process may have made it while this one waited
         if known is None:
             progress(redact(f"looking up {', '.join(wanted)}"))
             known = Installer.find(interpreter.python).plan(wanted, constraints, work, progress)
@@ -176,15 +177,19 @@ def _hidden(interpreter: Interpreter, pins: Sequence[Pin]) -> tuple[str, ...]:
     return (f"ranks see other versions than {interpreter.python} has: {', '.join(named)}",) if named else ()
 
 
-def _read_plan(path: Path) -> list[Pin] | None:
+def _read_plan(path: Path, requirements: Sequence[str]) -> list[Pin] | None:
+    """The pins of a plan, with user and password of their URLs as the requirements have them."""
     try:
-        return [Pin(**pin) for pin in json.loads(path.read_bytes())]
+        os.utime(path)  # it was used
+        pins = [Pin(**pin) for pin in json.loads(path.read_bytes())]
     except FileNotFoundError:
         return None
+    return [replace(pin, spec=with_credentials(pin.spec, requirements)) for pin in pins]
 
 
 def _write_plan(path: Path, pins: Sequence[Pin]) -> None:
-    write_atomic(path, json.dumps([asdict(pin) for pin in pins]).encode())
+    """Keep a plan, without what nobody may read on this disk."""
+    write_atomic(path, json.dumps([asdict(pin) | {"spec": redact(pin.spec)} for pin in pins]).encode())
 
 
 def _folder(store: Path, plan: _Plan, progress: Progress) -> str:
@@ -193,10 +198,10 @@ def _folder(store: Path, plan: _Plan, progress: Progress) -> str:
     key = _digest("folder", interpreter.python, interpreter.version, pins, plan.stamps)
     folder = store / key
     packages = folder / "site-packages"
-    if (folder / _MARKER).exists():
+    if _is_built(folder):
         return str(packages)
     with _workshop(store, key, progress) as work:
-        if (folder / _MARKER).exists():
+        if _is_built(folder):
             return str(packages)
         started = time.monotonic()
         progress(f"installing {', '.join(f'{pin.name} {pin.version}' for pin in plan.pins)}")
@@ -216,9 +221,9 @@ def _venv(base: Interpreter, progress: Progress) -> Interpreter:
     store = _store()
     key = _digest("venv", base.python, base.version)
     folder = store / f"venv-{key}"
-    if not (folder / _MARKER).exists():
+    if not _is_built(folder):
         with _workshop(store, folder.name, progress) as work:
-            if not (folder / _MARKER).exists():
+            if not _is_built(folder):
                 progress(f"making an environment of Python {base.version} ({base.python})")
                 make_venv(base, work / "image")
                 _publish(work / "image", folder, {"python": base.python, "version": base.version})
@@ -226,13 +231,23 @@ def _venv(base: Interpreter, progress: Progress) -> Interpreter:
     return Interpreter(str(folder / "bin" / "python"), base.version, (str(packages),), running=False)
 
 
+def _is_built(folder: Path) -> bool:
+    """Is it there, whole? Then it counts as used now."""
+    try:
+        os.utime(folder / IMAGE_MARKER)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _publish(built: Path, folder: Path, marker: Mapping[str, object]) -> None:
     """Make a finished folder visible in one step; the marker inside says that it is whole."""
-    write_atomic(built / _MARKER, json.dumps(marker).encode())
+    write_atomic(built / IMAGE_MARKER, json.dumps(marker).encode())
     if folder.exists():  # one without a marker: somebody's hand was in it
         shutil.rmtree(folder)
     os.rename(built, folder)
     fsync_folder(folder.parent)
+    prune_images()
 
 
 @contextmanager

@@ -7,9 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import platform
-import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +18,7 @@ from atoll.pool.hosts_check import check_hosts
 from atoll.pool.image import Image, check_env
 from atoll.pool.local_files import include_paths
 from atoll.pool.remote_image import build
+from atoll.pool.shipping import ByValueModules
 from atoll.providers.base import Plan, Provider
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.bundle import folder_files, pack, put
@@ -172,55 +171,20 @@ def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
         yield from folder_files(path, path.name if (path / "__init__.py").exists() else "")
 
 
-class LocalModules:
+class LocalModules(ByValueModules):
     """The user's own modules, which no other machine has: what they define travels by value."""
 
     def __init__(self, image: Image) -> None:
+        super().__init__()
         tops = {name.partition("/")[0].removesuffix(".py") for name, _ in included_files(image.includes)}
         self._shipped = frozenset(tops) | {"atoll", "cloudpickle", "__main__"}
         places = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
         self._installed = tuple({os.path.realpath(place) + os.sep for place in places})
-        self._lock = threading.Lock()  # what is registered with cloudpickle holds for the whole process
-        self._known: dict[str, bool] = {}
-        self._num_modules = 0
-        self._names: list[str] = []
 
-    def covers(self, name: str | None) -> bool:
-        """Does this module travel by value?"""
-        if name is None or name.partition(".")[0] in self._shipped:
-            return False
-        if name not in self._known:
-            self._known[name] = self._is_local(sys.modules.get(name))
-        return self._known[name]
-
-    def _is_local(self, module: ModuleType | None) -> bool:
+    def _is_covered(self, name: str, module: ModuleType | None) -> bool:
         file = getattr(module, "__file__", None)
-        if file is None:
+        if file is None or name.partition(".")[0] in self._shipped:
             return False
         parts = Path(file).parts
         installed = "site-packages" in parts or "dist-packages" in parts
         return not installed and not os.path.realpath(file).startswith(self._installed)
-
-    @contextlib.contextmanager
-    def by_value(self) -> Iterator[None]:
-        """While this lasts, cloudpickle sends what they define."""
-        import cloudpickle
-
-        with self._lock:
-            for name in self._found():
-                cloudpickle.register_pickle_by_value(sys.modules[name])
-            try:
-                yield
-            finally:
-                for name in self._names:
-                    cloudpickle.unregister_pickle_by_value(sys.modules[name])
-
-    def _found(self) -> list[str]:
-        import cloudpickle
-
-        if len(sys.modules) != self._num_modules:  # looked at again only where something was imported
-            self._num_modules = len(sys.modules)
-            already = cloudpickle.list_registry_pickle_by_value()
-            self._names = [name for name in list(sys.modules) if name not in already and self.covers(name)]
-        self._names = [name for name in self._names if name in sys.modules]
-        return self._names

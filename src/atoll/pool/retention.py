@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import time
 from pathlib import Path
 
 from atoll.core.paths import is_locked
+from atoll.pool.worker.held import JOB_MARKER
 
 _KEEP_LOGS = 50
 _KEEP_JOBS_S = 14 * 86400.0
-_RUNNING = ".running"
 _FRESH_S = 3600.0  # a pool that wrote in the last hour is taken to be up
 
 
@@ -36,19 +35,12 @@ def prune_jobs(folder: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def hold_job(checkpoint: str) -> int:
-    """Keep the folder of a call that reported this checkpoint, as long as the descriptor that this returns is open."""
-    descriptor = os.open(Path(checkpoint).parents[4] / _RUNNING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
-
-
 def _is_running(job: Path) -> bool:
     """Does a rank hold the call's folder, or a keeper the log of a detached call's pool?"""
     with contextlib.suppress(FileNotFoundError):
         if is_locked(json.loads((job / "job.json").read_bytes())["log"]) and not (job / "outcome").exists():
             return True
-    with contextlib.suppress(FileNotFoundError), open(job / _RUNNING, "rb+") as file:
+    with contextlib.suppress(FileNotFoundError), open(job / JOB_MARKER, "rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

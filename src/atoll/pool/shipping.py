@@ -6,6 +6,7 @@ Everything else travels by value: functions of ``__main__``, of notebooks and te
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -13,9 +14,10 @@ import importlib.machinery
 import inspect
 import itertools
 import sys
+import threading
 import weakref
 import zipimport
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -125,7 +127,6 @@ def name_of(function: Any) -> str:
 
 
 def _payload(function: Callable[..., Any]) -> Payload:
-    _register_by_value()
     what = f"the function {name_of(function)}"
     if isinstance(function, MethodType):
         by_name = importable(function.__func__)
@@ -201,27 +202,52 @@ def _on_path(name: str, origin: str | None) -> bool:
     return found is not None and found.origin == origin
 
 
-_registered: set[str] = set()
-_num_modules = 0
+class ByValueModules:
+    """Modules that ranks can't import, such as test modules under pytest: what they define travels by value."""
 
+    _lock = threading.RLock()  # what is registered with cloudpickle holds for the whole process
 
-def _register_by_value() -> None:
-    """Modules loaded by other machinery, such as test modules under pytest, travel by value."""
-    global _num_modules
-    if len(sys.modules) == _num_modules:
-        return
-    import cloudpickle
+    def __init__(self) -> None:
+        self._known: dict[str, bool] = {}
+        self._num_modules = 0
+        self._names: list[str] = []
 
-    _num_modules = len(sys.modules)
-    for name, module in list(sys.modules.items()):
-        if name in _registered or name == "__main__" or not isinstance(module, ModuleType):
-            continue
+    def covers(self, name: str | None) -> bool:
+        """Does this module travel by value?"""
+        if name is None:
+            return False
+        if name not in self._known:
+            self._known[name] = self._is_covered(name, sys.modules.get(name))
+        return self._known[name]
+
+    def _is_covered(self, name: str, module: ModuleType | None) -> bool:
         spec = getattr(module, "__spec__", None)
-        if spec is None or not getattr(module, "__file__", None):
-            continue
-        _registered.add(name)
-        if not _is_standard(spec.loader) and not module_importable(module):
-            cloudpickle.register_pickle_by_value(module)
+        if name == "__main__" or spec is None or module is None or not getattr(module, "__file__", None):
+            return False
+        return not _is_standard(spec.loader) and not module_importable(module)
+
+    @contextlib.contextmanager
+    def by_value(self) -> Iterator[None]:
+        """While this lasts, cloudpickle sends what they define; the user's own use of it is as before."""
+        import cloudpickle
+
+        with self._lock:
+            already = cloudpickle.list_registry_pickle_by_value()
+            mine = [name for name in self._found() if name not in already]
+            for name in mine:
+                cloudpickle.register_pickle_by_value(sys.modules[name])
+            try:
+                yield
+            finally:
+                for name in mine:
+                    cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def _found(self) -> list[str]:
+        if len(sys.modules) != self._num_modules:  # looked at again only where something was imported
+            self._num_modules = len(sys.modules)
+            self._names = [name for name in list(sys.modules) if self.covers(name)]
+        self._names = [name for name in self._names if isinstance(sys.modules.get(name), ModuleType)]
+        return self._names
 
 
 def _named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:

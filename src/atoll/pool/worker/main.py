@@ -20,6 +20,7 @@ from atoll.pool.agent.procs import PR_SET_PDEATHSIG, prctl
 from atoll.pool.agent.rank import CHANNEL_FD, CONTROL_FD
 from atoll.pool.worker import probe
 from atoll.pool.worker.children import DefinitionsSpec
+from atoll.pool.worker.held import hold_images, hold_job
 from atoll.pool.worker.isolation import Isolation
 from atoll.pool.worker.streams import is_stream, send_stream
 from atoll.wire import definitions, frames
@@ -136,7 +137,7 @@ class Worker:
     def _run(self, frame: Frame) -> None:
         meta = frame.meta
         self.broadcast = bool(meta.get("b"))
-        self._holds_job = False
+        self._holds_job, self._job = False, meta["j"]
         self._cancel_pending = False
         self.isolation.before_call()
         definitions.begin_call()
@@ -253,9 +254,7 @@ class Worker:
     def _report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         flush_output()
         if checkpoint and not self._holds_job:
-            from atoll.pool.retention import hold_job  # imports much that a rank seldom needs
-
-            self._holds_job, held = True, hold_job(checkpoint)
+            self._holds_job, held = True, hold_job(f"{self.setup['job_dir']}/{self._job}")
             self.at_end.append(lambda: os.close(held))
         self.send(frames.REPORT, {"checkpoint": checkpoint} if checkpoint else {}, dumps(metrics, what="the metrics"))
 
@@ -371,4 +370,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     definitions.keep_definitions(DefinitionsSpec())
+    hold_images()
     Worker(socket.socket(fileno=CHANNEL_FD), setup).serve()
