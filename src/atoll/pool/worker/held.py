@@ -1,4 +1,4 @@
-"""Folders that a rank keeps from being removed while it runs, by locks: they end with their process, however it ends."""
+"""Folders that a rank keeps from being removed while it runs, by locks: they end with it, however it ends."""
 
 from __future__ import annotations
 
