@@ -169,6 +169,20 @@ def real_jobs(num: int) -> Figures:
     return {**figures, **_left(folder)}
 
 
+def job_ranks(num: int) -> Figures:
+    """A job of so many processes on two nodes, each of which prints a line."""
+    from atoll.tasks.control import LocalControl
+    from atoll.tasks.spec import JobSpec
+
+    folder = _new_cluster(num_nodes=2)
+    control, figures, pieces = LocalControl(folder), dict[str, float](), list[bytes]()
+    spec = JobSpec(command=("/bin/echo", "hello"), num_nodes=2, num_processes=num // 2, base_env=dict(os.environ))
+    with timed(figures):
+        status = control.follow(control.submit(spec, {}), pieces.append)
+    assert status == "SUCCEEDED" and b"".join(pieces).count(b") hello\n") == num
+    return {**figures, **_left(folder)}
+
+
 def supervised(num: int) -> Figures:
     """The supervisor alone: so many jobs of a sweep, 8 at a time, each of which ends at once; then ``atoll queue``."""
     from atoll.cli.shown import print_jobs
@@ -320,6 +334,7 @@ class Case:
 
 CASES = (
     Case("ranks", ranks, "ranks", (16, 64, 256), (2, 4, 8)),
+    Case("ranks", job_ranks, "ranks", (16, 64, 256), (2, 4, 8)),
     Case("calls", mapped, "items", (10_000, 100_000, 1_000_000), (1000, 3000, 10_000)),
     Case("calls", gathered, "calls", (300, 3000, 30_000), (100, 300, 1000)),
     Case("calls", cancelled, "calls", (1000, 10_000, 100_000), (100, 300, 1000)),
