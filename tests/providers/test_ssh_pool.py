@@ -79,6 +79,8 @@ def test_calls_run_on_every_host_and_what_they_print_return_and_raise_comes_back
         assert whereabouts(4) >> pool in [("h1", 0, 4, "10.77.0.11"), ("h2", 0, 4, "10.77.0.12")]
         out = pool.log_dir / "rank1.out"
         eventually(lambda: out.exists() and out.read_text().startswith("value 3\n"), "what it printed is here", 30)
+        for host in bed.hosts:
+            assert host.run("find /tmp /dev/shm -name 'rank*.out'") == "", "it is kept once"
         assert list(pool.map(abs, range(-50, 0))) == list(range(50, 0, -1))
         for _ in range(2):
             assert pool.run(bytes.__add__, data, b"!") == [data + b"!"] * 2

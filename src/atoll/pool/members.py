@@ -119,7 +119,7 @@ def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> di
     tmp_dir = spec.tmp_dir(plan)
     if isinstance(plan, RemotePlan):
         boot = _REMOTE_BOOT.format(path=plan.import_path)
-        place = {"python": plan.python, "cwd": plan.home, "log_dir": f"{tmp_dir}/logs"}
+        place = {"python": plan.python, "cwd": plan.home, "log_dir": None}  # the driver writes what it is sent
         env = {**plan.base_env, **spec.env, **plan.env}
     else:
         boot = _BOOT.format(root=SOURCE_ROOT, module="atoll.pool.worker.main")

@@ -143,10 +143,10 @@ class Rank:
         self._owes_sight = False
         self.parser = Parser()
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{self.rank}"
-        log = os.path.join(setup["log_dir"], f"rank{self.rank}")
-        self._spawn(spec, setup, log)
+        self._spawn(spec, setup)
 
-    def _spawn(self, spec: dict[str, Any], setup: dict[str, Any], log: str) -> None:
+    def _spawn(self, spec: dict[str, Any], setup: dict[str, Any]) -> None:
+        log = setup["log_dir"] and os.path.join(setup["log_dir"], f"rank{self.rank}")
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
             self.sock, theirs = socket.socketpair()
             given.callback(theirs.close)
@@ -157,8 +157,8 @@ class Rank:
             given.callback(control.close)
             failed.callback(self._control.close)
             self._control.setblocking(False)
-            out, out_writer = Output.piped(f"{log}.out", False, failed, given)
-            err, err_writer = Output.piped(f"{log}.err", True, failed, given)
+            out, out_writer = Output.piped(log and f"{log}.out", False, failed, given)
+            err, err_writer = Output.piped(log and f"{log}.err", True, failed, given)
             self.outputs = [out, err]
             fds = (out_writer, err_writer, theirs.fileno(), control.fileno())
             key, _, value = self.tag.partition("=")
