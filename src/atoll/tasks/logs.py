@@ -19,7 +19,6 @@ _QUIET_S = 0.5  # a line without its end is shown once nothing has come for so l
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut: it must not be kept in memory
 _SHORTEST = 6  # secrets that are shorter would be found everywhere
 _SHORTEST_LINE = 4  # of a secret of several lines
-_DISK_BLOCK_BYTES = 4096
 _ROOM_BYTES = 4 << 20  # a log that met a full disk goes on once there is so much: the store's reserve is not for it
 _HIDDEN = b"****"
 _OVERDRAWN = re.compile(rb"^[^\n]*\r", re.M)
@@ -214,16 +213,11 @@ class LogFile:
         """Add to it; after output was lost, first a line that says how much."""
         if not data:
             return
-        if not _DISK.has_room(self._path.parent) and not self._fits(data):
+        if not _DISK.has_room(self._path.parent):
             self._lost_bytes += len(data)
             self.problem = _DISK.problem
             return
         self._put_after_gap(data)
-
-    def _fits(self, data: bytes) -> bool:
-        """Does it need no further block of the disk?"""
-        used = os.fstat(self._fd).st_size % _DISK_BLOCK_BYTES if self._fd is not None else 0
-        return used > 0 and used + len(data) <= _DISK_BLOCK_BYTES
 
     def write_last(self, data: bytes, make_room: Callable[[], object]) -> None:
         """Add a line of our own, also where there is hardly room."""
