@@ -179,7 +179,8 @@ def job_ranks(num: int) -> Figures:
     spec = JobSpec(command=("/bin/echo", "hello"), num_nodes=2, num_processes=num // 2, base_env=dict(os.environ))
     with timed(figures):
         status = control.follow(control.submit(spec, {}), pieces.append)
-    assert status == "SUCCEEDED" and b"".join(pieces).count(b") hello\n") == num
+    assert status == "SUCCEEDED"
+    assert b"".join(pieces).count(b") hello\n") == num
     return {**figures, **_left(folder)}
 
 

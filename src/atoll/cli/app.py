@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import io
-import json
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from atoll import __version__
 from atoll.cli import check, clusters, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.recipes import recipes_app
+from atoll.cli.shown import Output, as_json, duration, print_json, print_table
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
 
 _FAILED, _NOT_FINISHED, _NOT_FOUND = 100, 101, 102
@@ -86,8 +86,6 @@ for _name in _LACKING:
     _any = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     app.command(_name, hidden=True, context_settings=_any)(_lacking)
 
-Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
-
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Say which Atoll this is.")] = False) -> None:
@@ -103,17 +101,23 @@ def pools_ls(output: Output = "table") -> None:
     from atoll.pool.named import named_pools
 
     found = named_pools()
-    if _as_json(output):
-        print(json.dumps(found, indent=2))
+    if as_json(output):
+        print_json(found)
         return
     if not found:
         print("no named pool is up; `sky.ComputePool(name='my-pool', ...)` starts one")
         return
-    print(f"{'NAME':20} {'RANKS':>5} {'PID':>8} {'UP':>8}  DIFFERS FROM THE DEFAULTS IN")
-    for pool in found:
-        wishes = ", ".join(f"{key}={value}" for key, value in pool["wishes"].items())
-        age = _age(time.time() - pool["started"])
-        print(f"{pool['name']:20} {pool['world_size']:5} {pool['pid']:8} {age:>8}  {wishes}")
+    rows = [
+        (
+            pool["name"],
+            str(pool["world_size"]),
+            str(pool["pid"]),
+            duration(time.time() - pool["started"]),
+            ", ".join(f"{key}={value}" for key, value in pool["wishes"].items()),
+        )
+        for pool in found
+    ]
+    print_table(("NAME", "RANKS", "PID", "UP", "DIFFERS FROM THE DEFAULTS IN"), rows)
 
 
 @pools.command("down")
@@ -188,19 +192,6 @@ def result(
             print(error.__cause__, file=sys.stderr)
         raise typer.Exit(_NOT_FINISHED if isinstance(error, CallTimeout) else _FAILED) from None
     print(shown)
-
-
-def _as_json(output: str) -> bool:
-    if output not in ("table", "json"):
-        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
-    return output == "json"
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"
 
 
 def _ready_streams() -> None:
