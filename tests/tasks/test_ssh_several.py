@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.test_ssh_tasks import HEAD, HERE, PYTHON, atoll, eventually, lab, trust
+from tasks.test_supervisor import USES_BASHRC, WRITES_BASHRC
 from testbed.hosts import Testbed
 
 __all__ = ["lab"]
@@ -34,6 +35,18 @@ def test_jobs_that_start_together_all_run(lab: Testbed, supervised: str) -> None
     for number in ("1", "2"):
         atoll("exec", "-d", "c", "--env", f"N={number}", _MEET)
     eventually(lambda: statuses("c") == ["SUCCEEDED"] * 4, "both have met")
+    atoll("down", "c")
+
+
+def test_what_setup_writes_into_bashrc_is_known_to_the_first_launch_and_to_run(lab: Testbed, tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    lines = "\n".join(f"  {line}" for line in [*WRITES_BASHRC.splitlines(), "run: |", f"  {USES_BASHRC}"])
+    task.write_text(f"envs: {{GIVEN: by-the-user}}\nsetup: |\n{lines.replace('  run: |', 'run: |')}\n")
+    said = atoll("launch", "-c", "c", "--infra", "ssh/lab", str(task), code=100)
+    for line in ("<two", "lines>", "a function with it and by-the-user", "a tool", "rank 0"):
+        assert f") {line}\n" in said
+    said = atoll("run", "--infra", "ssh/lab", "--workdir", str(tmp_path), "--", "mytool")
+    assert said.count("a tool") == 1
     atoll("down", "c")
 
 

@@ -77,6 +77,38 @@ def test_one_node_is_called_by_its_task(home: Path) -> None:
     assert re.search(r"^\(task, pid=\d+\) no end$", log, re.M)
 
 
+BASHRC = """case $- in *i*) ;; *) return ;; esac
+echo noise; echo noise >&2; (exec sleep 1000) & cd /
+export PATH=$HOME/tools:$PATH WORD="two
+lines" GIVEN=from-bashrc SKYPILOT_NODE_RANK=9 HOME=/nowhere
+tool() { echo "a function with $1 and $GIVEN"; }
+"""
+WRITES_BASHRC = f"""cat >~/.bashrc <<'END'
+{BASHRC}END
+mkdir -p ~/tools; printf '#!/bin/sh\\necho a tool\\n' >~/tools/mytool; chmod +x ~/tools/mytool
+"""
+USES_BASHRC = (
+    'echo "<$WORD>"; tool it; mytool; echo rank $SKYPILOT_NODE_RANK; echo "${BASH_ENV-none}" $PWD; bash -c tool'
+)
+
+
+def test_what_setup_writes_into_bashrc_is_known_to_run(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    status, log = cluster.run(USES_BASHRC + "\nnonsense-command", setup=WRITES_BASHRC, env={"GIVEN": "by the user"})
+    lines = re.findall(r"^\(task, pid=\d+\) (.*)$", log, re.M)
+    assert lines[:6] == [
+        "<two", "lines>", "a function with it and by the user", "a tool", "rank 0",
+        f"none {cluster.folder}/nodes/0/home/sky_workdir",
+    ]  # fmt: skip
+    assert "tool: command not found" in lines[6]  # functions are the script's alone, as in a shell
+    assert "line 2: nonsense-command" in lines[7]  # the lines are the user's own
+    assert "noise" not in log
+    assert status is FAILED
+    _, log = cluster.run("echo on", setup="echo exec true >~/.bashrc")
+    assert "atoll: bash did not get through its start files such as ~/.bashrc" in log
+    assert ") on\n" in log
+
+
 @pytest.mark.long  # tests/tasks/test_cases.py has it through the command
 def test_only_the_last_exit_code_counts_unless_strict(home: Path) -> None:
     cluster = LocalCluster.make(home)

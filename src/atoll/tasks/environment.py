@@ -6,7 +6,8 @@ Standard library only.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -145,6 +146,31 @@ def _run_variables(task: Task, node: int) -> dict[str, str]:
 
 def _texts(values: Mapping[str, str | int]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
+
+
+# What bash reads before a script: it learns the variables and functions that an interactive shell has by then, also of
+# what a setup wrote into ~/.bashrc. Not what the job itself sets, and by way of a file, as a start file may leave
+# something that holds its pipes open.
+_SHELL = """_atoll="$BASH_ENV.found"; unset -v BASH_ENV
+if {condition}; then
+    bash -ic 'unset -v "$@"; {{ export -p; declare -fp; }} >"$0"' "$_atoll" {names} </dev/null >/dev/null 2>&1 || :
+    if [ -s "$_atoll" ]; then . "$_atoll"; else
+        echo "atoll: bash did not get through its start files such as ~/.bashrc: nothing of them is known here" >&2
+    fi
+    rm -f -- "$_atoll"
+fi
+unset -v _atoll
+"""
+_OF_SHELL = ("PWD", "OLDPWD", "SHLVL", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY")  # each shell's own
+_OF_NODE = (*OF_PLACE, "CUDA_VISIBLE_DEVICES", "ATOLL_SIMULATED", "NCCL_HOSTID")
+
+
+def shell_text(task: Task, place: Mapping[str, str], env: Iterable[str]) -> str:
+    """What the bash of a process reads first; of the variables ``env`` those that the job or its node sets hold."""
+    free = {*task.spec.base_env, *place}.difference(task.spec.env, task.secrets, _OF_NODE)
+    names = sorted({*env, *_OF_SHELL} - free)
+    condition = "true" if task.cluster.hosts else "[ -e ~/.bashrc ]"
+    return _SHELL.format(condition=condition, names=" ".join(map(shlex.quote, names)))
 
 
 def script_arguments(strict: bool) -> list[str]:

@@ -388,12 +388,15 @@ class JobRunner:
                 restarts=action.attempt - 1,
                 cores=started.cores,
             )
-            meta["argv"] = list(spec.command)
+            hosts = self._task.cluster.hosts  # here it is the caller's shell that it is run from
+            meta["argv"] = ["bash", "-c", 'exec "$@"', "bash", *spec.command] if hosts else list(spec.command)
         else:
             env = environment.script_environment(self._task, action.phase, action.node, node_env)
             text = spec.setup if action.phase == "setup" else spec.run
             meta["argv"] = environment.script_arguments(spec.strict)
             meta["script"] = {"name": f"{action.phase}.sh", "text": text}
+        if meta["argv"] != list(spec.command or ()):
+            meta["shell"] = environment.shell_text(self._task, started.env, env)
         meta["env"] = {**env, "PWD": cwd}
         place.channel.send(frames.pack(frames.START, number, meta=meta))
 

@@ -6,12 +6,10 @@ Standard library only. ``cluster.hosts`` are spelt as ``ssh`` takes them; ``.`` 
 from __future__ import annotations
 
 import contextlib
-import os
 import posixpath
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,12 +26,8 @@ from atoll.tasks.nodes import StartedNode
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
 
-# What a person's own shell there has: conda, modules, PATH. Some print, some ask: nothing may wait for an answer.
-_SHELL_ENV = "bash -ic 'printf atoll-env:; env -0' </dev/null 2>/dev/null"
-_SHELL_S = 10.0
 _END_S = 10.0  # to end what hangs; a host that can't be reached is not waited for longer
 _OF_POOLS = "OMP_NUM_THREADS"  # a plan shares the cores between a pool's ranks; a task's processes say it themselves
-_NOT_THEIRS = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SHLVL", "_", "PWD", "OLDPWD")
 
 _SUPERVISOR = secrets.token_hex(4)  # this process, among those that supervise a cluster one after the other
 
@@ -92,7 +86,6 @@ class SSHNodes:
         self._folder = folder
         self._targets = provider_of(cluster).targets()
         self._plans: list[RemotePlan] = []
-        self._shells: dict[int, dict[str, str]] = {}
         # What the cluster's earlier supervisors left on a host ends before our agent starts there.
         self._owner = f"{remains.owner_on_hosts(cluster, folder)}.{_SUPERVISOR}"
         self.addresses: tuple[str, ...] = tuple(cluster.ssh.get("addresses") or ())
@@ -120,13 +113,10 @@ class SSHNodes:
             ProvisionError: it could not be started.
         """
         plan, target = self._plans[node], self._targets[node]
-        with ThreadPoolExecutor(1) as threads:
-            asked = threads.submit(self._shell, node)
-            try:
-                handle = start_agent(target, plan, self._owner)
-            except AtollError as error:
-                raise ProvisionError(where_to_type(error, self._targets), node=node) from error
-        shell = asked.result()
+        try:
+            handle = start_agent(target, plan, self._owner)
+        except AtollError as error:
+            raise ProvisionError(where_to_type(error, self._targets), node=node) from error
         tag = secrets.token_hex(4)
         tmp = f"{plan.tmp}/atoll-{tag}-n{node}"
         setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}
@@ -137,7 +127,7 @@ class SSHNodes:
             handle.stop()
             raise ProvisionError(reason, node=node) from error
         base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
-        env = {**base, **shell, "HOME": plan.home, "TMPDIR": tmp}
+        env = {**base, "HOME": plan.home, "TMPDIR": tmp}
         workdir = workdir_of(self._cluster, plan)
         return StartedNode(_TaskNode(handle, target, plan), plan.addr, plan.home, workdir, tmp, env, plan.cores)
 
@@ -153,23 +143,6 @@ class SSHNodes:
     def close(self) -> None:
         """Log out."""
         connections.close_idle()
-
-    def _shell(self, node: int) -> dict[str, str]:
-        """The variables of an interactive shell there, asked once."""
-        if node not in self._shells:
-            try:
-                connection = connections.hold(self._targets[node])
-                try:
-                    answer = connection.run(_SHELL_ENV, limit_s=_SHELL_S)
-                finally:
-                    connections.release(self._targets[node])
-                said = answer.stdout.partition(b"atoll-env:")[2]
-            except ProvisionError:  # it hangs, or there is no bash: what every command gets has to do
-                said = b""
-            pairs = (entry.partition(b"=") for entry in said.split(b"\0") if b"=" in entry)
-            found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-            self._shells[node] = {name: value for name, value in found.items() if name not in _NOT_THEIRS}
-        return self._shells[node]
 
 
 class _TaskNode:

@@ -57,7 +57,9 @@ class Process:
                 self._env["PATH"] = f"{programs}:{path}"
         argv = list(spec["argv"])
         if script := spec.get("script"):
-            argv.append(self._write_script(tmp, script))
+            argv.append(self._write_script(tmp, script["name"], script["text"]))
+        if text := spec.get("shell"):
+            self._env["BASH_ENV"] = self._write_script(tmp, "shell", text)
         os.makedirs(spec["cwd"], exist_ok=True)
         os.chdir(spec["cwd"])
         try:
@@ -65,12 +67,12 @@ class Process:
         finally:
             os.chdir("/")
 
-    def _write_script(self, tmp: str, script: dict[str, str]) -> str:
+    def _write_script(self, tmp: str, name: str, text: str) -> str:
         folder = os.path.join(tmp, f"atoll-{self.number}")
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        path = os.path.join(folder, script["name"])
+        path = os.path.join(folder, name)
         with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(script["text"])
+            file.write(text)
         os.chmod(path, 0o700)
         return path
 
