@@ -147,18 +147,24 @@ def images_ls(output: Output = "table") -> None:
     from atoll.pool.built_images import built_images
 
     found = built_images()
-    if _as_json(output):
+    if as_json(output):
         rows = [{**dataclasses.asdict(each), "folder": str(each.folder), "in_use": each.in_use} for each in found]
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     if not found:
         print("no image was built here; `sky.ComputePool(image=sky.Image(pip=[...]))` builds one")
         return
-    print(f"{'IMAGE':30} {'MIB':>7} {'USED':>8}  PYTHON   PACKAGES")
-    for each in found:
-        used = "now" if each.in_use else _age(time.time() - each.used_s)
-        packages = ", ".join(each.packages) or "(bare environment)"
-        print(f"{each.folder.name:30} {each.size_bytes >> 20:7} {used:>8}  {each.python:8} {packages}")
+    table = [
+        (
+            each.folder.name,
+            str(each.size_bytes >> 20),
+            "now" if each.in_use else duration(time.time() - each.used_s),
+            each.python,
+            ", ".join(each.packages) or "(bare environment)",
+        )
+        for each in found
+    ]
+    print_table(("IMAGE", "MIB", "USED", "PYTHON", "PACKAGES"), table)
 
 
 @images.command("prune")
