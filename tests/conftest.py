@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[leaks.TAG] = watch.tag
     os.environ["TMPDIR"] = tempfile.tempdir = str(watch.temporary)
     os.environ["ATOLL_HOME"] = str(watch.home)
+    # As in a shell in which the environment of the tests is active: `python` of a job is the first on PATH.
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
+    os.environ.pop("VIRTUAL_ENV", None)
     # tmp_path stays where pytest always has it: outlives the run where a test failed, and is not watched.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", root)
     # Two cores, several ranks: a second thread in each only slows all of them.

@@ -344,13 +344,43 @@ def test_from_a_folder_that_is_gone(atoll: Atoll, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
 
 
+def test_python_and_torchrun_come_from_one_environment(
+    atoll: Atoll, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(folder: Path, *programs: str) -> str:
+        (folder / "bin").mkdir(parents=True)
+        for name in programs:
+            (folder / "bin" / name).write_text(f"#!/bin/sh\necho {name} of {folder.name}\n")
+            (folder / "bin" / name).chmod(0o755)
+        return str(folder)
+
+    def told() -> list[str]:
+        code, out, _ = atoll("exec", "t", "python; torchrun")
+        assert code == 0
+        return [line.partition(") ")[2] for line in out.splitlines() if line.startswith("(task")]
+
+    both = ("python", "torchrun")
+    on_path, later, active = (made(tmp_path / name, *both) for name in ("on-path", "later", "active"))
+    monkeypatch.setenv("PATH", f"{on_path}/bin:{later}/bin:/usr/bin:/bin")
+    assert atoll("launch", "-c", "t", "true")[0] == 0
+    assert told() == ["python of on-path", "torchrun of on-path"]
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path / ".venv", *both)
+    assert told() == ["python of .venv", "torchrun of .venv"]
+    monkeypatch.setenv("VIRTUAL_ENV", active)
+    assert told() == ["python of active", "torchrun of active"]
+    monkeypatch.setenv("VIRTUAL_ENV", later)  # which is on PATH, behind another one
+    assert told() == ["python of later", "torchrun of later"]
+
+
 def test_torchrun_of_an_environment_that_was_not_activated(
     atoll: Atoll, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(Path(sys.executable).parent)
-    kept = [each for each in os.environ["PATH"].split(":") if not Path(each, "torchrun").exists()]
-    monkeypatch.setenv("PATH", ":".join(kept))
-    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "which", "unshare", "nsenter", "env"):  # as on Debian, which has no `python`
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     code, out, _ = atoll("launch", "-c", "t", "which torchrun python")
     assert code == 0
     assert [line.partition(") ")[2] for line in out.splitlines() if line.startswith("(task")] == [

@@ -126,20 +126,23 @@ def _answer(command: list[str]) -> subprocess.CompletedProcess[str]:
 def user_python() -> str:
     """The interpreter that a command of the user's runs under on this machine.
 
-    That of the active virtual environment, of ``.venv`` in the current folder, or of the active Conda environment; else
-    the one that runs Atoll, unless that belongs to a tool's own environment (``uv tool``, ``pipx``), whose place takes
-    the first ``python3`` on PATH.
+    That of the active virtual environment, of ``.venv`` in the current folder, or the ``python`` on PATH. Where there
+    is none, the one that runs Atoll, unless that belongs to a tool's own environment (``uv tool``, ``pipx``), whose
+    place takes ``python3`` on PATH.
     """
-    for folder in (os.environ.get("VIRTUAL_ENV"), ".venv", os.environ.get("CONDA_PREFIX")):
+    for folder in (os.environ.get("VIRTUAL_ENV"), ".venv"):
         if folder and os.access(python := os.path.join(folder, "bin", "python"), os.X_OK):
             return os.path.abspath(python)
+    if (found := shutil.which("python")) is not None:
+        return os.path.abspath(found)
     if re.search(r"/(uv/tools|pipx/venvs)/", sys.executable):
         return shutil.which("python3") or sys.executable
     return sys.executable
 
 
 def user_path() -> str:
-    """PATH with that interpreter's folder on it, so that its ``torchrun`` is found where nothing was activated."""
-    path = os.environ.get("PATH", os.defpath)
-    folder = os.path.dirname(user_python())
-    return path if folder in path.split(os.pathsep) else f"{folder}{os.pathsep}{path}"
+    """PATH on which that interpreter's folder comes first, unless its ``python`` is found first as it is."""
+    path, python = os.environ.get("PATH", os.defpath), user_python()
+    folder = os.path.dirname(python)
+    found = shutil.which("python", path=path)
+    return path if found and os.path.dirname(os.path.abspath(found)) == folder else f"{folder}{os.pathsep}{path}"
