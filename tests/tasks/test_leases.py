@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def seen(log: str) -> list[str]:
     """What processes saw of GPUs, by line."""
-    return [line.split("sees ")[1].partition("of ")[0].strip() for line in log.splitlines() if "sees " in line]
+    return re.findall(r"sees (\S*) ?of \d", log)
 
 
 def holding(cluster: LocalCluster, **spec: object) -> tuple[int, str]:
@@ -93,7 +94,9 @@ def test_two_jobs_of_a_node_see_different_gpus_and_one_without_sees_none(home: P
     _, first = holding(cluster)
     _, second = holding(cluster, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})  # bounds it, and is not what it gets
     assert {first, second} == set(gpus)
-    assert seen(cluster.run(TELL)[1]) == [""]
+    log = cluster.run(TELL)[1]
+    assert seen(log) == [""]
+    assert "this job asks for no GPU and sees none: --gpus L4:1 asks for one" in log
 
 
 def test_nodes_are_packed(home: Path, give_gpus: GiveGpus) -> None:
