@@ -126,9 +126,13 @@ def test_modules_of_this_machine_travel_by_value_or_as_included(
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from bed_parts.numbers import Box, twice\n")
     (package / "numbers.py").write_text(
-        "FACTOR = 2\n\ndef twice(value):\n    return FACTOR * value\n\n"
+        "import functools, pickle, typing\nFACTOR = 2\nSize = typing.NewType('Size', int)\n"
+        "def twice(value: Size):\n    return FACTOR * value\n\n"
+        "@functools.cache\ndef fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n"
+        "def stored(value):\n    return pickle.loads(pickle.dumps((value, twice, fib)))[0], fib(10)\n\n"
         "class Box:\n    def __init__(self, value):\n        self.value = value\n"
         "    def doubled(self):\n        return Box(twice(self.value))\n"
+        "    @functools.cached_property\n    def half(self):\n        return self.value / 2\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path / "src"))
     import bed_parts  # type: ignore[import-not-found]  # made above
@@ -143,7 +147,10 @@ def test_modules_of_this_machine_travel_by_value_or_as_included(
         (box,) = pool.run(bed_parts.Box.doubled, bed_parts.Box(5))
         assert isinstance(box, bed_parts.Box)
         assert box.value == 10
-        with pytest.raises(ModuleNotFoundError):
+        ((again, number),) = pool.run(bed_parts.numbers.stored, bed_parts.Box(6))
+        assert isinstance(again, bed_parts.Box)
+        assert (again.half, number) == (3, 55)
+        with pytest.raises(AttributeError, match=r"has no 'twice' here: Image\(includes=\['bed_parts'\]\)"):
             pool.run(imported)
     with sky.ComputePool(sky.SSH("h1"), image=sky.Image(includes=["bed_parts"], env={"A": 1})) as pool:
         assert pool.run(imported) == [42]

@@ -37,6 +37,11 @@ class ScriptModule(types.ModuleType):
     def __repr__(self) -> str:
         return f"<module {self.__name__!r}, the driver's: a rank has what its calls use of it>"
 
+    def __getattr__(self, name: str) -> Any:
+        top = self.__name__.partition(".")[0]
+        hint = "" if top == "__main__" else f": Image(includes=[{top!r}]) brings all of it"
+        raise AttributeError(f"{self!r} has no {name!r} here{hint}", name=name, obj=self)
+
 
 def keep_definitions(spec: Any) -> None:
     """Have this process, a rank, keep what arrives by value under its own name; ``spec`` is for its ``__main__``."""
