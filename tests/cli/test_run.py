@@ -20,7 +20,8 @@ from tests.leaks import is_running
 from tests.pool.conftest import SOURCE_ROOT, descriptors, eventually
 
 from atoll.cli.app import app
-from atoll.tasks import clusters
+from atoll.core.errors import AtollError
+from atoll.tasks import clusters, lifecycle
 from atoll.tasks.placing import Wish, decide
 from atoll.tasks.spec import ClusterStatus
 
@@ -328,6 +329,21 @@ def test_ranks_that_do_not_end_in_the_time_given_are_killed(monkeypatch):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 103
     assert "saved" not in out
+
+
+def test_nodes_that_do_not_end_are_told_of_and_the_exit_code_is_the_jobs(monkeypatch, capfd):
+    def refuses(name: str, on_line: Any) -> None:
+        raise AtollError(f"cluster {name}: not even SIGKILL ends 17")
+
+    with monkeypatch.context() as stuck:
+        stuck.setattr(lifecycle, "down", refuses)
+        with pytest.raises(SystemExit) as ended:
+            app(["run", "--no-python", "false"])
+    assert ended.value.code == 100
+    (name,) = clusters.all_names()
+    said = capfd.readouterr().err
+    assert f"atoll: cluster {name}: not even SIGKILL ends 17; `atoll down {name}` tries again" in said
+    lifecycle.down(name)
 
 
 def test_a_reader_that_has_seen_enough_ends_the_ranks():

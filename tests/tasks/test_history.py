@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -95,3 +96,26 @@ def test_a_tar_that_ends_early_is_told_and_changes_nothing(tmp_path: Path) -> No
         history.take(io.BytesIO(packed(before).getvalue()[:90_000]), after)
     assert ids(after) == ["task-1"]
     assert sorted(path.name for path in after.iterdir()) == ["jobs", "jobs.db"]
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_numbers_go_on_after_a_move_that_was_killed_half_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    here, there = cluster(tmp_path / "here", 3), cluster(tmp_path / "there", 2, "older")
+    real, done = Path.rename, []
+
+    def rename(self: Path, to: Path) -> Path:
+        if len(done) == after:
+            raise KeyboardInterrupt  # as SIGKILL: nothing is undone
+        done.append(self)
+        return real(self, to)
+
+    tar = packed(here)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "rename", rename)
+        with pytest.raises(KeyboardInterrupt):
+            history.take(tar, there)
+    with Store(there) as store:
+        assert add(store) > 2

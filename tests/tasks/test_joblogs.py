@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from atoll.tasks import logs, record, supervisor
+from atoll.tasks import api, logs, record, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, follow_log, only_rank, tail_start
 from atoll.tasks.spec import JobSpec, JobStatus
@@ -357,3 +357,17 @@ print((folder / "run.log").read_text()[-200:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("asked\n")
     assert "bytes of output are missing here: No space left on device\nthe end\n" in done.stdout
+
+
+def test_tail_logs_does_not_cut_a_character(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Logged:
+        def follow(self, write: Callable[[bytes], None], **how: object) -> JobStatus:
+            for byte in "größer 🙂\n".encode():
+                write(bytes([byte]))
+            return JobStatus.SUCCEEDED
+
+    monkeypatch.setattr(api, "job", lambda name, job_id: Logged())
+    assert api.tail_logs("c") == 0
+    assert capsys.readouterr().out == "größer 🙂\n"

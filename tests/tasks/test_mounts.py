@@ -17,10 +17,12 @@ import fsspec
 import pytest
 
 from atoll.core.errors import ConfigError, ProvisionError
-from atoll.tasks import tarball
+from atoll.tasks import launches, tarball
 from atoll.tasks.mounts import Mount, apply_mount, fetch_mount, place, resolve_mounts
 from atoll.tasks.nodes import TARGETS
+from atoll.tasks.shipping import check_sources
 from atoll.tasks.survey import survey
+from atoll.tasks.task import Task
 from atoll.tasks.workdir import changed, write_tar
 
 
@@ -255,3 +257,11 @@ def test_over_http(tmp_path, home):
     assert (home / "f").read_text() == "hello"
     assert outputs[1].startswith("ConfigError file_mounts.~/f: http://****@127.0.0.1:")
     assert outputs[1].endswith("/none.txt: there is nothing at this address")
+
+
+def test_variables_in_mounts_are_replaced_once(tmp_path: Path) -> None:
+    (tmp_path / "$B").mkdir()
+    task = Task(run="true", envs={"A": "$B", "B": "another"}, file_mounts={"~/data": f"{tmp_path}/$A"})
+    _, mounts = launches._files([task], launches.Options())
+    assert mounts == {"~/data": f"{tmp_path}/$B"}
+    check_sources(None, mounts)  # which is there

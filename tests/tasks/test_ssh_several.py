@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tasks.test_ssh_tasks import HEAD, HERE, PYTHON, atoll, eventually, lab, trust
+from atoll.tasks.ssh_clusters import _hop
+from tasks.test_ssh_tasks import HEAD, HERE, PYTHON, atoll, declare, eventually, lab, trust
 from tasks.test_supervisor import USES_BASHRC, WRITES_BASHRC
 from testbed.hosts import Testbed
 
@@ -50,6 +54,36 @@ def test_what_setup_writes_into_bashrc_is_known_to_the_first_launch_and_to_run(l
     atoll("down", "c")
 
 
+def test_paths_with_spaces_percents_and_backslashes(
+    lab: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Path(os.environ["ATOLL_HOME"], "a b%h")
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("ATOLL_HOME", str(home))
+    odd = "it's 50%C of\\it"
+    key = tmp_path / odd / "key"
+    work, extra = tmp_path / odd / "work", tmp_path / odd / "extra"
+    for folder in (work, extra):
+        (folder / odd).mkdir(parents=True)
+        (folder / odd / "file").write_text(f"of {folder.name}\n")
+    shutil.copy(lab.home / ".ssh" / "id_ed25519", key)
+    trust(lab)
+    declare(lab, key=str(key), workdir=f"/home/sky/{odd}")
+    mounts = {f"~/{odd}/extra": str(extra), f"{odd}/empty": {"name": "a-bucket"}}
+    run = f"cat '{odd[:2]}'\\'{odd[2:]}'/file; cat ~/it*/extra/*/file; ls -d */empty"
+    task = tmp_path / "task.yaml"
+    task.write_text(yaml.safe_dump({"workdir": str(work), "num_nodes": 2, "file_mounts": mounts, "run": run}))
+    said = atoll("launch", "-c", "c", "--infra", "ssh/lab", str(task))
+    assert "the supervisor runs on h1" in said
+    for line in ("of work", "of extra", f"{odd}/empty"):
+        assert said.count(f") {line}\n") == 2, said
+    assert "something else" not in said
+    task.write_text(yaml.safe_dump({"file_mounts": {"~/in/the/way": {"name": "a-bucket"}}, "run": "true"}))
+    lab.hosts[0].run("touch /home/sky/in")
+    assert "h1: mkdir: cannot create directory" in atoll("launch", "-c", "c", str(task), code=100)
+    atoll("down", "c")
+
+
 def test_clusters_of_one_host_run_beside_each_other(lab: Testbed) -> None:
     for number in ("1", "2"):
         atoll("launch", "-d", "-c", f"c{number}", "--infra", "ssh/lab", "--env", f"N={number}", _MEET)
@@ -79,3 +113,17 @@ def test_a_fixed_port_is_waited_for_on_its_host_and_no_other(lab: Testbed, tmp_p
     atoll("cancel", "c1", "-a", "-y")
     eventually(lambda: statuses("c3") == ["SUCCEEDED"], "the second runs")
     atoll("down", "c1", "c2", "c3")
+
+
+def test_a_head_is_asked_to_log_in_as_a_user_of_a_domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\nprintf '%s|' \"$@\" >{tmp_path}/words\n")
+    ssh.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    class Head:
+        def run(self, command: str, limit_s: float) -> subprocess.CompletedProcess[bytes]:
+            return subprocess.run(["sh", "-c", command], capture_output=True, timeout=limit_s)
+
+    assert _hop(Head(), "LAB\\ada@10.0.0.2:2222") is None  # type: ignore[arg-type]
+    assert (tmp_path / "words").read_text().endswith("|-p|2222|LAB\\ada@10.0.0.2|true|")

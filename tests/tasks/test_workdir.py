@@ -665,3 +665,25 @@ def test_unwritable_is_a_provision_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ProvisionError, match="could not be written"):
         mirror(source, tmp_path / "file/dest")
+
+
+def test_a_secret_file_is_private_from_its_first_byte(tmp_path: Path) -> None:
+    entry = tarball.Entry(".env", "file", 6, 1, 0o600)
+    before = os.umask(0)
+    try:
+        with tarball.Receiver(tmp_path / "dest", {".env": entry}) as receiver, receiver.file(entry) as file:
+            assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_hosts_that_share_a_home_make_one_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, path = tmp_path / "sky_workdir", tmp_path / "work"
+    real = Path.symlink_to
+
+    def other_was_faster(self: Path, target: Path) -> None:
+        real(self, target)
+        real(self, target)
+
+    monkeypatch.setattr(Path, "symlink_to", other_was_faster)
+    assert tarball.expose(at, path) is None

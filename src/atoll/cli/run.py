@@ -413,6 +413,7 @@ def _run(
     """
     from atoll.cli.ranks import RankWriter
     from atoll.tasks import lifecycle
+    from atoll.tasks.clusters import UnknownCluster
 
     writer = RankWriter(spec.num_nodes * spec.num_processes, spec.num_processes, local_ranks)
     try:
@@ -421,9 +422,13 @@ def _run(
         _say(f"the whole log: atoll logs {cluster.name}")
         return code
     finally:
-        with contextlib.suppress(AtollError):
+        try:
             lifecycle.down(cluster.name, on_line=_say)
-        _forget_old_runs()
+            _forget_old_runs()
+        except UnknownCluster:  # it was never made
+            pass
+        except (AtollError, OSError) as error:  # the exit code is the job's
+            _say(f"{error}; `atoll down {cluster.name}` tries again")
 
 
 def _submit(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], workdir: Path) -> Job:
@@ -436,7 +441,7 @@ def _submit(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], wor
         if cluster.hosts:
             from atoll.tasks.shipping import ship
 
-            ship(cluster, str(workdir), {}, {}, say=_say, progress=shown.CopyProgress())
+            ship(cluster, str(workdir), {}, say=_say, progress=shown.CopyProgress())
         return Job(cluster.name, clusters.control_of(cluster).submit(spec, secrets))
 
 

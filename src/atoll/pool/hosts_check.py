@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import subprocess
 import threading
 import time
@@ -29,7 +28,6 @@ _REACH_S = 5.0
 _SUM_S = 60.0  # its ranks wait so long for one another, whose torch may come from such a disk too
 _FRESH_S = 600.0  # hosts whose all-reduce passed so lately are not asked for another
 _PASSED = "ssh-preflight.json"
-_FIRST_PORT, _LAST_PORT = 20_000, 32_000
 
 
 def check_hosts(
@@ -92,12 +90,12 @@ def _together(hosts: Sequence[_Host], findings: list[Finding], say: Callable[[st
     plans = [host.plan for host in hosts]
     on_each([host.connection for host in hosts], lambda each: _ship(hosts, each))
     with ThreadPoolExecutor(len(hosts)) as threads:
-        reached, interfaces = _reach(hosts[0], hosts[1:], threads)
+        reached, interfaces, port = _reach(hosts[0], hosts[1:], threads)
         _refuse([*findings, *reached], say)
         over = f", over {interfaces[0]}" if interfaces[0] else ""
         if not all(plan.seen.get("torch") for plan in plans) or passed_lately("sum", plans):
             return over, ""
-        took_ms = _all_reduce(hosts, interfaces, threads)
+        took_ms = _all_reduce(hosts, interfaces, port, threads)
     remember("sum", plans)
     return over, f", all-reduce of 4 MiB {took_ms:.1f} ms"
 
@@ -107,8 +105,8 @@ def _ship(hosts: Sequence[_Host], connection: Connection) -> None:
     bundle.put(connection, plan, plan.bundles[0])
 
 
-def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) -> tuple[list[Finding], list[str]]:
-    """Can every host connect to a port of the head's? And each one's interface on that way, the head's first."""
+def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) -> tuple[list[Finding], list[str], int]:
+    """Can every host connect to a port of the head's? Each one's interface on that way, the head's first; the port."""
     wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": _ANSWER_S}
     server = head.connection.open(head.command("listen", wish), subprocess.PIPE)
     assert server.stdout is not None
@@ -120,10 +118,10 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
         limit.cancel()
         if not said:
             why = "the preflight did not begin there: does something in ~/.bashrc there read standard input?"
-            return [Finding(head.plan.host, why, True)], []
+            return [Finding(head.plan.host, why, True)], [], 0
         port = parsed_object(head.plan.host, said).get("port", 0)
         if not port:
-            return [Finding(head.plan.host, "could not listen on any TCP port", True)], []
+            return [Finding(head.plan.host, "could not listen on any TCP port", True)], [], 0
         asked = [
             threads.submit(host.ask, "reach", address=head.plan.addr, port=port, wait_s=_REACH_S) for host in others
         ]
@@ -137,7 +135,7 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
         if not findings:
             own = parsed_object(head.plan.host, server.stdout.readline() or b"{}")
             interfaces[0] = own.get("interface", "")
-        return findings, interfaces
+        return findings, interfaces, port
     finally:
         limit.cancel()
         limit.join()
@@ -145,9 +143,9 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
         server.communicate()
 
 
-def _all_reduce(hosts: Sequence[_Host], interfaces: Sequence[str], threads: ThreadPoolExecutor) -> float:
-    address, port = hosts[0].plan.addr, random.randint(_FIRST_PORT, _LAST_PORT)
-    asked = []
+def _all_reduce(hosts: Sequence[_Host], interfaces: Sequence[str], port: int, threads: ThreadPoolExecutor) -> float:
+    """Sum over all hosts, at the port that all of them have just reached; how long it took, in ms."""
+    address, asked = hosts[0].plan.addr, []
     for rank, (host, interface) in enumerate(zip(hosts, interfaces, strict=True)):
         env = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
         wish = {"python": host.plan.python, "rank": rank, "world_size": len(hosts), "address": address, "port": port}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -192,13 +193,13 @@ def tail_logs(
     Raises:
         UnknownCluster: there is no such cluster or job.
     """
-    write = output_stream or _write_out
-    return job(cluster_name, job_id).follow(write, follow=follow, tail=tail, rank=rank).exit_code
+    text = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a block may end inside a character
 
+    def write_out(data: bytes) -> None:
+        sys.stdout.write(text.decode(data))
+        sys.stdout.flush()
 
-def _write_out(data: bytes) -> None:
-    sys.stdout.write(data.decode(errors="replace"))
-    sys.stdout.flush()
+    return job(cluster_name, job_id).follow(output_stream or write_out, follow=follow, tail=tail, rank=rank).exit_code
 
 
 def sync_down_logs(cluster_name: str, job_id: int) -> Path:

@@ -92,7 +92,7 @@ def plan(tasks: Sequence[Task], name: str, options: Options) -> list[Decision]:
         if workdir is not None or mounts:
             from atoll.tasks.shipping import check_sources
 
-            check_sources(workdir, mounts, task.variables)
+            check_sources(workdir, mounts)
     return decisions
 
 
@@ -273,8 +273,7 @@ def _ship(cluster: ClusterSpec, tasks: Sequence[Task], options: Options) -> None
     if workdir is not None or mounts:
         from atoll.tasks.shipping import ship
 
-        variables = {name: value for task in tasks for name, value in task.variables.items()}
-        ship(cluster, workdir, mounts, variables, say=options.say, progress=options.progress)
+        ship(cluster, workdir, mounts, say=options.say, progress=options.progress)
 
 
 def _submit(

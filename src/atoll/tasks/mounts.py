@@ -21,6 +21,7 @@ from atoll.core.hints import nearest, redact
 from atoll.core.paths import write_atomic
 from atoll.tasks.nodes import TARGETS
 from atoll.tasks.spec import WORKDIR
+from atoll.tasks.survey import Survey
 from atoll.tasks.tarball import MOUNTS, SELF, Entry, Receiver, manifest, unwritable
 from atoll.tasks.variables import substitute
 from atoll.tasks.workdir import Progress, mirror
@@ -137,11 +138,14 @@ def place(target: str, home: Path) -> tuple[Path, Path | None]:
     return home / MOUNTS / at.relative_to("/"), at
 
 
-def apply_mount(mount: Mount, home: Path, progress: Progress | None = None) -> list[str]:
+def apply_mount(
+    mount: Mount, home: Path, progress: Progress | None = None, seen_there: Survey | None = None
+) -> list[str]:
     """Put a mount on a node of this machine; lines for the user.
 
     Args:
         home: the node's HOME. Beside it is noted what its jobs see outside of it.
+        seen_there: what the source is known to hold.
 
     Raises:
         ConfigError: the source cannot be read; the message names the mount.
@@ -157,7 +161,7 @@ def apply_mount(mount: Mount, home: Path, progress: Progress | None = None) -> l
     elif mount.is_url:
         lines = _download(mount, mount.source, at, progress)
     else:
-        lines = [f"{mount.key}: {line}" for line in mirror(Path(mount.source), at, progress).notes]
+        lines = [f"{mount.key}: {line}" for line in mirror(seen_there or Path(mount.source), at, progress).notes]
     if seen is not None:
         _note_target(home.parent / TARGETS, str(seen), str(at))
     return lines

@@ -23,7 +23,6 @@ def ship(
     cluster: ClusterSpec,
     workdir: str | Mapping[str, str] | None,
     mounts: Mapping[str, object],
-    variables: Mapping[str, str],
     *,
     say: Callable[[str], None],
     progress: Progress | None,
@@ -33,8 +32,7 @@ def ship(
     Args:
         cluster: whose lock the caller holds.
         workdir: a folder, a git repository as ``{"url": …, "ref": …}``, or None.
-        mounts: ``file_mounts``: target on the node to source.
-        variables: of the task, for sources that need a login.
+        mounts: ``file_mounts``, with their variables replaced: target on the node to source.
         say: called with a line for each thing the user should know.
         progress: called with bytes copied so far and bytes to copy.
 
@@ -45,7 +43,7 @@ def ship(
     from atoll.tasks.mounts import fetch_mount, resolve_mounts
 
     source = None if workdir is None else _source(cluster, workdir, say)
-    resolved = resolve_mounts(mounts, variables, workdir=workdir is not None)
+    resolved = resolve_mounts(mounts, workdir=workdir is not None)
     if cluster.hosts or cluster.num_nodes > 1:  # what comes from elsewhere comes once
         cache = clusters.folder_of(cluster.name) / "nodes" / "mounts"
         resolved = [fetch_mount(mount, cache, progress) for mount in resolved]
@@ -58,9 +56,7 @@ def ship(
     ssh_files.ship(cluster, source, paths, say, progress)
 
 
-def check_sources(
-    workdir: str | Mapping[str, str] | None, mounts: Mapping[str, object], variables: Mapping[str, str]
-) -> None:
+def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, object]) -> None:
     """Is there what ``ship`` would copy? Asks nobody: git repositories and buckets are taken as they are.
 
     Raises:
@@ -70,7 +66,7 @@ def check_sources(
 
     if isinstance(workdir, str):
         _folder(workdir)
-    resolve_mounts(mounts, variables, workdir=workdir is not None)
+    resolve_mounts(mounts, workdir=workdir is not None)
 
 
 def _folder(workdir: str) -> Path:
@@ -104,13 +100,14 @@ def _to_local_nodes(
     from atoll.tasks.workdir import mirror
 
     seen = None if source is None else survey(source)
+    there = {each.target: survey(Path(each.source)) for each in mounts if each.source is not None and not each.is_url}
     for node in range(cluster.num_nodes):
         home = clusters.node_home(cluster.name, node)
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         counted = None if progress is None else _counted(progress, node, cluster.num_nodes)
         lines = [] if seen is None else list(mirror(seen, home / WORKDIR, counted).notes)
         for mount in mounts:
-            lines += apply_mount(mount, home, counted)
+            lines += apply_mount(mount, home, counted, there.get(mount.target))
         for line in lines if node == 0 else ():
             say(line)
 

@@ -253,7 +253,7 @@ def _name_there(target: Target, plan: RemotePlan) -> str:
 def _remedy(said: str, name: str) -> str:
     """What to type on the head, where that helps."""
     host, _, port = name.partition(":")
-    words = f"-p {port} {host}" if port else host
+    words = shlex.join(["-p", port, host] if port else [host])
     if "Permission denied" in said:
         return f"; there: `ssh-copy-id {words}`"
     return f"; there: `ssh {words}` once" if "Host key verification failed" in said else ""
@@ -263,7 +263,7 @@ def _hop(head: Connection, name: str) -> str | None:
     host, _, port = name.partition(":")
     options = "-o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=5"
     # Its own failure must not look like a failure of the login to the head.
-    answer = head.run(f"ssh {options} -p {port or 22} {host} true </dev/null || exit 1", limit_s=_HOP_S)
+    answer = head.run(f"ssh {options} -p {port or 22} {shlex.quote(host)} true </dev/null || exit 1", limit_s=_HOP_S)
     if answer.returncode == 0:
         return None
     return _last_words(answer).rstrip(".")
@@ -276,12 +276,12 @@ def _last_words(answer: subprocess.CompletedProcess[bytes]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- the head's control
-_heads: dict[tuple[str, str], tuple[Connection, RemotePlan]] = {}
+_heads: dict[tuple[str, Target], tuple[Connection, RemotePlan]] = {}
 
 
 def _head(cluster: ClusterSpec) -> tuple[Connection, RemotePlan]:
     """The login to the head, with Atoll's code there; asked once in a process."""
-    key = (cluster.name, cluster.hosts[0])
+    key = (cluster.name, provider_of(cluster).targets()[0])
     if key not in _heads:
         plan = plans_of(dataclasses.replace(cluster, num_nodes=1, accelerator=None, num_accelerators=0))[0]
         connection = connections.hold(provider_of(cluster).targets()[0])

@@ -193,7 +193,8 @@ class _Files:
             lines += self._expose(link, at)
         for target in empty:
             at, link = self._place(target)
-            self._connection.run(f"mkdir -p {shlex.quote(at)}")
+            made = self._connection.run(f"mkdir -p -- {shlex.quote(at)}")
+            self._check(made, made.stderr)
             lines += self._expose(link, at)
         return lines
 

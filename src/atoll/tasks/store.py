@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import itertools
 import json
 import os
 import shlex
@@ -383,10 +384,9 @@ def give_reserve(folder: Path) -> bool:
 
 
 def _last_number(folder: Path) -> int:
-    """The highest number of a job that has a folder."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return max((int(name) for name in os.listdir(folder / "jobs") if name.isdecimal()), default=0)
-    return 0
+    """The highest number of a job that has a folder, be it one that was put aside (``history.take``)."""
+    found = itertools.chain(folder.glob("jobs/*"), folder.glob("jobs-*/jobs/*"), folder.glob(".arriving/jobs/*"))
+    return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
 
 
 @contextlib.contextmanager

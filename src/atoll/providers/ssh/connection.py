@@ -153,7 +153,7 @@ class Connection:
             "ServerAliveInterval": _ALIVE_S,
             "ServerAliveCountMax": _ALIVE_COUNT,
             "ControlMaster": "auto",
-            "ControlPath": self._socket,
+            "ControlPath": _in_config(self._socket),
             "ControlPersist": _PERSIST_S if _has_terminal() else _PERSIST_ALONE_S,
             "LogLevel": "INFO" if ask else "ERROR",
             "ClearAllForwardings": "yes",
@@ -199,7 +199,7 @@ class Connection:
     def _log_out(self) -> None:
         """End the login, and wait for that: it removes its socket last, by name, also if a later login made that."""
         answer = subprocess.run(
-            [self._ssh, "-o", f"ControlPath={self._socket}", "-O", "exit", "--", self.target.host],
+            [self._ssh, "-o", f"ControlPath={_in_config(self._socket)}", "-O", "exit", "--", self.target.host],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_LOGOUT_S,
@@ -310,6 +310,11 @@ def on_each(open_ones: Sequence[Connection], work: Callable[[Connection], R]) ->
     if failed:
         raise failed[0]
     return [future.result() for future in futures]
+
+
+def _in_config(path: Path) -> str:
+    """A path as ssh's config takes it: with spaces, and ``%`` that stands for itself."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
 def _program() -> str:

@@ -47,7 +47,7 @@ class Target:
     def options(self) -> tuple[str, ...]:
         """What ``ssh`` needs before the host's name."""
         port = ("-p", str(self.port)) if self.port is not None else ()
-        key = ("-i", os.path.expanduser(self.key)) if self.key is not None else ()
+        key = ("-i", os.path.expanduser(self.key).replace("%", "%%")) if self.key is not None else ()
         return (*port, *key, *(("-J", self.jump) if self.jump is not None else ()))
 
     @property
