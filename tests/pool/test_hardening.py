@@ -154,6 +154,25 @@ def test_unread_results_hold_no_descriptors() -> None:
     assert done.stdout == "fine\n", done.stderr
 
 
+def test_calls_that_wait_with_large_arguments_leave_descriptors_for_others() -> None:
+    done = run_script("""
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        import time
+        import numpy as np
+        import atoll as sky
+        def first(array):
+            time.sleep(0.002)
+            return int(array[0])
+        with sky.ComputePool() as pool:
+            futures = [pool.submit(first, np.full(1 << 15, i)) for i in range(300)]
+            assert [future.result() for future in futures] == list(range(300))
+            assert list(pool.map(first, [np.full(1 << 15, i) for i in range(100)])) == list(range(100))
+        print("fine")
+    """)
+    assert done.stdout == "fine\n", done.stderr
+
+
 def test_large_results_that_are_kept_hold_no_descriptors() -> None:
     done = run_script("""
         import os, resource

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import threading
 import time
 import weakref
@@ -22,11 +23,12 @@ from atoll.wire.codec import Payload
 _INLINE_BYTES = 1 << 17  # below this, copying through the socket costs less than making a memory file
 _READ_BYTES = 1 << 22  # below this a received file is read, not mapped
 _ALIGN = 64
+_QUEUED_BYTES = 1 << 26  # above this, a payload gets a memory file however many there are
 _KEEP_BYTES = 2 << 30  # memory files kept for reuse, together
 _KEEP_S = 30.0  # an unused one is let go at the next call after this long
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Segment:
     """A memory file; ``capacity`` bytes of it are allocated. A foreign one is another process's to use again."""
 
@@ -59,6 +61,8 @@ class Arena:
 
     def __init__(self) -> None:
         self._free: list[Segment] = []
+        self._made: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         self._lock = threading.Lock()
 
     def encode(self, payload: Payload) -> Encoded:
@@ -70,6 +74,8 @@ class Arena:
         if total <= _INLINE_BYTES:
             return Encoded(table, [payload.head, *payload.buffers])
         segment = self._take(sum(map(_aligned, [head_bytes, *sizes])))
+        if segment is None:  # many calls wait: each one's file would hold a descriptor
+            return Encoded(table, [payload.head, *payload.buffers])
         offset = 0
         try:
             for chunk in payload.chunks:
@@ -118,7 +124,7 @@ class Arena:
         for segment in free:
             segment.close()
 
-    def _take(self, size: int) -> Segment:
+    def _take(self, size: int) -> Segment | None:
         with self._lock:
             fitting = [s for s in self._free if size <= s.capacity <= 2 * size + (1 << 20)]
             if fitting:
@@ -126,9 +132,13 @@ class Arena:
                 self._free.remove(best)
                 return best
         self.trim()
+        if size <= _QUEUED_BYTES and len(self._made) >= self._most:
+            return None
         fd = os.memfd_create("atoll", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
-        return Segment(fd, size)
+        segment = Segment(fd, size)
+        self._made.add(segment)
+        return segment
 
 
 def decode_parts(
