@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -108,7 +109,7 @@ class TaskNode(Talk):
         self.hello: dict[str, Any] = self.next(frames.AGENT).meta
 
     def terminate(self, number: int = EVERY) -> None:
-        self.send(frames.TERM, number)
+        self.send(frames.TERM, number, {"signal": signal.SIGTERM, "whole": True})
 
     def pids(self) -> list[int]:
         """Running processes of the node, as the host sees them; the agent itself is none of them."""

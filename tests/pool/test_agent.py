@@ -311,7 +311,8 @@ def test_a_killed_agent_takes_its_ranks_along(agent: Agent, tmp_path: Path) -> N
         "simulated": False, "pool_id": agent.tag, "path": [p for p in sys.path if p],
     }  # fmt: skip
     agent.set_up("", argv=["-c", worker], ranks_env=None, env={"ATOLL_SETUP": json.dumps(setup)})
-    pid = agent.next(frames.HELLO).meta["pid"]
+    pid = agent.next(frames.STARTED).meta["pid"]
+    agent.next(frames.HELLO)
     assert leaks.is_running(pid)
     agent.process.kill()
     eventually(lambda: not leaks.is_running(pid), "a rank that died with its agent")

@@ -70,7 +70,7 @@ class Agents:
         send_all(self.talk.channel, pack(kind, rank, call, meta, (), len(fds)), fds)
 
     def hello(self, rank: int) -> None:
-        self.send(frames.HELLO, rank, 0, {"pid": 1, "port": 1})
+        self.send(frames.HELLO, rank, 0, {"port": 1})
 
     def raises(self, rank: int, call: int, error: Exception) -> None:
         encoded = Arena().encode(pack_exception(error))

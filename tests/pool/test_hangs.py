@@ -53,7 +53,7 @@ LATE = "rank 0 entered a collective that rank 1 did not"
     ("how", "proof", "stack"),
     [
         ("sleeps", LATE, "the_culprit"),
-        ("is stopped inside", "rank 1 stopped by a signal", "stopped by a signal (state T"),
+        ("is stopped inside", "rank 1 stopped by a signal", "stopped by a signal (pid "),
         pytest.param("loops", LATE, "the_culprit", marks=pytest.mark.long),
         pytest.param("holds the GIL", LATE, "native code holds the GIL", marks=pytest.mark.long),
     ],
@@ -206,7 +206,7 @@ def test_what_proves_a_hang() -> None:
     assert found(*[sight(WAITS, 4, idle_since=1.0)] * 3) == Evidence((), "no CPU time was used by ranks 0, 1 and 2")
     assert found(sight(WORKS, 4), late, sight(WORKS, 4)) is None, "none waits for it: they were let go on"
     assert found(waits, sight(WAITS, 4, idle_since=1.0, state="T"), waits) == Evidence(
-        (1,), "rank 1 stopped by a signal; kill -CONT lets it go on"
+        (1,), "rank 1 stopped by a signal; `kill -CONT 0` lets it go on"
     )
     assert found(waits, sight(WAITS, 4, idle_since=6.0, state="T"), waits) is None, "only just"
     assert found(sight(WORKS), sight(WORKS), sight(WORKS)) is None, "the same line is no proof"
@@ -224,7 +224,7 @@ def test_what_proves_a_hang() -> None:
 
 
 def test_a_looks_worth_of_cpu_time_is_none_and_work_is_some() -> None:
-    seen = {"state": "S", "wchan": "futex", "stack": STACK, "groups": {}}
+    seen = {"pid": 7, "state": "S", "wchan": "futex", "stack": STACK, "groups": {}}
     rank = Sight(0.0, 0.0, 1.0)
     for second in range(10):
         rank.update({**seen, "cpu_s": 1.0 + 0.01 * (second // 2)}, float(second))
@@ -233,6 +233,6 @@ def test_a_looks_worth_of_cpu_time_is_none_and_work_is_some() -> None:
     assert rank.idle_since == 10.0
     rank.update({**seen, "state": "T", "cpu_s": 2.0}, 11.0)
     assert "stopped by a signal" in rank.text(11.0)
-    rank.update({"state": "R", "wchan": "0", "cpu_s": 2.0}, 12.0)  # it gave no answer
+    rank.update({"pid": 7, "state": "R", "wchan": "0", "cpu_s": 2.0}, 12.0)  # it gave no answer
     assert (rank.idle_since, rank.quiet_since) == (12.0, 0.0)
     assert "native code holds the GIL" in rank.text(12.0)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.pool.conftest import agent_pid, descriptors, rank_pid, script, start_script
 
 import atoll as sky
 from atoll.pool import nodes as nodes_module
@@ -290,3 +291,48 @@ def test_a_relative_home_is_the_same_for_everybody(tmp_path: Path) -> None:
     )
     assert done.stdout == "fine\n", done.stderr
     assert (tmp_path / "here" / "jobs").is_dir()
+
+
+LIMITED = """
+import os, resource
+import atoll as sky
+
+def limit():
+    import resource
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+def main():
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (48, hard))
+    with sky.ComputePool(workers_per_node=10, logs="quiet") as pool:
+        print(pool.run(limit) == [(48, hard)] * 10)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_node_has_more_ranks_than_its_limit_of_descriptors_would_take(tmp_path: Path) -> None:
+    with start_script(script(tmp_path, LIMITED), tmp_path / "tmp") as driver:
+        out, err = driver.communicate(timeout=120)
+    assert out == "True\n", err
+
+
+def test_a_silent_rank_costs_its_agent_five_descriptors() -> None:
+    with sky.ComputePool(workers_per_node=2, logs="quiet") as few:
+        two = len(descriptors(agent_pid(few, 0)))
+    with sky.ComputePool(workers_per_node=6, logs="quiet") as many:
+        six = len(descriptors(agent_pid(many, 0)))
+    assert six - two == 4 * 5
+
+
+def test_the_pid_of_a_rank_is_the_one_that_this_machine_knows() -> None:
+    seen: list[sky.events.RankStarted] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, sky.events.RankStarted):
+            seen.append(event)
+
+    with sky.ComputePool(nodes=2, on_event=note, logs="quiet") as pool:
+        pool.run(int)
+        assert {event.rank: event.pid for event in seen} == {rank: rank_pid(pool, rank) for rank in (0, 1)}

@@ -33,7 +33,10 @@ class PoolStopped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStarted(Event):
-    """A rank's process is ready for calls; ``restarts`` counts those before it on this rank."""
+    """A rank's process is ready for calls; ``restarts`` counts those before it on this rank.
+
+    ``pid`` is what its machine's ``ps`` shows; in the rank itself ``os.getpid()`` counts inside the node's namespace.
+    """
 
     rank: int
     node: int

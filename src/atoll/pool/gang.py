@@ -161,7 +161,9 @@ class Gang:
         job = self._calls.running.get(frame.call)
         if job is None or job.stopping:
             return
-        hang = self._hangs.seen(job, {int(rank): seen for rank, seen in frame.meta["ranks"].items()})
+        hang = self._hangs.seen(
+            job, {int(rank): {**seen, "pid": self.ranks[int(rank)].pid} for rank, seen in frame.meta["ranks"].items()}
+        )
         if isinstance(hang, HangError):
             self._calls.kill(job, hang)
         elif hang is not None:
@@ -224,6 +226,8 @@ class Gang:
                 self._calls.want_group(job, frame.rank)
             case frames.HELLO:
                 self._on_hello(frame)
+            case frames.STARTED:
+                self.ranks[frame.rank].pid = frame.meta["pid"]
             case frames.EXIT:
                 self._on_exit(node, frame)
             case frames.STACKS:
@@ -270,7 +274,7 @@ class Gang:
 
     def _on_hello(self, frame: Frame) -> None:
         state = self.ranks[frame.rank]
-        state.pid, state.port = frame.meta["pid"], frame.meta["port"]
+        state.port = frame.meta["port"]
         state.ready, state.spent, state.has_torch = True, False, False
         state.sent, state.path = {}, self.spec.path
         self.nodes.of(state.rank).restarts = 0

@@ -43,6 +43,7 @@ class Sight:
         groups: collectives it has entered, and ranks, of each process group.
         quiet_since: nothing of that has changed since then, nor did the rank write anything.
         idle_since: it has used no CPU time since then, by ``idle_cpu_s`` on its clock.
+        pid: on its machine, as people see it.
         state, wchan: the letter of its state, and where it sleeps in the kernel.
     """
 
@@ -52,12 +53,13 @@ class Sight:
     stack: str = ""
     answers: bool = True
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
+    pid: int = 0
     state: str = ""
     wchan: str = ""
 
     def update(self, seen: Mapping[str, Any], now: float) -> None:
         """Take in what was seen just now."""
-        self.state, self.wchan, cpu_s = seen["state"], seen["wchan"], seen["cpu_s"]
+        self.pid, self.state, self.wchan, cpu_s = seen["pid"], seen["state"], seen["wchan"], seen["cpu_s"]
         self.answers = "stack" in seen
         if self.answers:  # one that gave no answer has shown no progress either
             stack = own_frames(seen["stack"])
@@ -75,7 +77,7 @@ class Sight:
 
     def text(self, now: float) -> str:
         """What to show of it."""
-        state = f"state {self.state}" + (f" in {self.wchan}" if self.wchan.strip("0") else "")
+        state = f"pid {self.pid}, state {self.state}" + (f" in {self.wchan}" if self.wchan.strip("0") else "")
         if now - self.idle_since >= 1:
             state += f", no CPU time for {now - self.idle_since:.0f} s"
         if self.state == _STOPPED:
@@ -137,7 +139,8 @@ def evidence(job: Job, running: Mapping[int, Sight], since: float) -> Evidence |
     quiet = {rank for rank, sight in running.items() if sight.quiet_since <= since}
     idle = {rank for rank in quiet if running[rank].idle_since <= since}
     if stopped := tuple(sorted(rank for rank in idle if running[rank].state == _STOPPED)):
-        return Evidence(stopped, f"{name_ranks(stopped)} stopped by a signal; kill -CONT lets it go on")
+        pids = " ".join(str(running[rank].pid) for rank in stopped)
+        return Evidence(stopped, f"{name_ranks(stopped)} stopped by a signal; `kill -CONT {pids}` lets it go on")
     for entered in (*_entered(running, len(job.ranks)).values(), _asked_for_group(job, running)):
         missing = tuple(rank for rank, number in entered.items() if number < max(entered.values()))
         ahead = [rank for rank in entered if rank not in missing]

@@ -110,6 +110,8 @@ class Local:
             failed.callback(ours.close)
             given.callback(theirs.close)
             given.callback(os.close, pidfd)
+            proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+            given.callback(os.close, proc)
             said = None
             if node.place is None:
                 prefix = _namespace()
@@ -118,8 +120,8 @@ class Local:
                 env["ATOLL_PLACE"] = _placed(node.place)
                 said = failed.enter_context(open(os.memfd_create("atoll-agent"), "r+b"))
             process = subprocess.Popen(
-                [*prefix, *agent, str(theirs.fileno()), str(pidfd)],
-                pass_fds=(theirs.fileno(), pidfd),
+                [*prefix, *agent, str(theirs.fileno()), str(pidfd), str(proc)],
+                pass_fds=(theirs.fileno(), pidfd, proc),
                 stdin=subprocess.DEVNULL,
                 stderr=said,
                 start_new_session=True,

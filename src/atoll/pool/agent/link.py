@@ -234,12 +234,13 @@ class Session(Relay):
         """Start it; returns what went wrong."""
         prefix = _namespace() if self._command.get("pid_namespace") else ()
         owner = _owner(self._folder)
-        argv = [*prefix, *self._command["argv"], str(self._theirs.fileno()), "-1"]
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        argv = [*prefix, *self._command["argv"], str(self._theirs.fileno()), "-1", str(proc)]
         try:
             with open(os.path.join(self._folder, _AGENT_LOG), "wb") as log:
                 self._agent = subprocess.Popen(
                     argv,
-                    pass_fds=(self._theirs.fileno(),),
+                    pass_fds=(self._theirs.fileno(), proc),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -248,6 +249,8 @@ class Session(Relay):
                 )
         except OSError as error:
             return f"the agent could not be started: {error}"
+        finally:
+            os.close(proc)
         self._theirs.close()
         return ""
 

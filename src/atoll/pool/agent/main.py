@@ -21,8 +21,17 @@ from atoll.pool.agent.leases import Leases
 from atoll.pool.agent.outbox import Outbox
 from atoll.pool.agent.place import Place, take_place
 from atoll.pool.agent.process import Processes
-from atoll.pool.agent.procs import PR_SET_CHILD_SUBREAPER, TICK_S, OomCounter, activity, kill_tree, prctl, reap_orphans
-from atoll.pool.agent.rank import CHANNEL_FD, CONTROL_FD, Output, Rank, exit_meta
+from atoll.pool.agent.procs import (
+    PR_SET_CHILD_SUBREAPER,
+    TICK_S,
+    OomCounter,
+    activity,
+    kill_tree,
+    outer_pids,
+    prctl,
+    reap_orphans,
+)
+from atoll.pool.agent.rank import CHANNEL_FD, CONTROL_FD, Output, Rank, exit_meta, raise_descriptor_limit
 from atoll.wire import frames
 from atoll.wire.frames import Parser, RawFrame, WireError, close_all, pack, receive
 from atoll.wire.poller import Poller
@@ -44,7 +53,10 @@ class DriverGone(Exception):
 class Agent:
     """One node's ranks, or a task's processes."""
 
-    def __init__(self, channel: socket.socket, driver_pidfd: int, place: Place | None = None) -> None:
+    def __init__(
+        self, channel: socket.socket, driver_pidfd: int, place: Place | None = None, proc_fd: int = -1
+    ) -> None:
+        self._proc_fd = proc_fd
         self._driver = channel
         self._driver.setblocking(False)
         self._driver_fd = channel.fileno()
@@ -195,6 +207,7 @@ class Agent:
             self.tell(frames.EXIT, number, meta=exit_meta(127, [str(error)]))
             return
         self._ranks[number] = rank
+        self.tell(frames.STARTED, number, meta={"pid": outer_pids(self._proc_fd).get(rank.pid, rank.pid)})
         self.watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
         self.watch(rank.pidfd, lambda _readable, _writable: self._rank_died(rank))
         if not self._logs_paused:
@@ -449,8 +462,9 @@ class Agent:
 
 
 def main() -> None:
-    """Entry: ``agent CHANNEL_FD DRIVER_PIDFD``."""
-    channel_fd, pidfd = int(sys.argv[1]), int(sys.argv[2])
+    """Entry: ``agent CHANNEL_FD DRIVER_PIDFD [PROC_FD]``; the last is ``/proc`` as it is outside of its namespace."""
+    channel_fd, pidfd, *proc_fd = map(int, sys.argv[1:])
+    raise_descriptor_limit()
     # Low descriptors are what ranks get theirs on; nothing of the agent's own may sit there.
     taken = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     while taken <= max(CHANNEL_FD, CONTROL_FD):
@@ -459,7 +473,7 @@ def main() -> None:
     if os.getpid() != 1:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     driver = _moved(pidfd) if pidfd >= 0 else -1
-    Agent(channel, driver, take_place()).run()
+    Agent(channel, driver, take_place(), *map(_moved, proc_fd)).run()
 
 
 def _moved(fd: int) -> int:

@@ -187,6 +187,28 @@ def activity(pids: Sequence[int]) -> dict[int, dict[str, Any]]:
     return found
 
 
+def outer_pids(proc_fd: int) -> dict[int, int]:
+    """By their pids here, the pids of this process's children outside of its PID namespace.
+
+    Args:
+        proc_fd: ``/proc`` as it is there; -1 where it is not to be had.
+    """
+    found: dict[int, int] = {}
+    if proc_fd < 0:
+        return found
+    proc = f"/proc/self/fd/{proc_fd}"
+    with contextlib.suppress(OSError):
+        me = os.readlink(f"{proc}/self")
+        with open(f"{proc}/{me}/task/{me}/children") as children:
+            pids = children.read().split()
+        for pid in pids:
+            with contextlib.suppress(OSError), open(f"{proc}/{pid}/status") as status:
+                for line in status:
+                    if line.startswith("NSpid:"):
+                        found[int(line.split()[-1])] = int(pid)
+    return found
+
+
 def _environ_has(pid: int, needle: bytes) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
         return needle in environ.read().split(b"\0")

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -29,8 +30,8 @@ class Output:
     def __init__(self, reader: int, path: str | None, is_stderr: bool) -> None:
         self.reader = reader
         self.is_stderr = is_stderr
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = None if path is None else os.open(path, flags, 0o600)
+        self._path = path
+        self._file: int | None = None  # opened at its first line: most ranks never write to standard error
         self.tail = bytearray()
 
     @classmethod
@@ -41,11 +42,7 @@ class Output:
         reader, writer = os.pipe2(os.O_CLOEXEC)
         given.callback(os.close, writer)
         os.set_blocking(reader, False)
-        try:
-            output = cls(reader, path, is_stderr)
-        except OSError:
-            os.close(reader)
-            raise
+        output = cls(reader, path, is_stderr)
         failed.callback(output.close)
         return output, writer
 
@@ -69,9 +66,11 @@ class Output:
             yield data
 
     def _keep(self, data: bytes) -> None:
-        if self._file is not None:
-            # A full disk must not stop training: the driver still gets every byte.
-            with contextlib.suppress(OSError):
+        # A full disk must not stop training: the driver still gets every byte.
+        with contextlib.suppress(OSError):
+            if self._file is None and self._path is not None:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if self._file is not None:
                 os.write(self._file, data)
         self.tail += data
         if len(self.tail) > 2 * _TAIL_BYTES:
@@ -88,6 +87,17 @@ def tail_lines(said: bytes | bytearray, num_lines: int = 20) -> list[str]:
     """The last lines of an output that are not empty; of one that was overdrawn, what it showed last."""
     text = said.decode(errors="replace")
     return [line.rpartition("\r")[2][:2000] for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+# What processes of a node may have open; the agent itself takes all it can get, as it holds some for each of them.
+_descriptor_limit: tuple[int, int] | None = None
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as it may."""
+    global _descriptor_limit
+    _descriptor_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_descriptor_limit[1], _descriptor_limit[1]))
 
 
 def spawn(
@@ -112,6 +122,9 @@ def spawn(
     finally:
         os.close(null)
     failed.callback(os.kill, pid, signal.SIGKILL)
+    if _descriptor_limit is not None:  # not before: posix_spawn takes no descriptor beyond the limit
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, _descriptor_limit)
     return pid, os.pidfd_open(pid)
 
 

@@ -120,10 +120,7 @@ class Worker:
         """Announce this rank, then run calls until told to stop."""
         self.send(
             frames.HELLO,
-            {
-                "pid": os.getpid(),
-                "port": self.port,
-            },
+            {"port": self.port},
         )
         import cloudpickle  # noqa: F401 - the first call needs it; nobody waits for it now
 
