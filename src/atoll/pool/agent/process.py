@@ -193,9 +193,9 @@ class Processes:
         """The one with this number, or all for ``frames.EVERY``."""
         return [each for each in self._running.values() if number in (each.number, frames.EVERY)]
 
-    def terminate(self, chosen: int, signal: int, whole: bool) -> None:
+    def terminate(self, number: int, signal: int = signal.SIGTERM, whole: bool = True) -> None:
         """A signal to those with this number, and to their trees where ``whole`` says so."""
-        for process in self.chosen(chosen):
+        for process in self.chosen(number):
             process.terminate(signal, whole)
             for delay_s in _REMINDERS_S if whole else ():
                 self._loop.later(delay_s, functools.partial(self._remind, process))
