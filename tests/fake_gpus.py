@@ -21,8 +21,11 @@ def give_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     folder = tmp_path / "gpus"
     given: list[str] = []
 
-    def give(num: int, name: str = "NVIDIA L4", *, slices: int = 0) -> list[str]:
+    def give(num: int, name: str = "NVIDIA L4", *, slices: int = 0, more: str | None = None) -> list[str]:
         uuids, text = rows(num, name)
+        if more is not None:
+            uuids.append(f"GPU-{uuid.uuid4()}")
+            text += f"{num}, {uuids[-1]}, {more}, 81559, 0, 580.95\n"
         parts = [f"MIG-{uuid.uuid4()}" for _ in range(slices)]
         folder.mkdir()
         shutil.copy(NVIDIA_SMI, folder)

@@ -99,6 +99,35 @@ def test_two_jobs_of_a_node_see_different_gpus_and_one_without_sees_none(home: P
     assert "this job asks for no GPU and sees none: --gpus L4:1 asks for one" in log
 
 
+def test_a_run_that_waits_says_for_what_and_other_cards_are_no_answer(
+    home: Path, give_gpus: GiveGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = give_gpus(1, more="NVIDIA A100-SXM4-80GB")
+    with sky.ComputePool(accelerator="L4", logs="quiet") as pool:
+        words = [
+            sys.executable,
+            "-m",
+            "atoll",
+            "run",
+            "--gpus",
+            "L4:1",
+            "--no-python",
+            "sh",
+            "-c",
+            "echo $CUDA_VISIBLE_DEVICES",
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        run = subprocess.Popen(words, **pipes)  # type: ignore[call-overload]
+        line = next(line for line in run.stderr if "Waiting for GPUs" in line)
+        assert f"1 of 1 GPUs asked for, 0 free: GPU 0 (L4) is held by pool {pool.id}" in line
+    out, err = run.communicate(timeout=60)
+    assert gpus[0] in out, err
+    cluster = LocalCluster.make(home, **GPU)
+    status, log = cluster.run(TELL, base_env={"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "1"}, **GPU)
+    assert status is JobStatus.FAILED_DRIVER
+    assert "1 × L4:1 can't be had: this machine has 0 of them that CUDA_VISIBLE_DEVICES='1' leaves" in log
+
+
 def test_nodes_are_packed(home: Path, give_gpus: GiveGpus) -> None:
     gpus = give_gpus(2)
     cluster = LocalCluster.make(home, num_nodes=2, accelerator="L4", num_accelerators=1)

@@ -198,9 +198,10 @@ class LocalNodes:
         """The machine's, those of the cluster's kind where it has some; none where they are simulated."""
         if self._cluster.simulated:
             return ()
-        found = machine_gpus(visible).gpus
-        named = tuple(gpu for gpu in found if gpu.name == self._cluster.accelerator)
-        return in_turn(named or found, node, count)
+        found, kind = machine_gpus(visible).gpus, self._cluster.accelerator
+        if any(gpu.name == kind for gpu in machine_gpus(None).gpus):
+            found = tuple(gpu for gpu in found if gpu.name == kind)
+        return in_turn(found, node, count)
 
     def close(self) -> None:
         """Close the cluster's network. Nodes that still run are the caller's to stop."""

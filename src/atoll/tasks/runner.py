@@ -19,7 +19,7 @@ from signal import SIGTERM
 from typing import Any, TypeVar
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.providers.gpus import VISIBLE, lease_wish, visible_gpus
+from atoll.providers.gpus import VISIBLE, lease_wish
 from atoll.tasks import environment
 from atoll.tasks.channel import Channel
 from atoll.tasks.logs import JobLog, Stream
@@ -465,11 +465,8 @@ class JobRunner:
 
     def _send_lease(self, node: int, count: int, number: int) -> None:
         place = self._places[node]
-        assert place.channel is not None and place.started is not None  # it has answered
-        gpus = self._gpus[node]
-        if (visible := place.started.env.get(VISIBLE)) is not None:  # what a shell there says
-            gpus = visible_gpus(gpus, visible)
-        wish = lease_wish(gpus, count, f"job {self.job.id} of cluster {self._task.cluster.name}")
+        assert place.channel is not None  # it has answered
+        wish = lease_wish(self._gpus[node], count, f"job {self.job.id} of cluster {self._task.cluster.name}")
         place.channel.send(frames.pack(frames.LEASE, meta={**wish, "round": number}))
 
     def _leased(self, place: _Place, meta: dict[str, Any]) -> None:
