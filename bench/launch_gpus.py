@@ -143,6 +143,54 @@ def recipe(folder: Path, num: int) -> None:
     print(f"atoll train, 2 nodes × {num // 2}, {took:.1f} s:\n{tail(text, 8)}")
 
 
+LOOK = "import torch as t; print('sees', *(t.cuda.get_device_properties(i).uuid for i in range(t.cuda.device_count())))"
+POOL = f"""
+import sys, atoll as sky
+def look():
+    {LOOK}
+with sky.ComputePool(accelerator=sys.argv[1]) as pool:
+    pool.run(look)
+"""
+
+
+def leases() -> None:
+    """Two jobs of one node, a second cluster and a pool compute on different cards, by the UUIDs that CUDA tells."""
+    one = f"{gpu_name()}:1"
+    hold = f'{sys.executable} -u -c "{LOOK}"; sleep 600'
+
+    def seen(cluster: str, job: int) -> list[str]:
+        deadline = time.monotonic() + 120
+        while not (found := re.findall(r"sees ([-\w ]+)", run_log(cluster, job))):
+            assert time.monotonic() < deadline, f"job {job} of cluster {cluster}: {run_log(cluster, job)}"
+            time.sleep(0.2)
+        return str(found[0]).split()
+
+    def run_log(cluster: str, job: int) -> str:
+        path = Path(os.environ["ATOLL_HOME"], "clusters", cluster, "jobs", str(job), "run.log")
+        return path.read_text() if path.exists() else ""
+
+    try:
+        run([*ATOLL, "launch", "-d", "-c", "one", "--gpus", one.replace(":1", ":2"), "true"])
+        for _ in range(2):
+            run([*ATOLL, "exec", "-d", "one", "--gpus", one, hold])
+        first, second = seen("one", 2), seen("one", 3)
+        print(f"two jobs of a node: {first} and {second}")
+        print(tail(run([*ATOLL, "gpus"])[0]))
+        assert len({*first, *second}) == len(first) + len(second) == 2
+        run([*ATOLL, "cancel", "-y", "one", "3"])
+        run([*ATOLL, "launch", "-d", "-c", "two", "--gpus", one, hold])
+        other = seen("two", 1)
+        print(f"a job of another cluster beside the first: {other}")
+        assert len({*other, *first}) == len(other) + 1 == 2
+        run([*ATOLL, "cancel", "-y", "two", "1"])
+        text, _ = run([sys.executable, "-c", POOL, one])
+        (pool,) = re.findall(r"sees ([-\w ]+)", text)
+        print(f"a pool beside the first: {pool.split()}")
+        assert len({*pool.split(), *first}) == len(pool.split()) + 1 == 2
+    finally:
+        run([*ATOLL, "down", "-y", "one", "two"])
+
+
 def gpu_name() -> str:
     """What Atoll calls this machine's cards."""
     text, _ = run([*ATOLL, "gpus"])
@@ -152,7 +200,7 @@ def gpu_name() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", default="all_reduce,training,titan,accelerate,recipe")
+    parser.add_argument("--only", default="leases,all_reduce,training,titan,accelerate,recipe")
     args = parser.parse_args()
     import torch
 
@@ -175,6 +223,7 @@ def main() -> int:
                 (programs / name).chmod(0o755)
         os.environ["PATH"] = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         parts: dict[str, Callable[[], None]] = {
+            "leases": leases,
             "all_reduce": lambda: all_reduce(folder, num, args.turns),
             "training": lambda: training(folder, num),
             "titan": lambda: titan(num),
