@@ -61,11 +61,12 @@ class SourceFile:
         """Whether it is on a mounted file system."""
         return not is_url(self.path)
 
-    @property
+    @functools.cached_property
     def extensions(self) -> list[str]:
         """Lower case, without that of a compression: ``[".jsonl"]`` for ``a.b/x.jsonl.gz``."""
-        found = [each.lower() for each in Path(self.path.split("?")[0]).suffixes[-2:]]
-        return [each for each in found if each not in COMPRESSIONS][-1:]
+        base, last = os.path.splitext(self.path.partition("?")[0])
+        found = [os.path.splitext(base)[1].lower(), last.lower()]
+        return [each for each in found if each and each not in COMPRESSIONS][-1:]
 
     @contextlib.contextmanager
     def open_raw(self) -> Iterator[IO[bytes]]:
