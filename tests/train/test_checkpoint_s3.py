@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import leaks
 import ranks
+import small
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.train.checkpoint import claim
 from atoll.train.checkpoint.store import open_store
@@ -337,3 +339,23 @@ def without_conditions(root: str) -> dict[str, Any]:
 
     s3fs.S3FileSystem.pipe_file = refusing
     return claim_twice(root, 0.2)
+
+
+def train_where_another_does(folder: str) -> str:
+    held = claimed(ROOT, "run one", []) if dist.get_rank() == 0 else None
+    tree = small.tree(Path(folder), checkpoint__path=ROOT, train__steps=1, schedule__warmup=0)
+    try:
+        small.train(tree)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        if held is not None:
+            held.close()
+    return "it trained"
+
+
+def test_a_run_is_refused_where_another_keeps_its_checkpoints(store, tmp_path):
+    small.tree(tmp_path)
+    for said in ranks.run(2, train_where_another_does, str(tmp_path), env=store.environment, timeout=120):
+        assert re.search(rf"'{ROOT}' is in use by pid .* \(run one\)", said)
+    assert store.names("runs/one/") == []

@@ -39,6 +39,8 @@ class StepProfiler:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if self._section is not None and self._profile is None and self._done < self._section.start:
+            self._say(f"no trace: [metrics.profile] start = {self._section.start}, and there were {self._done} steps")
         # A run that ends inside the window leaves what was traced until then.
         if error is None:
             self._stop()
