@@ -1,7 +1,7 @@
 """Files that a node sees at paths where the machine has something else, or nothing. For a mount namespace of one's own.
 
-Nothing is made on the machine for it: a folder that lacks a name is covered by one in memory that has it, and in which
-what the folder holds is seen again.
+Nothing is made on the machine for it: a folder that lacks a name is covered by one of the node's that has it, and in
+which what the folder holds is seen again. What a job writes into the cover itself stays there, for the node's next job.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import stat
+import urllib.parse
 
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC = 1, 32, 4096, 16384
 _KEPT_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC  # a user may not take them off; mount() has the same numbers
@@ -22,11 +23,14 @@ class Overmounts:
 
     Args:
         scratch: a path that may be made for a moment.
+        kept: a folder of the node's, for what covers hold.
     """
 
-    def __init__(self, scratch: str) -> None:
+    def __init__(self, scratch: str, kept: str) -> None:
         self._scratch = scratch
-        self._covers: dict[int, str] = {}  # by device
+        self._kept = kept
+        self._covers: set[str] = set()
+        self._over: set[str] = set()  # what is seen in a cover or beside it, and is none
         self._made: list[str] = []
 
     def __len__(self) -> int:
@@ -71,20 +75,26 @@ class Overmounts:
             above = os.path.dirname(target)
             while not os.path.lexists(above):
                 above = os.path.dirname(above)
-            if above != "/tmp" and os.stat(above).st_dev not in self._covers:
+            if above != "/tmp" and not self._is_covered(above):
                 self._cover(above)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             _make_like(os.stat(source).st_mode, target)
         self.bind(source, target)
+        self._over.add(target)
 
-    def seal(self) -> None:
-        """What a job would write into a cover itself would be lost: it is refused from now on."""
-        for cover in self._covers.values():
-            _mount(None, cover, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+    def _is_covered(self, folder: str) -> bool:
+        """Does a folder lie in a cover itself, and not in what is seen through it?"""
+        around = [each for each in self._covers | self._over if f"{folder}/".startswith(f"{each.rstrip('/')}/")]
+        return max(around, key=len, default=None) in self._covers
 
     def _cover(self, folder: str) -> None:
+        own = os.path.join(self._kept, urllib.parse.quote(folder, safe=""))
+        os.makedirs(own, exist_ok=True)
+        os.chmod(own, stat.S_IMODE(os.stat(folder).st_mode))
         with contextlib.ExitStack() as opened:
             held = {}
+            kept = os.open(own, os.O_PATH | os.O_CLOEXEC)  # the way to it may be covered soon
+            opened.callback(os.close, kept)
             for name in os.listdir(folder):
                 with contextlib.suppress(FileNotFoundError):  # it went away just now
                     held[name] = os.open(os.path.join(folder, name), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -93,33 +103,36 @@ class Overmounts:
             if folder == "/":
                 cover = self._scratch
                 os.mkdir(cover)
-            _mount("atoll", cover, "tmpfs", 0, f"mode={stat.S_IMODE(os.stat(folder).st_mode):o}")
+            _mount(f"/proc/self/fd/{kept}", cover, None, _MS_BIND)
             for name, fd in held.items():
                 _repeat(fd, os.path.join(cover, name))
+                self._over.add(os.path.join(folder, name))
         if folder == "/":
             _become_root(cover)
             _libc.umount2(os.fsencode(cover), _MNT_DETACH)  # it is seen in itself
             os.rmdir(cover)
         else:
             self._made.append(folder)
-        self._covers[os.stat(folder).st_dev] = folder
+        self._covers.add(folder)
 
 
 def _repeat(fd: int, path: str) -> None:
     """Have what is open seen at ``path`` too."""
     mode = os.fstat(fd).st_mode
     if stat.S_ISLNK(mode):
-        os.symlink(os.readlink("", dir_fd=fd), path)
+        if not os.path.lexists(path):  # an earlier job's agent may have made it
+            os.symlink(os.readlink("", dir_fd=fd), path)
         return
     _make_like(mode, path)
     _mount(f"/proc/self/fd/{fd}", path, None, _MS_BIND | _MS_REC)
 
 
 def _make_like(mode: int, path: str) -> None:
+    """Make what something can be mounted on, unless an earlier job's agent has."""
     if stat.S_ISDIR(mode):
-        os.mkdir(path)
+        os.makedirs(path, exist_ok=True)
     else:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _become_root(folder: str) -> None:

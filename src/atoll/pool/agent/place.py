@@ -53,7 +53,8 @@ class Place:
     def __init__(self, wish: Mapping[str, Any]) -> None:
         self._wish = wish
         self._tmp: str = wish["tmp"]
-        self._mounts = Overmounts(os.path.join(_TMP, f".{os.path.basename(self._tmp)}-root"))
+        scratch = os.path.join(_TMP, f".{os.path.basename(self._tmp)}-root")
+        self._mounts = Overmounts(scratch, os.path.join(wish["home"], ".atoll-mounts", ".around"))
         # Opened while these names still mean the machine's folders. Through them no later mount is ever reached.
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._above = os.open(os.path.dirname(self._tmp), flags)
@@ -143,7 +144,6 @@ class Place:
                 self._mounts.show(source, target)
             except OSError as error:
                 notes.append(_elsewhere(target, error.strerror or str(error)))
-        self._mounts.seal()
         return notes
 
     def _mount_text(self, name: str, target: str, lines: list[str]) -> None:
