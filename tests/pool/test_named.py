@@ -478,6 +478,19 @@ def test_differing_settings_are_refused(home: Path) -> None:
             assert same.world_size == 2
 
 
+def test_a_setting_that_was_given_counts_also_where_it_is_the_default(home: Path) -> None:
+    provider = sky.Local(simulate=False)
+    with sky.ComputePool(provider, name=NAME, nodes=2, workers_per_node=2, env={"FLAG": 1}, pip=[]):
+        for given in ({"nodes": 1}, {"env": {}}, {"provider": sky.Local()}, {"workers_per_node": "auto"}):
+            (key,) = given
+            with pytest.raises(sky.ConfigError, match=rf"is up and differs: it has {key}="):
+                sky.ComputePool(name=NAME, **given).up()
+        with sky.ComputePool(name=NAME) as same:
+            assert same.world_size == 4
+        with sky.ComputePool(name=NAME, image=sky.Image(), nodes=2) as same:
+            assert same.world_size == 4
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 65, "sp ace", 7])
 def test_wrong_names(name: Any) -> None:
     with pytest.raises(sky.ConfigError, match="name="):

@@ -47,6 +47,7 @@ class Attached:
     def __init__(
         self,
         name: str,
+        config: dict[str, str],
         wishes: dict[str, str],
         to_start: ToStart,
         idle_s: float,
@@ -66,7 +67,7 @@ class Attached:
         self._closing = False
         self._pid = os.getpid()
         self._parser = Parser()
-        greeting = self._attach(wishes, to_start, idle_s)
+        greeting = self._attach(config, wishes, to_start, idle_s)
         self.pool_id: str = greeting["pool_id"]
         self.python: str = greeting["python"]
         self.extra_path: tuple[str, ...] = tuple(greeting["extra_path"])
@@ -81,9 +82,11 @@ class Attached:
             events.PoolStarted(pool_id=self.pool_id, nodes=nodes, world_size=self.world_size, took_s=took)
         )
 
-    def _attach(self, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> dict[str, Any]:
+    def _attach(
+        self, config: dict[str, str], wishes: dict[str, str], to_start: ToStart, idle_s: float
+    ) -> dict[str, Any]:
         for _ in range(_TRIES):
-            self._sock = _connect_or_start(self.name, wishes, to_start, idle_s)
+            self._sock = _connect_or_start(self.name, config, wishes, to_start, idle_s)
             try:
                 greeting = self._greet(wishes)
             except BaseException:  # also Ctrl-C
@@ -298,7 +301,9 @@ class Attached:
             detaching.set()
 
 
-def _connect_or_start(name: str, wishes: dict[str, str], to_start: ToStart, idle_s: float) -> socket.socket:
+def _connect_or_start(
+    name: str, config: dict[str, str], wishes: dict[str, str], to_start: ToStart, idle_s: float
+) -> socket.socket:
     sock = connect(name)
     if sock is not None:
         return sock
@@ -313,7 +318,8 @@ def _connect_or_start(name: str, wishes: dict[str, str], to_start: ToStart, idle
         folder.mkdir(mode=0o700)
         log = Path(spec.log_dir) / "keeper.log"
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        wanted = {"name": name, "folder": str(folder), "log": str(log), "wishes": wishes, "idle_s": idle_s}
+        wanted = {"name": name, "folder": str(folder), "log": str(log), "idle_s": idle_s}
+        wanted |= {"config": config, "wishes": wishes}
         wanted |= {"spec": dumps(spec).head, "extra_path": list(extra_path)}
         try:
             _start_keeper(wanted)

@@ -63,7 +63,7 @@ class ComputePool:
             takes what the machine has.
         image: packages and variables of the ranks.
         pip, env: added to the image's, and winning over them.
-        workers_per_node: ranks a node runs; ``"auto"`` is one for each accelerator, else one.
+        workers_per_node: ranks a node runs; ``"auto"``, the default, is one for each accelerator, else one.
             ``nproc_per_node`` is the same.
         timeout: seconds a call may take; None sets no limit.
         ttl: seconds the pool may live; after that it ends by itself.
@@ -90,7 +90,7 @@ class ComputePool:
         image: Image | None = None,
         pip: str | Sequence[str] | None = None,
         env: Mapping[str, object] | None = None,
-        workers_per_node: int | Literal["auto", "gpu"] = "auto",
+        workers_per_node: int | Literal["auto", "gpu"] | None = None,
         timeout: float | None = None,
         ttl: float | None = None,
         retries: int = 0,
@@ -103,7 +103,7 @@ class ComputePool:
         logs: Logs = "all",
     ) -> None:
         if nproc_per_node is not None:
-            if workers_per_node != "auto" and workers_per_node != nproc_per_node:
+            if workers_per_node not in (None, nproc_per_node):
                 raise ConfigError(
                     f"workers_per_node={workers_per_node!r} and nproc_per_node={nproc_per_node!r} are two names of "
                     f"one setting; give one"
@@ -120,7 +120,7 @@ class ComputePool:
         self.image = settings.image(image)
         self.pip = check_pip("pip=", pip) or None
         self.env = check_env("env=", env)
-        self.workers_per_node = settings.workers(workers_per_node)
+        self.workers_per_node = settings.workers("auto" if workers_per_node is None else workers_per_node)
         self.timeout = check_seconds("timeout", timeout)
         self.ttl = check_seconds("ttl", ttl)
         self.retries = settings.count("retries", retries, 0)
@@ -134,7 +134,15 @@ class ComputePool:
         self.logs: Logs = logs
         self.id = ""
         self._on_event = settings.callback(on_event)
-        self._wishes = wishes_of(self)
+        self._config = wishes_of(self)
+        given: dict[str, object] = {"provider": provider, "nodes": nodes, "accelerator": accelerator, "image": image}
+        given |= {
+            "pip": pip,
+            "env": env if env is not None else self.image.env or None,
+            "workers_per_node": workers_per_node,
+        }
+        given |= {"ttl": ttl, "hang_timeout": hang_timeout}
+        self._wishes = {key: self._config[key] for key, value in given.items() if value is not None}
         self._imports = ImportPath()
         self._pid = os.getpid()
         self._backend: _Stoppable | None = None
@@ -195,7 +203,7 @@ class ComputePool:
             return gang
         idle_s = self.idle if self.idle is not None else _IDLE_S
         to_start = lambda: (self._spec(), self._imports.extra)  # noqa: E731 - where no pool of this name is up
-        attached = Attached(self.name, self._wishes, to_start, idle_s, self._router, self._on_event)
+        attached = Attached(self.name, self._config, self._wishes, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
         self._imports = ImportPath(attached.python, attached.extra_path)
         if isinstance(self._modules, LocalModules):

@@ -184,7 +184,8 @@ class Keeper:
     def __init__(self, folder: Path, spec: GangSpec, wanted: dict[str, Any]) -> None:
         self.folder = folder
         self.log: str = wanted["log"]
-        self.wishes: dict[str, str] = wanted["wishes"]
+        self.config: dict[str, str] = wanted["config"]
+        self.wishes: dict[str, str] = wanted["wishes"]  # those that were given when it was started
         self.idle_s: float = wanted["idle_s"]
         self.name: str = wanted["name"]
         self.extra_path: list[str] = wanted["extra_path"]
@@ -301,7 +302,7 @@ class Keeper:
     def _greeting(self, client: Client, meta: dict[str, Any]) -> bytes:
         if meta.get("version") != frames.VERSION:
             return pack(frames.REFUSED, meta={"why": f"it speaks wire version {frames.VERSION}, this Atoll another"})
-        if why := difference(self.wishes, meta["wishes"]):
+        if why := difference(self.config, meta["wishes"]):
             return pack(frames.REFUSED, meta={"why": why})
         client.attached, client.wants_events = True, meta["events"]
         spec = self.gang.spec
