@@ -21,7 +21,7 @@ from atoll.train.models.registry import UserModel, build
 from atoll.train.recipe.schema import ModelSection
 
 # No size divides by 2 or 4, except heads where tensor parallelism cuts them.
-UNEVEN = ModelSection(vocab_size=37, dim=24, layers=2, heads=4, head_dim=6, hidden_dim=27)
+UNEVEN = ModelSection(vocab_size=37, dim=24, layers=2, heads=4, head_dim=6, hidden_dim=27, init_scheme="torchtitan")
 
 
 def _whole(section: ModelSection, dtype: torch.dtype = torch.float32, seed: int = 1) -> dict[str, Tensor]:
@@ -31,21 +31,47 @@ def _whole(section: ModelSection, dtype: torch.dtype = torch.float32, seed: int 
 
 
 # ------------------------------------------------------------------------------------------------- one process
-def test_rules() -> None:
-    section = ModelSection(family="gpt2", vocab_size=500, dim=128, layers=3, heads=4, init_std=0.03)
-    for name, value in _whole(section).items():
+DEEP = dict.fromkeys(("o", "up", "down"), 0.03 / 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("section", "spreads"),
+    [
+        ({}, {"embed": 1.0, "head": 128**-0.5, "o": 0.0, "down": 0.0}),
+        ({"family": "gpt2"}, {"embed": 1.0, "head": 128**-0.5, "o": 0.0, "down": 0.0}),
+        ({"family": "gpt2", "init_scheme": "gpt2"}, {"embed": 0.03, "o": 0.03 / 6**0.5, "down": 0.03 / 6**0.5}),
+        ({"init_scheme": "gpt2"}, {"embed": 0.03, "head": 0.03, "o": 0.03 / 6**0.5, "up": 0.03, "down": 0.03 / 6**0.5}),
+        # Of block i, counted from 0, of TorchTitan's Llama 3: 0.02 / sqrt(2 (i + 1)).
+        ({"init_scheme": "torchtitan"}, {"embed": 1.0, "head": 128**-0.5, **DEEP}),
+        ({"tied": True}, {"embed": 128**-0.5, **DEEP}),
+        ({"family": "qwen3", "tied": True}, {"embed": 128**-0.5, **DEEP}),
+    ],
+)
+def test_rules(section: dict[str, Any], spreads: dict[str, float]) -> None:
+    weights = _whole(ModelSection(vocab_size=500, dim=128, layers=3, heads=4, init_std=0.03, **section))
+    deep = "tied" in section or section.get("init_scheme") == "torchtitan"
+    for name, value in weights.items():
+        part, block = name.split(".")[-2], name.split(".")[1]
         if name.endswith("bias"):
             assert not value.any(), name
         elif "norm" in name:
             assert (value == 1).all(), name
         else:
-            std = 0.03 / 6**0.5 if name.endswith(("attention.o.weight", "feed_forward.down.weight")) else 0.03
+            std = spreads.get(part, 0.03)
+            if deep and part in ("o", "up", "down"):
+                std *= (int(block) + 1) ** -0.5
             assert value.std().item() == pytest.approx(std, rel=0.03), name
-            assert abs(value.mean().item()) < 4 * std / value.numel() ** 0.5, name
+            assert abs(value.mean().item()) <= 4 * std / value.numel() ** 0.5, name
+
+
+def test_the_spread_of_matrices_that_a_recipe_leaves_open() -> None:
+    spreads = [ModelSection(dim=256, tied=tied).std for tied in (False, True)]
+    assert spreads == [256**-0.5, 0.02]
+    assert ModelSection(init_scheme="gpt2").std == 0.02
 
 
 def test_is_normal_and_independent_between_names_seeds_and_places() -> None:
-    section = ModelSection(vocab_size=1000, dim=128, layers=1, heads=4)
+    section = ModelSection(vocab_size=1000, dim=128, layers=1, heads=4, init_scheme="gpt2")
     first, second = _whole(section, torch.float64, 1), _whole(section, torch.float64, 2)
     drawn = (first["embed.weight"] / 0.02).flatten()
     ordered = drawn.sort().values
@@ -73,7 +99,8 @@ def test_values_are_those_of_the_description() -> None:
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
         return 0.02 * statistics.NormalDist().inv_cdf(((x ^ x >> 31) // 2**12 + 0.5) / 2**52)
 
-    weight = _whole(ModelSection(vocab_size=16, dim=8, layers=1, heads=2), torch.float64, 7)["embed.weight"]
+    section = ModelSection(vocab_size=16, dim=8, layers=1, heads=2, init_scheme="gpt2")
+    weight = _whole(section, torch.float64, 7)["embed.weight"]
     expected = [value(7, "embed.weight", place) for place in range(128)]
     assert weight.flatten().tolist() == pytest.approx(expected, rel=1e-12)
     assert weight[0, :3].tolist() == pytest.approx([0.02123916769583706, -0.02603722672526634, 0.005192245022830522])
@@ -250,10 +277,16 @@ class _Tied(nn.Module):
         return logits
 
 
+def _tied_by_seed(seed: int) -> UserModel:
+    torch.manual_seed(seed)
+    return UserModel(_Tied(UNEVEN), UNEVEN)
+
+
 def _tied(*, sharded: bool) -> tuple[bool, Tensor, Tensor]:
     """Whether one parameter is behind both names, the loss, and the gradient."""
     with torch.device("meta"):
         model = UserModel(_Tied(UNEVEN), UNEVEN)
+    model.make = _tied_by_seed
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     materialize(model, torch.device("cpu"))

@@ -73,6 +73,7 @@ def recipe_of(family: str = "llama", *, precision: str = "fp64", micro: int = 4,
     model = {"family": family, "layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": V, "hidden_dim": 48}
     if family in ("gpt2", "phi3"):
         model["kv_heads"] = 4
+    model["init_scheme"] = "gpt2"  # no gradient is 0 in its first step
     model |= options.pop("model", {})
     return Recipe.model_validate(
         {

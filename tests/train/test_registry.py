@@ -116,7 +116,7 @@ USER = """
             self.embed = nn.Embedding(section.vocabulary, section.dim)
             self.mix = nn.Linear(section.dim, section.dim)
             self.norm = nn.LayerNorm(section.dim)
-            self.scale = nn.Parameter(torch.empty(section.dim))
+            self.scale = nn.Parameter(torch.full((section.dim,), 1e-4))  # as LayerScale's gamma
             self.head = nn.Linear(section.dim, section.vocabulary, bias=False)
             self.head.weight = self.embed.weight
             self.register_buffer("table", torch.arange(section.dim) / section.dim, persistent=False)
@@ -140,13 +140,31 @@ USER = """
         def forward(self, tokens, attention_mask):
             return super().forward(tokens)
 
+    class Open(Tiny):  # as models for the meta device are: what the constructor leaves open, a method sets
+        def __init__(self, section):
+            super().__init__(section)
+            self.gain = nn.Parameter(torch.full((3,), torch.nan))
+
+        def init_weights(self, buffer_device=None):
+            nn.init.normal_(self.mix.weight, std=0.5)
+            nn.init.ones_(self.gain)
+
+    class Applied(Tiny):  # as many models are: the method of that name is for each module
+        def init_weights(self, module):
+            raise AssertionError(module)
+
     number = 3
+    opened, applied = Open, Applied
     tiny, full, mean, greedy = Tiny, Full, Mean, Greedy
     def dictionary(section): return {}
     def empty(section): return nn.Identity()
     def llama(section):
         from atoll.train.models import llama
         return llama.build(section)
+    def scaled(section):
+        model = llama(section)
+        model.blocks["0"].gamma = nn.Parameter(torch.full((section.dim,), 1e-4))
+        return model
     def gpt2(section):
         import transformers
         config = transformers.GPT2Config(vocab_size=section.vocabulary, n_embd=32, n_layer=1, n_head=2)
@@ -183,12 +201,39 @@ def test_a_users_model(users: Any, name: str) -> None:
     assert inner.head.weight is inner.embed.weight
     assert torch.equal(inner.table, torch.arange(32) / 32)
     assert torch.equal(inner.norm.weight, torch.ones(32))
-    assert not inner.mix.bias.any()
-    assert inner.scale.std() > 0
+    assert torch.equal(inner.scale, torch.full((32,), 1e-4))
     tokens = torch.randint(0, 61, (2, 9))
     assert torch.equal(model(tokens, _positions(tokens), None, tokens), _loss_by_hand(model, tokens))
     assert parameter_count(section) == 61 * 32 + 32 * 32 + 4 * 32
     assert flops_per_token(section, 9) == 6 * (61 * 32 + 32 * 32)
+
+
+def _set(section: ModelSection, seed: int = 0) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights as a run begins with them, and the names of those that the user's function set."""
+    model = build(section)
+    materialize(model, torch.device("cpu"))
+    theirs = initialize(model, seed)
+    return {name: value.detach() for name, value in model.named_parameters()}, theirs
+
+
+def test_a_users_module_sets_its_own_weights(users: Any) -> None:
+    weights, theirs = _set(users("opened"))
+    assert set(weights) <= set(theirs)
+    assert torch.equal(weights["inner.gain"], torch.ones(3)), "by init_weights"
+    assert 0.4 < weights["inner.mix.weight"].std() < 0.6, "by init_weights"
+    again, other = _set(users("opened"))[0], _set(users("opened"), 2**63 - 1)[0]
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert not torch.equal(weights["inner.embed.weight"], other["inner.embed.weight"])
+    assert torch.equal(_set(users("applied"))[0]["inner.norm.weight"], torch.ones(32))
+
+
+def test_of_a_users_decoder_atoll_draws_what_it_knows(users: Any) -> None:
+    weights, theirs = _set(users("scaled"))
+    assert theirs == ["blocks.0.gamma"]
+    assert torch.equal(weights["blocks.0.gamma"], torch.full((32,), 1e-4))
+    plain, none = _set(users("llama"))
+    assert none == []
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
 def test_a_users_model_is_told_of_documents_or_refuses(users: Any) -> None:

@@ -21,24 +21,41 @@ def curve(kind, total, warmup=0, decay=None, floor=0.1):
     return [schedule.factor(step) for step in range(1, total + 1)]
 
 
-def test_warmup_rises_to_the_full_rate_and_cosine_falls_to_the_floor():
+def test_warmup_rises_to_the_full_rate_and_cosine_falls_towards_the_floor():
     values = curve("cosine", 12, warmup=4)
-    assert values[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert values[7] == pytest.approx(0.55)  # half of the way
-    assert values[5] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert values[-1] == pytest.approx(0.1)
+    assert values[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert values[8] == pytest.approx(0.55)  # half of the way
+    assert values[6] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert values[-1] == pytest.approx(0.1 + 0.9 * (1 - math.cos(math.pi / 8)) / 2), "the step after it is at the floor"
 
 
 def test_linear_and_constant():
-    assert curve("linear", 5, floor=0.0) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert curve("linear", 5, floor=0.0) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert curve("constant", 5, warmup=2) == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_wsd_stays_and_then_falls_over_the_last_tenth_by_default():
     values = curve("wsd", 20, warmup=3, floor=0.0)
-    assert values[2:18] == [1.0] * 16
-    assert values[18:] == pytest.approx([0.5, 0.0])
-    assert curve("wsd", 20, warmup=3, decay="5step", floor=0.5)[14:] == pytest.approx([1, 0.9, 0.8, 0.7, 0.6, 0.5])
+    assert values[2:19] == [1.0] * 17
+    assert values[19:] == pytest.approx([0.5])
+    assert curve("wsd", 20, warmup=3, decay="5step", floor=0.5)[14:] == pytest.approx([1, 1, 0.9, 0.8, 0.7, 0.6])
+
+
+def test_the_factors_are_those_of_torchtitan():
+    # Its linear_warmup_stable_decay of 0.2.2, whose steps count from 0, with decay_ratio left out and given.
+    for total, warmup, kind, decay in ((200, 20, "linear", 180), (50, 0, "linear", 50), (100, 10, "wsd", 30)):
+        stable = total + 1 - warmup - decay
+        expected = [
+            (step + 1) / warmup if step < warmup else min(1.0, 1 - (step + 1 - warmup - stable) / decay)
+            for step in range(total)
+        ]
+        given = decay if kind == "wsd" else None
+        assert curve(kind, total, warmup=warmup, decay=given, floor=0.0) == pytest.approx(expected)
+
+
+def test_warmup_that_is_left_open_is_a_twentieth_of_the_run_or_two_thousand_steps():
+    for total, warmup in ((10, 0), (360, 18), (1_000_000, 2000)):
+        assert resolve(ScheduleSection(), total, 10.0, 100.0).warmup_steps == warmup
 
 
 def test_lengths_in_tokens_and_epochs():
@@ -54,7 +71,7 @@ def test_a_run_of_one_step_has_the_full_rate():
 
 def test_steps_after_the_last_are_as_the_last():
     section = ScheduleSection(kind="linear", floor=0.2)
-    assert Schedule(section, 10, warmup_steps=0, decay_steps=0).factor(99) == pytest.approx(0.2)
+    assert Schedule(section, 10, warmup_steps=0, decay_steps=0).factor(99) == pytest.approx(0.28)
     assert Schedule(section, 1, warmup_steps=0, decay_steps=0).factor(99) == 1.0
 
 
@@ -80,11 +97,11 @@ def test_it_never_jumps_and_starts_above_zero(kind, total, share, floor):
     assert values[0] > 0
     assert all(0 <= value <= 1 for value in values)
     assert max(values) == 1.0
-    falling = total - max(schedule.warmup_steps, total - schedule.decay_steps if kind == "wsd" else 1, 1)
+    falling = schedule.decay_steps if kind == "wsd" else total - warmup
     steepest = max(1 / max(warmup, 1), math.pi / 2 * (1 - floor) / max(falling, 1))
     assert all(abs(b - a) <= steepest + 1e-12 for a, b in itertools.pairwise(values))
-    if kind != "constant" and total > max(warmup, 1):
-        assert values[-1] == pytest.approx(floor)
+    if kind != "constant" and falling:
+        assert floor - 1e-9 <= values[-1] <= floor + (1 - floor) / falling + 1e-9
 
 
 @pytest.mark.parametrize("steps", [1.0, 3.0, 8.25, 16.5, 1.75, 0.3, 1000.1, 7 / 3])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll.train.batch import Batch
 from atoll.train.models.init import materialize
 from atoll.train.models.registry import build
-from atoll.train.parallel.apply import build_dtype, compute_dtype, parallelize, weights_of
+from atoll.train.parallel.apply import compute_dtype, master_dtype, parallelize, weights_of
 from atoll.train.parallel.context import split
 from atoll.train.parallel.gradients import Weights
 from atoll.train.parallel.layout import num_stages_per_rank
@@ -54,7 +54,7 @@ class Engine:
         numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if _piped(mesh) else [0]
         num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
         for number in numbers:
-            model = build(recipe.model, device="meta", dtype=build_dtype(recipe, mesh))
+            model = build(recipe.model, device="meta", dtype=master_dtype(recipe))
             if objective is not None:
                 objective(model)
             if _piped(mesh):

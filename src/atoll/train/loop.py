@@ -25,6 +25,7 @@ from atoll.train.events import CheckpointSaved, Event, Note, Progress, StepDone,
 from atoll.train.metrics.flops import mfu
 from atoll.train.metrics.memory import peak_memory_bytes
 from atoll.train.metrics.profile import StepProfiler
+from atoll.train.models.init import key
 from atoll.train.optim.schedule import Schedule
 from atoll.train.parallel.clip import local_gradients, scale_gradients, squared_norm
 from atoll.train.recipe.durations import Interval
@@ -135,8 +136,7 @@ def due(step: int, intervals: Sequence[Interval | None]) -> bool:
 
 def reseed(run: Run, step: int) -> None:
     """A user's dropout draws numbers that are a function of seed, step and data rank: resuming can't shift them."""
-    place = run.engine.mesh.data_rank
-    torch.manual_seed((run.recipe.train.seed * 1_000_003 + step) * 65_537 + place)
+    torch.manual_seed(key(run.recipe.train.seed, f"step {step} of data rank {run.engine.mesh.data_rank}"))
 
 
 @dataclass(frozen=True, slots=True)

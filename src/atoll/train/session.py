@@ -293,16 +293,21 @@ class _Session:
     def _engine(self, mesh: Mesh, *, fresh: bool) -> Engine:
         recipe = self.recipe
 
+        init = recipe.model.init if fresh else None
+
+        def progress(done: float, total: float | None) -> None:
+            self._tell(Progress("loading weights", done, total, "bytes"))
+
         def set_weights(model: nn.Module) -> None:
-            if not fresh or recipe.model.init is None:
-                initialize(model, recipe.train.seed)
-                return
-            from atoll.train.weights import load_weights
+            if init is None or recipe.model.python is not None:  # the latter may have buffers
+                theirs = initialize(model, recipe.train.seed)
+                whose = f"{len(theirs)} as {recipe.model.python} makes them, Atoll draws the others"
+                lines = [f"weights under seed {recipe.train.seed}: {whose}"] if theirs else []
+            if init is not None:
+                from atoll.train.weights import load_weights
 
-            def progress(done: float, total: float | None) -> None:
-                self._tell(Progress("loading weights", done, total, "bytes"))
-
-            for line in load_weights(model, recipe.model, recipe.model.init, progress):
+                lines = load_weights(model, recipe.model, init, progress)
+            for line in lines if fresh else ():
                 self._note(line)
 
         return Engine(

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside
 from atoll.train import hub
 from atoll.train.models import hf
 from atoll.train.models.hf import Stored
-from atoll.train.models.init import piece_of, plain_name, splits_of
+from atoll.train.models.init import copy_part, plain_name
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.sources import Progress, Source, open_source
 
@@ -71,7 +70,7 @@ def set_weights(model: nn.Module, section: ModelSection, opened: Source, progres
     # In the file's order, so that tensors which the file holds as one are read once.
     order = {name: number for number, name in enumerate(opened.tensors)}
     for number, name in enumerate(sorted(parameters, key=lambda name: order[theirs[name]])):
-        _copy(opened.read(theirs[name]), parameters[name])
+        copy_part(opened.read(theirs[name]), parameters[name])
         if progress is not None:
             progress(number + 1, len(parameters))
     return notes
@@ -141,16 +140,6 @@ def _compare(
 
 def _counted(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-
-
-def _copy(tensor: Tensor, parameter: Tensor) -> None:
-    """Set what this rank holds of ``parameter`` from the whole ``tensor``, of which only that part is read."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(tensor)
-        return
-    for cut in splits_of(parameter):
-        tensor = piece_of(tensor, *cut)
-    parameter.to_local().copy_(tensor)
 
 
 # --------------------------------------------------------------------------------------------------------- out

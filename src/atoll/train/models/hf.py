@@ -345,7 +345,7 @@ def hf_config(section: ModelSection, dtype: str) -> dict[str, Any]:
         "model_type": section.family,
         "vocab_size": section.vocabulary,
         "tie_word_embeddings": section.tied,
-        "initializer_range": section.init_std,
+        "initializer_range": section.std,
         "dtype": DTYPES[dtype],
         "torch_dtype": DTYPES[dtype],
         # Those of an imported model take their place.

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import cast
+import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection
 
 _SLICE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements computed at a time: what fits a CPU's cache, what fills a GPU
 _RESIDUAL = ("attention.o.weight", "feed_forward.down.weight")
+# The parameters of our own families.
+_BLOCK = r"attention_norm|feed_forward_norm|attention\.(q|k|v|o|q_norm|k_norm)|feed_forward\.(gate|up|down)"
+_OURS = re.compile(rf"(embed|learned_positions|norm|head|blocks\.\d+\.({_BLOCK}))\.(weight|bias)")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a model on the meta device storage, its bits undefined; buffers get their values.
+    """Give the parameters and buffers of a model on the meta device storage, its bits undefined.
 
     ``Module.to_empty`` alone would leave parameters that modules share as different ones.
     """
@@ -35,36 +40,76 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     for (module, name), *others in owners.values():
         for other, other_name in others:
             other.register_parameter(other_name, module.get_parameter(name))
-    for part in model.modules():
-        known = cast("dict[str, Tensor]", getattr(part, "buffers_at_start", {}))
-        for name, buffer in part.named_buffers():
-            if name in known:
-                buffer.copy_(known[name])
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
-    """Set every parameter, in place.
+def initialize(model: nn.Module, seed: int) -> list[str]:
+    """Set every parameter, in place, and the buffers of a user's model.
 
-    Matrices and embeddings are normal with ``init_std``, divided by sqrt(2 · layers) where they write to the residual
-    stream (Radford et al., 2019); norms are 1 and biases 0. Parameters may be plain tensors or DTensors of any mesh
-    and placement. Values are computed in float64; for narrower types they are rounded to float32 and then to the type.
-    The logarithms of a GPU and a CPU may differ in the last bit of a float64: the same seed gives the same float32 on
-    both in all but a few values of ten million.
+    In a ``Decoder``, matrices and tables are normal with ``std_of``, norms are 1 and biases 0. Anything else is a
+    user's, and is what their function makes: each rank calls it on the CPU under the same seed and keeps its part.
+
+    Parameters may be plain tensors or DTensors of any mesh and placement. Values are computed in float64; for narrower
+    types they are rounded to float32 and then to the type. The logarithms of a GPU and a CPU may differ in the last bit
+    of a float64: the same seed gives the same float32 on both in all but a few values of ten million.
+
+    Returns:
+        names of the parameters that their user's function set.
     """
-    configs = (getattr(part, "config", None) for part in model.modules())
-    config = next(config for config in configs if isinstance(config, ModelSection))
-    for wrapped_name, parameter in model.named_parameters():
-        name = plain_name(wrapped_name)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        last = name.rpartition(".")[2]
-        if "bias" in last and parameter.ndim <= 1:
-            local.zero_()
-        elif parameter.ndim <= 1 and (last == "weight" or "norm" in name):
-            local.fill_(1.0)
-        else:
-            residual = math.sqrt(2 * config.layers) if name.endswith(_RESIDUAL) else 1.0
-            _fill_normal(local, parameter.shape, _places(parameter), _key(seed, name), config.init_std / residual)
+    theirs: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            name = plain_name(f"{path}.{last}".lstrip("."))
+            if isinstance(model, Decoder) and _OURS.fullmatch(name):
+                _draw(parameter, name, model.config, seed)
+            else:
+                theirs[name] = parameter
+    names = list(theirs)
+    theirs |= {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    if theirs:
+        make: Callable[[int], nn.Module] | None = getattr(model, "make", None)
+        assert make is not None, f"nothing says how to set {names}"
+        made = make(seed)
+        values = dict(made.named_parameters(remove_duplicate=False)) | dict(made.named_buffers())
+        for name, tensor in theirs.items():
+            copy_part(values[name].detach(), tensor)
+    return names
+
+
+def _draw(parameter: Tensor, name: str, config: ModelSection, seed: int) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    if name.endswith("bias"):
+        local.zero_()
+    elif parameter.ndim == 1:
+        local.fill_(1.0)
+    else:
+        _fill_normal(local, parameter.shape, _places(parameter), key(seed, name), std_of(name, config))
+
+
+def std_of(name: str, config: ModelSection) -> float:
+    """The standard deviation of a matrix's or table's initial values: ``config.std``, except that
+
+    - under ``zero_residual`` (Jordan et al., "modded-nanogpt", 2024; Karpathy, "nanochat", 2025) what writes to the
+      residual stream starts at 0, so that each block starts as the identity;
+    - under ``torchtitan`` (its release 0.2.2) that, and the feed-forward part's ``up``, is divided by
+      sqrt(2 · (layer + 1));
+    - under both the embedding has 1, as wide as norms make the stream, and the head, or an embedding that is the head,
+      dim^-0.5: logits start with variance 1;
+    - under ``gpt2`` (Radford et al., 2019) what writes to the residual stream is divided by sqrt(2 · layers).
+    """
+    std, scheme = config.std, config.scheme
+    writes = name.endswith(_RESIDUAL)
+    if scheme == "gpt2":
+        return std / math.sqrt(2 * config.layers) if writes else std
+    if name == "head.weight" or (name == "embed.weight" and config.tied):
+        return 1.0 / math.sqrt(config.dim)
+    if name == "embed.weight":
+        return 1.0
+    if scheme == "zero_residual":
+        return 0.0 if writes else std
+    if writes or (name.endswith("feed_forward.up.weight") and config.family != "gpt2"):
+        return std / math.sqrt(2 * (int(name.split(".")[1]) + 1))
+    return std
 
 
 def plain_name(name: str) -> str:
@@ -89,6 +134,13 @@ def piece_of(whole: Tensor, dim: int, number: int, count: int) -> Tensor:
     return pieces[number] if number < len(pieces) else whole.narrow(dim, 0, 0)
 
 
+def copy_part(whole: Tensor, tensor: Tensor) -> None:
+    """Set what this rank holds of ``tensor`` from the whole of it, of which only that part is read."""
+    for cut in splits_of(tensor) if isinstance(tensor, DTensor) else ():
+        whole = piece_of(whole, *cut)
+    (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).copy_(whole)
+
+
 def _places(parameter: Tensor) -> list[Tensor]:
     """For each dimension, the indices in the whole tensor of what this rank holds."""
     places = [torch.arange(size, device="cpu") for size in parameter.shape]
@@ -97,7 +149,8 @@ def _places(parameter: Tensor) -> list[Tensor]:
     return places
 
 
-def _key(seed: int, name: str) -> int:
+def key(seed: int, name: str) -> int:
+    """64 bits that are a function of a seed and a name: what numbers drawn for that name start from."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +56,11 @@ class Positions(nn.Module):
         return 0.1 * math.log(self.scaling.factor) + 1.0
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [B, S, 1, E], of ``positions`` [B, S]."""
+        """Cosines and sines, each [B, S, 1, E], of ``positions`` [B, S], in float32, or float64 where ``dtype`` is."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         angles = positions.to(exact)[..., None] * self.frequencies(positions.device).to(exact)
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-        return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)
+        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
@@ -83,9 +84,9 @@ def _yarn(powers: Tensor, scaling: RopeScaling, head_dim: int, theta: float) -> 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads ``x`` [B, S, H, E] by the angles of their positions."""
+    """Turn heads ``x`` [B, S, H, E] by the angles of their positions; in the angles' format, rounded once."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class CausalMask(nn.Module):
@@ -178,6 +179,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelSection, blocks: list[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self.config = config
+        self.make: Callable[[int], nn.Module] | None = None  # of a user's function: makes it anew, its weights set
         self.embed: nn.Embedding | None = nn.Embedding(config.vocabulary, config.dim)
         self.learned_positions: nn.Embedding | None = None
         self.rope: Positions | None = Positions(config.size_of_head, config.rope_theta, config.rope_scaling)

@@ -42,7 +42,7 @@ class UserModel(nn.Module):
         super().__init__()
         self.inner = inner
         self.config = config
-        self.buffers_at_start: dict[str, Tensor] = {}  # a model built on the meta device has lost them
+        self.make: Callable[[int], nn.Module] | None = None  # as a Decoder's
         self._names = _accepted(inner, config)
 
     def forward(
@@ -79,7 +79,7 @@ class UserModel(nn.Module):
 def build(
     section: ModelSection, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
 ) -> Decoder | UserModel:
-    """The model of a recipe, its weights not set (a user's own may have set them, except on the meta device).
+    """The model of a recipe, its weights not set; one of a user's function knows by ``make`` how it set them.
 
     Args:
         section: ``[model]``, its ``vocab_size`` known.
@@ -138,9 +138,21 @@ def _build_users(section: ModelSection, spec: str, device: torch.device, dtype: 
             raise ConfigError(f"[model] python = {spec!r} returned a {type(made).__name__} without parameters")
         return made if isinstance(made, Decoder) else UserModel(made, section)
 
+    def make(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = build_on(torch.device("cpu"))
+            inner = made.inner if isinstance(made, UserModel) else made
+            # Where a constructor leaves them open, one of these sets them, by the habit of torch and of TorchTitan.
+            for name in ("init_weights", "reset_parameters"):
+                method = getattr(inner, name, None)
+                if callable(method) and not _required(method):
+                    method()
+                    break
+        return made
+
     model = build_on(device).to(dtype)
-    if device.type == "meta" and isinstance(model, UserModel) and any(True for _ in model.buffers()):
-        model.buffers_at_start = dict(build_on(torch.device("cpu")).to(dtype).named_buffers())
+    model.make = make
     return model
 
 
@@ -192,3 +204,9 @@ def _accepted(inner: nn.Module, config: ModelSection) -> tuple[str, ...]:
             "positions, documents and (with positions) labels: give other parameters a default"
         )
     return tuple(sorted(names & known))
+
+
+def _required(method: Callable[..., Any]) -> bool:
+    """Whether a method can't be called without arguments."""
+    parameters = inspect.signature(method).parameters.values()
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)

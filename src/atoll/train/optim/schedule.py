@@ -22,22 +22,21 @@ class Schedule:
     def factor(self, step: int) -> float:
         """What the learning rate of ``step``, the first of which is 1, is multiplied by, in [0, 1].
 
-        With n = ``total_steps``, w = ``warmup_steps`` and d = ``decay_steps``: the factor of steps 1 to w is step / w,
-        so that step w is the first with the full rate (step 1 where there is no warmup). From there it falls to
-        ``floor`` at step n: evenly for ``linear``; along half a ``cosine`` (Loshchilov and Hutter, "SGDR", 2017); for
-        ``wsd`` it stays until step n - d and falls evenly from there (Hu et al., "MiniCPM", 2024). ``constant`` stays.
-        Where the first step with the full rate is also the last, it keeps it. Steps after n are as step n.
+        With n = ``total_steps`` and w = ``warmup_steps``: the factor of steps 1 to w is step / w. Over the last d steps
+        it falls from 1 to what would be ``floor`` at step n + 1, so that no step of the run is lost to a rate of 0, as
+        TorchTitan has it: evenly for ``linear`` and ``wsd`` (Hu et al., "MiniCPM", 2024), along half a ``cosine``
+        (Loshchilov and Hutter, "SGDR", 2017). d is ``decay_steps`` for ``wsd``, n - w for the other two; ``constant``
+        stays. Steps after n are as step n.
         """
         kind, floor, total_steps = self.section.kind, self.section.floor, self.total_steps
         step = min(step, total_steps)
         if step < self.warmup_steps:
             return step / self.warmup_steps
-        start = max(self.warmup_steps, 1)  # the first step with the full rate
-        if kind == "wsd":
-            start = max(start, total_steps - self.decay_steps)
+        decay = self.decay_steps if kind == "wsd" else total_steps - self.warmup_steps
+        start = total_steps + 1 - decay  # the last step with the full rate
         if kind == "constant" or step <= start:
             return 1.0
-        done = (step - start) / (total_steps - start)
+        done = (step - start) / decay
         left = (1.0 + math.cos(math.pi * done)) / 2 if kind == "cosine" else 1.0 - done
         return floor + (1.0 - floor) * left
 
@@ -55,7 +54,7 @@ def resolve(section: ScheduleSection, total_steps: int, steps_per_epoch: float, 
     def steps(length: Duration) -> int:
         return length.in_steps(steps_per_epoch=steps_per_epoch, tokens_per_step=tokens_per_step)
 
-    warmup = steps(section.warmup)
+    warmup = min(2000, total_steps // 20) if section.warmup is None else steps(section.warmup)
     if warmup > total_steps:
         raise ConfigError(
             f"[schedule] warmup = {section.warmup} is {warmup} steps, longer than the run of {total_steps}: shorten it"

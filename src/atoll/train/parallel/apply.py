@@ -32,15 +32,10 @@ def master_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def reduce_dtype(recipe: Recipe) -> torch.dtype:
-    """The number format that gradients are summed in."""
+    """The number format that gradients are summed over the ranks in."""
     if recipe.precision.compute == "fp64":
         return torch.float64
     return _DTYPES[recipe.precision.reduce]
-
-
-def build_dtype(recipe: Recipe, mesh: Mesh) -> torch.dtype:
-    """The format of the model's own parameters: FSDP casts at each use, replicas hold the narrow copy."""
-    return master_dtype(recipe) if mesh.fsdp is not None else compute_dtype(recipe, mesh.device)
 
 
 def parallelize(
@@ -68,7 +63,8 @@ def _shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != master else None,
         reduce_dtype=reduce_dtype(recipe) if reduce_dtype(recipe) != compute else None,
-        cast_forward_inputs=compute != master,
+        # Blocks of ours get what they take: the angles stay exact. Users' modules may mix formats.
+        cast_forward_inputs=compute != master and not isinstance(model, Decoder),
     )
     reshard = recipe.parallel.reshard_after_forward
     if reshard is None:
@@ -103,10 +99,12 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 def weights_of(stages: Sequence[nn.Module], recipe: Recipe, mesh: Mesh) -> Weights:
     """The weights of a parallelized model, or of its stages on this rank, after they were set."""
     if mesh.fsdp is not None:
-        return ShardedWeights(stages, replicated=mesh.layout.replicate > 1)
+        once = mesh.layout.replicate > 1 and reduce_dtype(recipe) == master_dtype(recipe)
+        return ShardedWeights(stages, sums_replicas_once=once)
     return ReplicatedWeights(
         stages,
         group=mesh.gradients,
+        compute_dtype=compute_dtype(recipe, mesh.device),
         master_dtype=master_dtype(recipe),
         reduce_dtype=reduce_dtype(recipe),
         overlap=mesh.layout.pipeline == 1,

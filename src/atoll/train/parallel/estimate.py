@@ -164,7 +164,7 @@ def _of_rank(
         parts["gathered"] = own * c if own_masters else 0
         formulas["gathered"] = f"copies to compute with, {c} B each"
         summed = own_masters or layout.replicate * layout.context > 1
-        kept = (r + (w if r != w else 0)) if summed else w
+        kept = w + (r if r != w and layout.replicate * layout.context > 1 else 0)  # and what travels
         parts["gradients"] = own * kept + (largest * c // 4 if summed else 0)
         formulas["gradients"] = f"{own / 1e6:,.1f} M × {kept} B"
     parts["optimizer"], formulas["optimizer"] = _optimizer(recipe, rank, shards, w)
@@ -278,7 +278,7 @@ def _ends(recipe: Recipe, device: Device, c: int, has_head: bool) -> int:
     """Bytes a token outside of the blocks: the last norm and the hidden state's gradient, angles, mask, token ids."""
     model = recipe.model
     mask = recipe.train.seq_len if recipe.data.isolate_documents else 0
-    angles = 0 if model.family == "gpt2" else 2 * model.size_of_head * c
+    angles = 0 if model.family == "gpt2" else 2 * model.size_of_head * max(c, 4)
     head = _norm(model, device, c, model.dim, False) + model.dim * c if has_head else 0
     return 32 + mask + angles + head
 

@@ -1,7 +1,7 @@
 """Summed gradients of a step, and the weights the optimizer sees.
 
-Gradients are sums over tokens. They are added up over micro-batches and ranks in the reduction's number format, and
-divided once, by the number of tokens of the whole step (``clip.py``).
+Gradients are sums over tokens. They are added up over micro-batches in the masters' number format and over ranks in
+the reduction's, and divided once, by the number of tokens of the whole step (``clip.py``).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Weights(Protocol):
 class ShardedWeights:
     """FSDP2 sums the gradients of each block while the backward pass goes on."""
 
-    def __init__(self, stages: Iterable[nn.Module], *, replicated: bool) -> None:
+    def __init__(self, stages: Iterable[nn.Module], *, sums_replicas_once: bool) -> None:
         self.masters = {name: p for stage in stages for name, p in stage.named_parameters()}
         self._units = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
-        self._replicated = replicated
+        self._sums_replicas_once = sums_replicas_once
         for unit in self._units:
             # Sums, not means; torch's own pre-multiplied sum has no Gloo kernel.
             unit.set_gradient_divide_factor(1.0)
@@ -59,7 +59,8 @@ class ShardedWeights:
 
     def _all_reduce(self, wanted: bool) -> None:
         # Under HSDP the sum over replicas is needed once; that over shards frees memory after every micro-batch.
-        if self._replicated:
+        # FSDP2 adds up what waits for it in the reduction's format: a narrow one does not wait.
+        if self._sums_replicas_once:
             for unit in self._units:
                 unit.set_requires_all_reduce(wanted, recurse=False)
 
@@ -71,7 +72,7 @@ class ShardedWeights:
 class ReplicatedWeights:
     """Whole parameters on each rank (DDP); gradients are summed bucket by bucket while the last backward pass goes on.
 
-    Where the model computes in a narrower format than ``master_dtype``, the masters are copies of their own.
+    The stages come with weights in the masters' format. Where they compute in another, they get copies in that one.
     """
 
     def __init__(
@@ -79,25 +80,28 @@ class ReplicatedWeights:
         stages: Iterable[nn.Module],
         *,
         group: dist.ProcessGroup | None,
+        compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         overlap: bool,
     ) -> None:
         everything = {name: p for stage in stages for name, p in stage.named_parameters()}
         self._parameters = {name: p for name, p in everything.items() if p.requires_grad}
-        self._own_masters = any(p.dtype != master_dtype for p in self._parameters.values())
-        # Frozen ones are saved and loaded with the others, as they are.
-        self.masters = {
-            name: nn.Parameter(p.detach().to(master_dtype)) if p.requires_grad and p.dtype != master_dtype else p
-            for name, p in everything.items()
-        }
+        self._own_masters = compute_dtype != master_dtype
+        # Frozen ones are saved and loaded with the others, in the format that they compute in.
+        self.masters = everything
+        if self._own_masters:
+            self.masters = {n: nn.Parameter(p.detach()) if p.requires_grad else p for n, p in everything.items()}
+            for stage in stages:
+                stage.to(compute_dtype)
         self._group = group
+        self._reduce_dtype = reduce_dtype
         self._overlap = overlap
         self._summing = False
         self._work: list[dist.Work] = []
         self._buckets: list[_Bucket] = []
         if group is not None or self._own_masters:
-            self._make_buckets(reduce_dtype)
+            self._make_buckets(master_dtype)
 
     def _make_buckets(self, dtype: torch.dtype) -> None:
         # The backward pass reaches the last parameters first.
@@ -149,19 +153,22 @@ class ReplicatedWeights:
             bucket = self._buckets[len(self._work)]
             if bucket.missing and not all_of_them:
                 return
-            work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            bucket.sent = bucket.flat.to(self._reduce_dtype)
+            work = dist.all_reduce(bucket.sent, group=self._group, async_op=True)
             assert work is not None
             self._work.append(work)
 
     def finish(self) -> None:
         if self._group is not None and self._buckets:
             self._send(all_of_them=True)  # also those with parameters that no token reached
-            for work in self._work:
+            for work, bucket in zip(self._work, self._buckets, strict=True):
                 work.wait()
+                bucket.flat.copy_(bucket.sent)
+                bucket.sent = bucket.flat
         views = (view for bucket in self._buckets for view in bucket.views)
         for name, view in zip(reversed(self._parameters), views, strict=False):
             master = self.masters[name]
-            master.grad = whole_of(view.to(master.dtype), master)
+            master.grad = whole_of(view, master)
         for master in self.masters.values():
             if master.grad is not None:
                 master.grad = as_spread(master.grad, master)
@@ -181,4 +188,5 @@ class _Bucket:
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
         pieces = torch.split(self.flat, [p.numel() for p in parameters])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self.sent = self.flat  # what travels, in the reduction's format
         self.missing: set[int] = set()

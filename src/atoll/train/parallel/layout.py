@@ -155,6 +155,11 @@ def check(recipe: Recipe, layout: Layout) -> None:
                 f"[model] tied = true with [parallel] pipeline = {pipeline}: the shared weight would lie on the first "
                 "and the last stage; set pipeline = 1, or tied = false"
             )
+        if recipe.precision.reduce == "bf16" and layout.sharded:
+            raise ConfigError(
+                f'[precision] reduce = "bf16" with [parallel] pipeline = {pipeline} and shard = {layout.shard}: FSDP '
+                'would add up micro-batches in bf16, too; set reduce = "fp32", or replicate instead'
+            )
         _check_stages_per_rank(recipe)
         stages = pipeline * num_stages_per_rank(recipe)
         if model.layers < stages:

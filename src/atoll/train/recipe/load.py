@@ -76,7 +76,7 @@ class _Layers:
         tokens = train.get("tokens")
         try:
             length = parse_duration(train.get("steps") if tokens is None else f"{tokens}tok")
-            warmup = parse_duration(schedule.get("warmup", 0))
+            warmup = parse_duration(schedule.get("warmup") or 0)
         except ValueError:  # the check that follows has the words for it
             return
         schedule["decay"] = titan.decay_length(self.decay_ratio, length, warmup)

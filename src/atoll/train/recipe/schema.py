@@ -98,7 +98,10 @@ class ModelSection(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
     rope_scaling: RopeScaling | None = None
-    init_std: Annotated[float, Field(gt=0)] = 0.02
+    init_scheme: Literal["zero_residual", "torchtitan", "gpt2"] | None = (
+        None  # None: torchtitan if tied, else the first
+    )
+    init_std: Annotated[float, Field(gt=0)] | None = None  # of matrices; None: 0.02, or dim^-0.5 under zero_residual
     init: Text | None = None  # weights to start from: a hub name, a folder, a .safetensors or .gguf file
     python: str | None = None  # "pkg.module:build", called with this section, returns the model
 
@@ -113,6 +116,16 @@ class ModelSection(Section):
         if self.family == "gpt2" and self.rope_scaling is not None:
             raise ValueError("rope_scaling is given, and gpt2 has no rotary positions: leave it out")
         return self
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of initial weights: what learnt fastest (docs/benchmarks.md)."""
+        return self.init_scheme or ("torchtitan" if self.tied else "zero_residual")
+
+    @property
+    def std(self) -> float:
+        """The standard deviation of the initial matrices, where the scheme says nothing else."""
+        return self.init_std or (self.dim**-0.5 if self.scheme == "zero_residual" else 0.02)
 
     @property
     def num_kv_heads(self) -> int:
@@ -223,10 +236,10 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """The learning rate over the run, as a function of the step alone."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup: DurationField = Duration(0)
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "linear"
+    warmup: DurationField | None = None  # None: 2,000 steps, at most a twentieth of the run
     decay: DurationField | None = None  # wsd: the length of the last part; 10 % of the run by default
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.1  # of lr, at the end
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0  # of lr, where the run ends
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSection:
