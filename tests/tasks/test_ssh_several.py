@@ -84,9 +84,14 @@ def test_paths_with_spaces_percents_and_backslashes(
     atoll("down", "c")
 
 
-def test_clusters_of_one_host_run_beside_each_other(lab: Testbed) -> None:
+def test_clusters_of_one_host_run_beside_each_other(lab: Testbed, tmp_path: Path) -> None:
     for number in ("1", "2"):
-        atoll("launch", "-d", "-c", f"c{number}", "--infra", "ssh/lab", "--env", f"N={number}", _MEET)
+        words = ("--infra", "ssh/lab", "--workdir", str(tmp_path), "--env", f"N={number}")
+        said = atoll("launch", "-d", "-c", f"c{number}", *words, _MEET)
+        old = "/home/sky/.atoll/clusters/c1/sky_workdir"
+        assert (f"h1: /home/sky/sky_workdir led to {old} until now" in said) == (number == "2")
+    atoll("run", "--infra", "ssh/lab", "--workdir", str(tmp_path), "--no-python", "true")  # has no part in the link
+    assert lab.hosts[0].run("readlink /home/sky/sky_workdir").endswith("/clusters/c2/sky_workdir\n")
     for name in ("c1", "c2"):
         eventually(lambda name=name: statuses(name) == ["SUCCEEDED"], "both have met")
     atoll("down", "c1", "c2")

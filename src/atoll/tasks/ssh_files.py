@@ -67,7 +67,8 @@ def ship(
         say(line)
 
     def send(at: int) -> list[str]:
-        host = _Files(targets[at], plans[at], workdir_of(cluster, plans[at]))
+        is_run = bool(cluster.ssh.get("files_in"))
+        host = _Files(targets[at], plans[at], workdir_of(cluster, plans[at]), is_run=is_run)
         counted = progress if at == 0 else None  # all get the same: one tells
         try:
             return host.send(seen, found, [target for target, path in mounts.items() if path is None], counted)
@@ -168,7 +169,8 @@ def _plan_of(cluster: ClusterSpec, node: int) -> RemotePlan:
 class _Files:
     """Puts files on one host."""
 
-    def __init__(self, target: Target, plan: RemotePlan, workdir: str) -> None:
+    def __init__(self, target: Target, plan: RemotePlan, workdir: str, *, is_run: bool = False) -> None:
+        self._is_run = is_run
         self._target = target
         self._plan = plan
         self._connection = connections.hold(target)
@@ -184,9 +186,9 @@ class _Files:
         lines = []
         if seen is not None:
             self.put(seen, self._workdir, progress)
-            said = self._run("expose", f"{self._plan.home}/sky_workdir", self._workdir)
-            if said is not None:
-                lines.append(f"{self._plan.host}: ~/{WORKDIR} is something else, or can't be made: see {self._workdir}")
+            # A run's script starts in its workdir; the link may be one that a cluster's job goes by.
+            link = None if self._is_run else posixpath.join(self._plan.home, WORKDIR)
+            lines += self._expose(link, self._workdir)
         for target, mount in found.items():
             at, link = self._place(target)
             self.put(mount, at, progress)

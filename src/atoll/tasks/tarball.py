@@ -132,17 +132,19 @@ def _private(path: str, flags: int) -> int:
 
 
 def expose(at: Path, path: Path) -> str | None:
-    """Make ``at``, outside of the home, a link to ``path`` in it; a line for the user where that is not permitted."""
+    """Make ``at`` a link to ``path``; a line for the user where it can't be, or is taken from another workdir."""
+    old = None
     try:
-        if at.is_symlink() and (MOUNTS in (old := Path(os.readlink(at))).parts or old.name == WORKDIR):
+        if at.is_symlink() and (MOUNTS in (found := Path(os.readlink(at))).parts or found.name == WORKDIR):
             at.unlink()  # an earlier one of ours
+            old = found if found.name == WORKDIR and found != path and found.exists() else None
         at.parent.mkdir(parents=True, exist_ok=True)
         at.symlink_to(path)
     except OSError as error:
         if at.is_symlink() and os.readlink(at) == str(path):  # another host of a shared home was faster
             return None
         return f"{at} could not be made ({error.strerror}): it is at {path}; targets below ~/ or /tmp always work"
-    return None
+    return None if old is None else f"{at} led to {old} until now, and leads to {path}, also for jobs that run there"
 
 
 class Receiver:
