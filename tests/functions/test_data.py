@@ -373,7 +373,7 @@ def test_different_lengths_and_no_arrays_are_value_errors() -> None:
         shard(np.arange(3), [1, 2])
     with pytest.raises(ConfigError, match="no arrays"):
         shard()
-    with pytest.raises(UsageError, match="seed='x' is a str"):
+    with pytest.raises(UsageError, match="seed='x': expected int or None"):
         shard([1], shuffle=True, seed="x")
 
 

@@ -78,7 +78,7 @@ def test_every_card_of_the_catalog_has_its_attribute() -> None:
         ("zzzzzz", "known ones are"),
         ("", "accelerator name ''"),
         ("A100:two", "whole number"),
-        ("A100:0", "1 or more"),
+        ("A100:0", "from 1 to 1024"),
         ({"A100": 0.5}, "count=0.5"),
         ({"A100": True}, "count=True"),
         ({"A100": 1, "H100": 1}, "exactly one kind"),

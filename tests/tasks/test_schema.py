@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def complaint(folder: Path, content: str) -> str:
 
 def test_places_know_line_and_text(tmp_path: Path) -> None:
     ((value, at),) = read(tmp_path, "a: 1\nb:\n  - x\n  - {c: 010,\n     d: e}\nf: &m {g: 1}\nh:\n  <<: *m\n")
-    assert value == {"a": 1, "b": ["x", {"c": 8, "d": "e"}], "f": {"g": 1}, "h": {"g": 1}}
+    assert value == {"a": 1, "b": ["x", {"c": "010", "d": "e"}], "f": {"g": 1}, "h": {"g": 1}}
     assert str(at) == "task.yaml:1"
     assert str(at / "b" / 1 / "d") == "task.yaml:5: b[1].d"
     assert (at / "b" / 1 / "c").shown == "010"
@@ -41,10 +43,43 @@ def test_places_know_line_and_text(tmp_path: Path) -> None:
     assert str(Place("") / "num_nodes") == "--num-nodes"
 
 
-def test_dates_stay_text_and_cycles_end(tmp_path: Path) -> None:
-    ((value, _),) = read(tmp_path, "a: 2024-13-45\nb: &x [*x]\n")
-    assert value["a"] == "2024-13-45"
-    assert value["b"][0] is value["b"]
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{at}: &{at} [{','.join([f'*{of}'] * 10)}]\n" for of, at in itertools.pairwise("abcdefghi")
+)
+
+
+def test_what_only_looks_like_a_number_stays_text(tmp_path: Path) -> None:
+    content = "[2024-13-45, 010, 08, 1:30, 190:20:30.15, 0b11, 0o7, 1e3, 0, -3, 0x1F, 1.5, -.5, .inf, 1.0e+4]"
+    ((value, _),) = read(tmp_path, content)
+    assert value == [
+        "2024-13-45",
+        "010",
+        "08",
+        "1:30",
+        "190:20:30.15",
+        "0b11",
+        "0o7",
+        "1e3",
+        0,
+        -3,
+        31,
+        1.5,
+        -0.5,
+        math.inf,
+        1e4,
+    ]
+
+
+def test_files_without_end_and_folders(tmp_path: Path) -> None:
+    for path, said in (
+        ("/dev/zero", "has more than 16 MiB: is it a task file?"),
+        ("/", "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_documents(Path(path), "task.yaml")
+
+
+def test_deep_values_end(tmp_path: Path) -> None:
     assert complaint(tmp_path, "a: " + "[" * 2000) == "task.yaml: its values are nested too deeply"
 
 
@@ -60,8 +95,8 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
             "run: a\nresources:\n  cpus: 4\n  accelerator: L4\n",
             "task.yaml:4: resources.accelerator: there is no such key: did you mean 'accelerators'?",
         ),
-        ("num_nodes: '2'\n", "task.yaml:1: num_nodes is '2': expected a whole number, 1 or more, without quotes"),
-        ("run: x\nnum_nodes: 0\n", "task.yaml:2: num_nodes is 0: expected a whole number, 1 or more"),
+        ("num_nodes: '2'\n", "task.yaml:1: num_nodes is '2': expected a whole number from 1 to 4096, without quotes"),
+        ("run: x\nnum_nodes: 0\n", "task.yaml:2: num_nodes is 0: expected a whole number from 1 to 4096"),
         ("setup: [a, b]\n", "task.yaml:1: setup is a list: expected text"),
         ("run: true\n", "task.yaml:1: run is true: expected text, so put it in quotes"),
         ("name: 'a b'\n", "task.yaml:1: name is 'a b': expected letters"),
@@ -91,7 +126,13 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
         ("run: 'a\n", "task.yaml:2: not YAML: "),
         ("run: *x\n", "task.yaml:1: not YAML: found undefined alias"),
         ("run: {{ x }}\n", "task.yaml:1: not YAML: found unhashable key"),
-        ("run: !!python/name:os.system x\n", "task.yaml:1: not YAML: could not determine a constructor"),
+        ("run: !!python/name:os.system x\n", "task.yaml:1: not YAML: the tag tag:yaml.org,2002:python/name"),
+        ("num_nodes: !!int ''\n", "task.yaml:1: not YAML: the tag tag:yaml.org,2002:int: values have none here"),
+        ("num_nodes: 1000000000\n", "task.yaml:1: num_nodes is 1000000000: expected a whole number from 1 to 4096"),
+        ("num_nodes: 010\n", "task.yaml:1: num_nodes is '010': expected a whole number from 1 to 4096"),
+        ("num_nodes: 1:30\n", "task.yaml:1: num_nodes is '1:30': expected a whole number"),
+        ("a: &x [*x]\n", "task.yaml:1: these values hold themselves"),
+        (BOMB, "task.yaml:5: more than 100,000 values, aliases counted"),
         ("run: a\nname: \x07\n", "task.yaml:2: not YAML: a character"),
         ("", "task.yaml is empty: "),
         ("---\n---\n", "task.yaml is empty: "),

@@ -197,7 +197,7 @@ def test_lines_are_right_in_every_document(tmp_path: Path) -> None:
 
 
 def test_wrong_flags_are_named_as_flags(tmp_path: Path) -> None:
-    assert complaint(tmp_path, TRAIN, num_nodes=0) == "--num-nodes is 0: expected a whole number, 1 or more"
+    assert complaint(tmp_path, TRAIN, num_nodes=0) == "--num-nodes is 0: expected a whole number from 1 to 4096"
     assert complaint(tmp_path, TRAIN, cpus="many").startswith("--cpus is 'many': expected a number of CPUs")
     assert complaint(tmp_path, TRAIN, disk_tier="hihg").startswith("--disk-tier is 'hihg': expected low, ")
     assert complaint(tmp_path, TRAIN, infra="locla").endswith("did you mean 'local'?")

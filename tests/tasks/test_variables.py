@@ -44,18 +44,18 @@ envs:
         "BOOL": "True",
         "SHORT": "1.5",
         "ZEROS": "08",
-        "OCTAL": "8",
+        "OCTAL": "010",
         "QUOTED": "1.50",
-        "TIME": "750",
+        "TIME": "12:30",
         "DAY": "2024-01-02",
         "PLAIN": "a b",
         "GIVEN": "x",
     }
-    assert task.secrets == {"PIN_KEY": "83"}
+    assert task.secrets == {"PIN_KEY": "0123"}
     (note,) = task.notes
     assert note.endswith(
         "task.yaml:2: envs: YAML changes the text of some values (quotes keep it): "
-        "BOOL: true is True, SHORT: 1.50 is 1.5, OCTAL: 010 is 8, TIME: 12:30 is 750, PIN_KEY"
+        "BOOL: true is True, SHORT: 1.50 is 1.5"
     )
 
 

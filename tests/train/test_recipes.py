@@ -171,7 +171,7 @@ def test_broken_files_name_the_line(workdir):
     (workdir / "c.toml").write_text("name = [1,")
     assert refusal("c.toml").startswith("c.toml: this is no TOML")
     (workdir / "d.toml").write_bytes(b"name = '\xff'")
-    assert "d.toml is not UTF-8" in refusal("d.toml")
+    assert "d.toml is not text in UTF-8" in refusal("d.toml")
 
 
 # -------------------------------------------------------------------------------------------------- inheritance
@@ -345,7 +345,11 @@ LLAMA3 = {**YARN, "kind": "llama3"}
         ({"train": {"hang_timeout_s": 1e12}}, "[train] hang_timeout_s = 1000000000000.0: expected a number, more than"),
         ({"train": {"grace_s": 1e12}}, "[train] grace_s = 1000000000000.0: expected a number, more than 0, at most"),
         ({"train": {"global_batch": 2**40}}, "[train] global_batch: 1099511627776 is too large"),
-        ({"model": {"layers": 10**30}}, "is too large: expected at most 2147483648"),
+        ({"model": {"layers": 10**30}}, "is too large: expected at most 1000"),
+        ({"model": {"layers": True}}, "[model] layers = true: expected a whole number"),
+        ({"model": {"tied": "yes"}}, "[model] tied = 'yes': expected true or false"),
+        ({"optimizer": {"betas": [True, 0.9]}}, "[optimizer] betas = [True, 0.9]: expected a list of 2"),
+        ({"data": {"workers": 10**9}}, "[data] workers: 1000000000 is too large"),
         ({"model": {"rope_theta": 1.0}}, "[model] rope_theta = 1.0: expected a number, more than 1"),
         (
             {"model": {"rope_scaling": {**YARN, "beta_slow": 0.0}}},

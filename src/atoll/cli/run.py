@@ -19,7 +19,7 @@ from atoll.cli import shown
 from atoll.cli.output import OutputClosed
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
-from atoll.core.hints import current_folder, nearest
+from atoll.core.hints import MOST_NODES, MOST_PROCESSES, MOST_TRIES, current_folder, nearest
 from atoll.tasks.spec import EXIT_CANCELLED, ClusterSpec, ClusterStatus, JobSpec, Restarts
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _RUN_NAME = re.compile(r"run-[0-9a-f]{6}")
-_MOST_RANKS = 4096  # of a node
 _MOST_DIGITS = 18
 _NUM_KEPT = 20  # runs that have ended, whose logs are kept
 
@@ -71,7 +70,7 @@ def run(
     standalone: Annotated[bool, typer.Option("--standalone", help="Says what is so anyway: no rendezvous.")] = False,
     virtual_local_rank: Annotated[bool, typer.Option("--virtual-local-rank", hidden=True)] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Start all ranks again so often.", metavar="N")
+        int, typer.Option("--max-restarts", min=0, max=MOST_TRIES, help="Start all ranks again so often.", metavar="N")
     ] = 0,
     rdzv_id: Annotated[
         str | None, typer.Option("--rdzv-id", help="What the run calls itself: TORCHELASTIC_RUN_ID.", metavar="ID")
@@ -173,8 +172,12 @@ def run(
 # ------------------------------------------------------------------------------------------------- what was asked
 def _num_nodes(text: str) -> int:
     least, colon, most = text.partition(":")
-    if not _is_number(least) or int(least) < 1 or (colon and (not _is_number(most) or int(most) < int(least))):
-        raise typer.BadParameter(f"--nodes {text}: expected a number, 1 or more")
+    if (
+        not _is_number(least)
+        or (colon and not _is_number(most))
+        or not 1 <= int(least) <= int(most or least) <= MOST_NODES
+    ):
+        raise typer.BadParameter(f"--nodes {text}: expected a number from 1 to {MOST_NODES}")
     if colon and most != least:
         shown.note(f"atoll: --nodes {text}: a run has a fixed size here, {most} nodes are used")
     return int(most) if colon else int(least)
@@ -190,9 +193,9 @@ def _num_processes(text: str, num_gpus: int, infra: str) -> int:
             simulated = ", or --gpus L4:2 to simulate two" if infra == "local" else ""
             raise typer.BadParameter(f"--nproc-per-node gpu: {infra} has no GPU; give a number{simulated}")
         return num_gpus
-    if not _is_number(text) or not 0 < int(text) <= _MOST_RANKS:
+    if not _is_number(text) or not 0 < int(text) <= MOST_PROCESSES:
         raise typer.BadParameter(
-            f"--nproc-per-node {text}: expected a number up to {_MOST_RANKS}, gpu, auto, or cpu on local nodes"
+            f"--nproc-per-node {text}: expected a number up to {MOST_PROCESSES}, gpu, auto, or cpu on local nodes"
         )
     return int(text)
 

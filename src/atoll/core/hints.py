@@ -7,8 +7,8 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from atoll.core.errors import ConfigError, UsageError
 
@@ -17,6 +17,14 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _TEN_YEARS_S = 10 * 365.25 * 86400.0
+# The most of what is counted anywhere: more is a typing mistake, or a damaged file.
+MOST_NODES = 4096
+MOST_PROCESSES = 4096  # of a node
+MOST_ACCELERATORS = 1024  # of a node
+MOST_TRIES = 1_000_000  # again, after a failure
+MOST_MINUTES = 100 * 366 * 24 * 60
+_LONGEST_SHOWN = 60  # characters of a value in a message
+_VARIABLE_ARGUMENTS = 0x04  # inspect.CO_VARARGS
 _VARIABLE_KEYWORDS = 0x08  # inspect.CO_VARKEYWORDS, without what importing inspect costs
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
 _PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # of a URL; a user alone is no secret
@@ -28,7 +36,7 @@ _TOKEN = re.compile(
     r"(?:gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|AKIA|AIza|eyJ|npm_|pypi-|https://hooks\.slack\.com/)[\w./+=-]{12,}"
 )
 _PARTS = re.compile(r"[^\s\-_.:,;@/|\"'{}()\[\]]+")
-_WORD = re.compile(r"(?=.{1,24}$)(?:(?:[A-Z]?[a-z]{2,}|[A-Z]{2,}|[A-Za-z])+\d{0,4}|\d+[A-Za-z]{0,3})")
+_WORD = re.compile(r"(?=.{1,24}$)(?:(?:[A-Z]+|[A-Z]?[a-z]+(?:[A-Z][a-z]{2,})*)\d{0,4}|\d+[A-Za-z]{0,3})")
 _PATH = re.compile(r"(?:~|\.{0,2})(?:/[\w.@ -]+)+/?")
 _SHORTEST_SECRET = 8
 
@@ -38,6 +46,72 @@ def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
     Signature and text stay those of the function. Those that take any keyword are left as they are.
     """
+    return _checked(function, lambda args, kwargs: None)
+
+
+def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """The same, and a value that is not what its annotation says raises ``UsageError`` before the function sees it.
+
+    Of annotations it knows unions of classes, ``None``, ``bool``, ``int``, ``float``, ``str``, ``os.PathLike``,
+    ``Callable``, ``Mapping``, ``Iterable`` and ``Sequence`` with its items; anything else is not looked at.
+    """
+    code, kinds = function.__code__, function.__annotations__
+    num_named = code.co_argcount
+    names = code.co_varnames[:num_named]
+    rest = code.co_varnames[num_named + code.co_kwonlyargcount] if code.co_flags & _VARIABLE_ARGUMENTS else ""
+
+    def check(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        spread = [(rest, value) for value in args[num_named:]] if rest else []
+        for name, value in (*zip(names, args, strict=False), *spread, *kwargs.items()):
+            kind = kinds.get(name, "object")
+            if not _is_of(value, kind, function.__globals__):
+                where = function.__qualname__.removesuffix(".__init__")
+                raise UsageError(f"{where}(): {name}={_short(value)}: expected {kind.replace(' | ', ' or ')}")
+
+    return _checked(function, check)
+
+
+def _short(value: object) -> str:
+    shown = redact(repr(value))
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"
+
+
+def _is_of(value: object, kind: str, names: Mapping[str, Any]) -> bool:
+    """Is a value what an annotation's text says, as far as that is understood?"""
+    return any(_is_one(value, each, names) for each in re.split(r" \| (?![^\[]*\])", kind))
+
+
+def _is_one(value: object, kind: str, names: Mapping[str, Any]) -> bool:
+    name, _, items = kind.removesuffix("]").partition("[")
+    if name in ("Any", "object"):
+        return True
+    if (known := _KINDS.get(name)) is not None:
+        return known(value) and (name != "Sequence" or all(_is_of(item, items, names) for item in value))  # type: ignore[attr-defined]
+    if name not in names:  # imported for the type checker alone, or of the standard library
+        return True
+    kinds = getattr(names[name], "__args__", None) if type(names[name]).__name__ == "UnionType" else (names[name],)
+    origins = [getattr(each, "__origin__", each) for each in kinds or ()]
+    return any(not isinstance(each, type) or isinstance(value, each) for each in origins)
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "None": lambda value: value is None,
+    "bool": lambda value: type(value).__name__ in ("bool", "bool_"),  # NumPy's too
+    "int": lambda value: hasattr(type(value), "__index__") and not isinstance(value, bool),
+    "float": lambda value: hasattr(type(value), "__float__") and not isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "Path": lambda value: hasattr(type(value), "__fspath__"),
+    "os.PathLike": lambda value: hasattr(type(value), "__fspath__"),
+    "Callable": callable,
+    "Mapping": lambda value: hasattr(type(value), "keys") and hasattr(type(value), "__getitem__"),
+    "Iterable": lambda value: hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes)),
+    "Sequence": lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)),
+}
+
+
+def _checked(
+    function: Callable[P, R], check: Callable[[tuple[object, ...], Mapping[str, object]], None]
+) -> Callable[P, R]:
     code = function.__code__  # a plain function, which every use of this decorates
     if code.co_flags & _VARIABLE_KEYWORDS:
         return function
@@ -49,6 +123,7 @@ def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
         if not kwargs.keys() <= by_name:
             unknown = next(name for name in kwargs if name not in by_name)
             raise UsageError(_unknown_keyword(function.__qualname__, unknown, named, by_position))
+        check(args, kwargs)
         return function(*args, **kwargs)
 
     return checked
@@ -58,6 +133,17 @@ def suggests_fields(cls: type[T]) -> type[T]:
     """``suggests_keywords`` for the ``__init__`` that a dataclass generates; stands above ``@dataclass``."""
     type.__setattr__(cls, "__init__", suggests_keywords(vars(cls)["__init__"]))
     return cls
+
+
+def check_whole(name: str, value: object, low: int, high: int) -> int:
+    """A whole number from ``low`` to ``high``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={_short(value)}: expected a whole number from {low} to {high}")
+    return value
 
 
 def _unknown_keyword(where: str, unknown: str, named: Iterable[str], by_position: Iterable[str]) -> str:

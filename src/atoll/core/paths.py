@@ -11,6 +11,33 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from atoll.core.errors import ConfigError
+
+_MOST_TEXT_BYTES = 16 << 20
+
+
+def read_text(path: str | os.PathLike[str], label: str, expected: str) -> str:
+    """The text of a file that somebody wrote by hand, without a byte order mark.
+
+    Args:
+        label: how messages call the file.
+        expected: what it should be, for messages: ``a task file``.
+
+    Raises:
+        ConfigError: it can't be read, is not UTF-8, or larger than anybody writes.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_TEXT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{label} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > _MOST_TEXT_BYTES:
+        raise ConfigError(f"{label} has more than {_MOST_TEXT_BYTES >> 20} MiB: is it {expected}?")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{label} is not text in UTF-8 (byte {error.start}): is it {expected}?") from None
+
 
 def atoll_home() -> Path:
     """The state folder: ``$ATOLL_HOME``, else ``~/.atoll``. Made with mode 0700 where it does not exist yet."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
-from atoll.core.errors import ConfigError, NeverDispatched, UsageError
-from atoll.core.hints import check_seconds, suggests_keywords
+from atoll.core.errors import NeverDispatched, UsageError
+from atoll.core.hints import MOST_TRIES, check_seconds, check_whole, checks_arguments, suggests_keywords
 from atoll.pool.calls import CallFuture, RankResults
 from atoll.pool.compute_pool import ComputePool
 from atoll.pool.shipping import importable, name_of
@@ -89,8 +89,8 @@ def compute(function: Any = None, /, *, retries: int | None = None, timeout: flo
 
 
 def _check(retries: object, timeout: object) -> None:
-    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 0):
-        raise ConfigError(f"retries={retries!r}: expected a whole number, 0 or more")
+    if retries is not None:
+        check_whole("retries", retries, 0, MOST_TRIES)
     check_seconds("timeout", timeout)
 
 
@@ -288,7 +288,7 @@ class Group(_Dispatched):
         return " & ".join(map(repr, self.calls))
 
 
-@suggests_keywords
+@checks_arguments
 def gather(*calls: Pending[Any], stream: bool = False) -> Group:
     """Put calls side by side: ``sky.gather(*calls) >> pool`` gives their results in call order.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from atoll.core.errors import ConfigError, UsageError
-from atoll.core.hints import suggests_keywords
+from atoll.core.hints import checks_arguments
 from atoll.functions.sampler import loaded_type, permutation, place, resolve_seed
 from atoll.wire.culprits import article
 
@@ -32,7 +32,7 @@ def shard(
 
 
 # mypy doesn't see that `*arrays: Any` takes every `*Ts`.
-@suggests_keywords  # type: ignore[misc]
+@checks_arguments  # type: ignore[misc]
 def shard(*arrays: Any, shuffle: bool = False, seed: int | None = 0, drop_last: bool = False) -> Any:
     """This rank's part of the data: the parts of all ranks are disjoint and together are the whole.
 

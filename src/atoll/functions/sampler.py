@@ -53,11 +53,10 @@ class DistributedSampler(Sized):
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = 0, drop_last: bool = False) -> None:
         _require_map_style(dataset)
         for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-            if type(value) is int:  # torch's own sampler takes num_replicas and rank in these places
-                raise UsageError(
-                    f"DistributedSampler: {name}={value} is a number, expected True or False; rank and world size "
-                    "come from the pool, so leave them out"
-                )
+            if type(value).__name__ not in ("bool", "bool_"):
+                # torch's own sampler takes num_replicas and rank in these places
+                more = "; rank and world size come from the pool, so leave them out" if type(value) is int else ""
+                raise UsageError(f"DistributedSampler: {name}={value!r}: expected True or False{more}")
         self.dataset = dataset
         self.shuffle = bool(shuffle)
         self.seed = resolve_seed(seed)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, overload
 
 from atoll.core import events
 from atoll.core.errors import ConfigError, PoolClosed, UsageError
-from atoll.core.hints import check_seconds, current_folder, suggests_keywords
+from atoll.core.hints import MOST_NODES, MOST_TRIES, check_seconds, check_whole, current_folder, suggests_keywords
 from atoll.core.paths import atoll_home
 from atoll.pool import settings
 from atoll.pool.attached import Attached
@@ -110,7 +110,9 @@ class ComputePool:
                 )
             workers_per_node = nproc_per_node
         self.provider: Provider = settings.provider(provider)
-        self.nodes = settings.count("nodes", getattr(self.provider, "num_nodes", 1) if nodes is None else nodes, 1)
+        self.nodes = check_whole(
+            "nodes", getattr(self.provider, "num_nodes", 1) if nodes is None else nodes, 1, MOST_NODES
+        )
         self.accelerator = AcceleratorSpec.parse(accelerator)
         if self.accelerator is not None and self.accelerator.mig is not None:
             raise ConfigError(
@@ -123,7 +125,7 @@ class ComputePool:
         self.workers_per_node = settings.workers("auto" if workers_per_node is None else workers_per_node)
         self.timeout = check_seconds("timeout", timeout)
         self.ttl = check_seconds("ttl", ttl)
-        self.retries = settings.count("retries", retries, 0)
+        self.retries = check_whole("retries", retries, 0, MOST_TRIES)
         self.hang_timeout = check_seconds("hang_timeout", hang_timeout)
         self.name = check_name(name) if name is not None else None
         self.idle = check_seconds("idle", idle)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, CallTimeout, ConfigError, PoolClosed
+from atoll.core.hints import checks_arguments
 from atoll.core.paths import atoll_home, is_locked, write_atomic
 from atoll.pool.calls import Fault, RankResults, Received, unloadable
 from atoll.pool.job import Failure, Job, Request, Sink
@@ -141,6 +142,7 @@ def exists(job_id: object) -> bool:
     return isinstance(job_id, str) and job_id.isalnum() and (folder_of(job_id) / "job.json").exists()
 
 
+@checks_arguments
 def result(job_id: str, timeout: float | None = None) -> Any:
     """The result of a call that was submitted with ``detach=True``; waits for it, and raises what it raised.
 

@@ -8,17 +8,10 @@ from typing import cast
 
 from atoll.core import events
 from atoll.core.errors import ConfigError
-from atoll.core.hints import redact
+from atoll.core.hints import MOST_PROCESSES, redact
 from atoll.pool.image import Image
 from atoll.providers.base import Provider
 from atoll.providers.local import Local
-
-
-def count(name: str, value: object, least: int) -> int:
-    """A whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}: expected a whole number, {least} or more")
-    return value
 
 
 def provider(value: object) -> Provider:
@@ -65,6 +58,8 @@ def workers(value: object) -> int | str:
     """Ranks of each node, or how to choose them."""
     if isinstance(value, str) and value in ("auto", "gpu"):
         return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number, 1 or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_PROCESSES:
+        raise ConfigError(
+            f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number from 1 to {MOST_PROCESSES}"
+        )
     return value

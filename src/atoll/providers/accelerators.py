@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import MOST_ACCELERATORS, check_whole
 
 # Vendor -> name -> memory sizes in GB that the card is sold with (the first is the usual one).
 _CATALOG: dict[str, dict[str, tuple[int, ...]]] = {
@@ -120,8 +121,9 @@ class AcceleratorSpec:
         object.__setattr__(self, "name", _known_name(name))
         if self.memory_gb is None:
             object.__setattr__(self, "memory_gb", memory_gb)
-        if type(self.count) is not int or self.count < 1:
-            raise ConfigError(f"{self.name} count={self.count!r}: expected a whole number of accelerators, 1 or more")
+        check_whole(f"{self.name} count", self.count, 1, MOST_ACCELERATORS)
+        if not (self.mig is None or isinstance(self.mig, str)):
+            raise ConfigError(f"mig={self.mig!r}: expected a profile such as '3g.40gb', or None")
         if self.memory_gb is not None and self.memory_gb not in _MEMORY[self.name]:
             sizes = " or ".join(f"{size}GB" for size in _MEMORY[self.name])
             raise ConfigError(f"{self.name} memory {self.memory_gb}GB: this card comes with {sizes}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import AtollError, UsageError
+from atoll.core.hints import checks_arguments
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job, find_job
 from atoll.tasks.launches import Options, start_jobs
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+@checks_arguments
 def launch(
     task: Task,
     cluster_name: str | None = None,
@@ -82,6 +84,7 @@ def launch(
     return start_jobs([task], cluster_name or clusters.fresh_name(), options)[0]
 
 
+@checks_arguments
 def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = silent) -> Job:
     """Start a task on a cluster that is up: its workdir is copied, its setup and file_mounts are left out.
 
@@ -103,6 +106,7 @@ def _check_task(call: str, task: object) -> None:
 
 
 # ------------------------------------------------------------------------------------------ clusters afterwards
+@checks_arguments
 def status(
     cluster_names: str | Sequence[str] | None = None,
     *,
@@ -133,6 +137,7 @@ def status(
     return [each for each in found if all or cluster_names is not None or each.status is not ClusterStatus.DOWN]
 
 
+@checks_arguments
 def queue(cluster_name: str, *, skip_finished: bool = False) -> list[JobRow]:
     """The jobs of a cluster, the newest first.
 
@@ -144,6 +149,7 @@ def queue(cluster_name: str, *, skip_finished: bool = False) -> list[JobRow]:
     return [row for row in rows if not (skip_finished and row.status.ended)]
 
 
+@checks_arguments
 def job(cluster_name: str, job_id: int | None = None) -> Job:
     """A job of a cluster, the newest by default.
 
@@ -154,6 +160,7 @@ def job(cluster_name: str, job_id: int | None = None) -> Job:
     return Job(cluster_name, find_job(cluster, job_id).id)
 
 
+@checks_arguments
 def cancel(cluster_name: str, job_ids: Sequence[int] | None = None, *, all: bool = False) -> list[int]:
     """Ask jobs to end: those given, ``all`` that have not ended, or the newest that has not. Returns their numbers.
 
@@ -176,6 +183,7 @@ def cancel(cluster_name: str, job_ids: Sequence[int] | None = None, *, all: bool
     return clusters.control_of(cluster).cancel(chosen) if chosen else []
 
 
+@checks_arguments
 def tail_logs(
     cluster_name: str,
     job_id: int | None = None,
@@ -202,6 +210,7 @@ def tail_logs(
     return job(cluster_name, job_id).follow(output_stream or write_out, follow=follow, tail=tail, rank=rank).exit_code
 
 
+@checks_arguments
 def sync_down_logs(cluster_name: str, job_id: int) -> Path:
     """Copy a job's log files to ``./sky_logs/CLUSTER/JOB``; returns that folder.
 
@@ -221,6 +230,7 @@ def sync_down_logs(cluster_name: str, job_id: int) -> Path:
     return dest
 
 
+@checks_arguments
 def autostop(cluster_name: str, idle_minutes: int, down: bool = False) -> None:
     """Stop a cluster, or take it ``down``, once no job has run for ``idle_minutes``; a negative number: never.
 

@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.hints import MOST_MINUTES, checks_arguments
 from atoll.tasks import clusters, record
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
 
 Say = Callable[[str], None]
-_LONGEST_IDLE_MINUTES = 100 * 366 * 24 * 60
 
 
 def silent(text: str) -> None:
     """Whoever calls from Python asks for lines where they want them."""
 
 
+@checks_arguments
 def stop(cluster_name: str, *, on_line: Say = silent) -> list[int]:
     """Stop a cluster: its jobs end, its nodes' files are kept. Returns the jobs that were ended.
 
@@ -34,6 +35,7 @@ def stop(cluster_name: str, *, on_line: Say = silent) -> list[int]:
         return _end(clusters.up_or_stopped(cluster_name), ClusterStatus.STOPPED)
 
 
+@checks_arguments
 def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
     """Take up a stopped cluster again.
 
@@ -51,6 +53,7 @@ def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
         return clusters.change(cluster, status=ClusterStatus.UP, created_s=time.time(), autostop_minutes=minutes)
 
 
+@checks_arguments
 def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> list[int]:
     """Take a cluster down: its jobs end, its nodes' files go, its jobs' logs are kept. Returns the jobs ended.
 
@@ -230,9 +233,7 @@ def set_autostop(cluster: ClusterSpec, idle_minutes: int, *, down: bool) -> Clus
     Raises:
         ConfigError: it is more than can be waited for.
     """
-    if idle_minutes > _LONGEST_IDLE_MINUTES:
-        raise ConfigError(
-            f"autostop after {idle_minutes} idle minutes: expected {_LONGEST_IDLE_MINUTES} at most; -1 is never"
-        )
+    if idle_minutes > MOST_MINUTES:
+        raise ConfigError(f"autostop after {idle_minutes} idle minutes: expected {MOST_MINUTES} at most; -1 is never")
     minutes = idle_minutes if idle_minutes >= 0 else None
     return clusters.change(cluster, autostop_minutes=minutes, autodown=down and minutes is not None)

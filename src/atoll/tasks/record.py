@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
+from atoll.core.hints import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES
 from atoll.core.paths import write_atomic
 from atoll.tasks.spec import ClusterSpec
 
 RECORD = "cluster.json"
 _BUSY_S = 20.0  # other processes' changes take milliseconds
-_MOST = 1 << 36  # of anything that is counted, and as a time some 2000 years from now
+_BOUNDS = (
+    ("num_nodes", 1, MOST_NODES),
+    ("num_accelerators", 0, MOST_ACCELERATORS),
+    ("created_s", 0, 1 << 36),  # some 2000 years from now
+    ("autostop_minutes", 0, MOST_MINUTES),
+)
 
 
 def load(folder: Path) -> ClusterSpec:
@@ -44,9 +50,9 @@ def _flaw(cluster: ClusterSpec, folder: Path) -> str | None:
     """What can't be in a record whose values have the right types, if anything."""
     if cluster.name != folder.name:
         return f"it is of a cluster {cluster.name}"
-    for field, least in (("num_nodes", 1), ("num_accelerators", 0), ("created_s", 0)):
+    for field, least, most in _BOUNDS:
         value = getattr(cluster, field)
-        if not least <= value < _MOST:  # NaN isn't, either
+        if value is not None and not least <= value <= most:  # NaN isn't, either
             return f"{field}: {value!r:.40} can't be one"
     if cluster.infra == "local":
         is_whole = not cluster.hosts and cluster.supervised_from == "here"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest, suggests_keywords
+from atoll.core.hints import MOST_ACCELERATORS, MOST_MINUTES, MOST_TRIES, nearest, suggests_keywords
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.tasks.schema import (
     Check,
@@ -35,7 +35,6 @@ _CLOUDS = (
 )
 _GB = {"": 1.0, "M": 2.0**-10, "G": 1.0, "T": 1024.0}
 _MINUTES = {"": 1.0, "s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0, "w": 10080.0}
-_MOST_ACCELERATORS = 1024  # of a node: a typing mistake beyond
 _IDLE_MINUTES = 5  # of `autostop: true`
 _AMOUNT = r"(\d{1,12}(?:\.\d+)?)"  # hundreds of digits before the point are infinite as a number
 _SIZE = rf"{_AMOUNT}\s*(?:([MGT]?)(?:i?B)?)"
@@ -144,8 +143,8 @@ def _wish(at: Place, said: Any) -> AcceleratorWish:
         at.fail(name, "an accelerator: L4, L4:2 or {L4: 2}")
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 < count < math.inf:
         at.fail(said if isinstance(said, str) else count, "how many accelerators, more than 0, as in L4:2 or {L4: 2}")
-    if count > _MOST_ACCELERATORS:
-        at.fail(said if isinstance(said, str) else count, f"at most {_MOST_ACCELERATORS} accelerators a node")
+    if count > MOST_ACCELERATORS:
+        at.fail(said if isinstance(said, str) else count, f"at most {MOST_ACCELERATORS} accelerators a node")
     return AcceleratorWish(_canonical(name.strip())[0], int(count) if count == int(count) else count)
 
 
@@ -222,7 +221,7 @@ def _exit_codes(at: Place, value: Any) -> list[int]:
 
 
 def _job_recovery(at: Place, value: Any) -> Any:
-    fields = {"strategy": text, "max_restarts_on_errors": whole(0), "recover_on_exit_codes": _exit_codes}
+    fields = {"strategy": text, "max_restarts_on_errors": whole(0, MOST_TRIES), "recover_on_exit_codes": _exit_codes}
     return section(fields)(at, {"strategy": value} if isinstance(value, str) else value)
 
 
@@ -231,7 +230,9 @@ def _renamed(at: Place, _: Any) -> None:
 
 
 HOOKS = list_of(
-    section({"run": text, "events": list_of(one_of("stop", "preemption", "down")), "timeout": whole(1)}),
+    section(
+        {"run": text, "events": list_of(one_of("stop", "preemption", "down")), "timeout": whole(1, MOST_MINUTES * 60)}
+    ),
 )
 
 _FIELDS: dict[str, Check] = {

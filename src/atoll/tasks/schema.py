@@ -17,8 +17,10 @@ import yaml
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest, redact
+from atoll.core.paths import read_text
 
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
+_MOST_VALUES = 100_000  # of a document
 _LONGEST_SHOWN = 60  # characters of a value in a message
 
 # What people write that YAML takes for something else, by what its parser says about it.
@@ -147,12 +149,12 @@ def any_mapping(at: Place, value: Any) -> dict[str, Any]:
     return dict(at.mapping(value))
 
 
-def whole(low: int, high: int | None = None) -> Check:
+def whole(low: int, high: int) -> Check:
     """A whole number from ``low`` to ``high``."""
-    expected = f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}"
+    expected = f"a whole number from {low} to {high}"
 
     def check(at: Place, value: Any) -> int:
-        if type(value) is not int or value < low or (high is not None and value > high):
+        if type(value) is not int or not low <= value <= high:
             at.fail(value, expected + (", without quotes" if isinstance(value, str) and value.isdigit() else ""))
         return value
 
@@ -220,11 +222,26 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
 
 # -------------------------------------------------------------------------------------------------------- YAML
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as SkyPilot reads it, but a date stays the text it is: no key of a task takes a date."""
+    """YAML 1.1 as SkyPilot reads it, without what nobody means: ``010`` as 8, ``1:30`` as 90, dates, and tags."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs say nothing of it
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise yaml.composer.ComposerError(
+                None, None, f"the tag {event.tag}: values have none here, and quotes make text", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
 
+_TAG = "tag:yaml.org,2002:"
+_NUMBERS = {  # such a text is a number; another that YAML 1.1 takes for one stays text
+    f"{_TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
+    f"{_TAG}float": re.compile(
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.inf|\.Inf|\.INF)$|\.(?:nan|NaN|NAN)$"
+    ),
+}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in forms if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, _NUMBERS.get(tag, form)) for tag, form in forms if tag != f"{_TAG}timestamp"]
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
@@ -235,18 +252,13 @@ def read_documents(path: Path, label: str) -> list[tuple[Any, Place]]:
     Raises:
         ConfigError: a file that cannot be read or is not YAML; one line, with the line number.
     """
-    try:
-        content = path.read_text("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{label} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{label} is not text in UTF-8 (byte {error.start}): is it a task file?") from None
+    content = read_text(path, label, "a task file")
     documents = []
     try:
         loader = _Loader(content)
         while loader.check_node():
             root: yaml.Node = loader.get_node()  # type: ignore[assignment]  # check_node said that there is one
-            _refuse_mistakes(root, label, set())
+            _refuse_mistakes(root, label, {})
             value = loader.construct_document(root)
             if value is not None:
                 documents.append((value, Place(label, (), root, root.start_mark.line)))
@@ -268,11 +280,17 @@ def read_documents(path: Path, label: str) -> list[tuple[Any, Place]]:
     return documents
 
 
-def _refuse_mistakes(node: yaml.Node, label: str, seen: set[int]) -> None:
-    """Refuse what YAML takes without a word: text that is none, and, of a key given twice in a mapping, the first."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
+def _refuse_mistakes(node: yaml.Node, label: str, sizes: dict[int, int]) -> int:
+    """Refuse what YAML takes without a word; returns how many values the node stands for.
+
+    That is text that is none, of a key given twice in a mapping the first, and aliases that multiply or never end.
+    """
+    if (size := sizes.get(id(node))) is not None:
+        if not size:
+            raise ConfigError(f"{label}:{node.start_mark.line + 1}: these values hold themselves")
+        return size
+    sizes[id(node)] = 0
+    size = 1
     if isinstance(node, yaml.ScalarNode) and (wrong := no_bytes(node.value)) is not None:
         raise ConfigError(f"{label}:{node.start_mark.line + 1}: the text holds {wrong}")
     if isinstance(node, yaml.MappingNode):
@@ -284,9 +302,10 @@ def _refuse_mistakes(node: yaml.Node, label: str, seen: set[int]) -> None:
             if key.value in lines:
                 raise ConfigError(f"{label}:{line}: {key.value} is given twice: see line {lines[key.value]}")
             lines[key.value] = line
-        for pair in node.value:
-            for child in pair:
-                _refuse_mistakes(child, label, seen)
+        size += sum(_refuse_mistakes(child, label, sizes) for pair in node.value for child in pair)
     elif isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _refuse_mistakes(child, label, seen)
+        size += sum(_refuse_mistakes(child, label, sizes) for child in node.value)
+    if size > _MOST_VALUES:
+        raise ConfigError(f"{label}:{node.start_mark.line + 1}: more than {_MOST_VALUES:,} values, aliases counted out")
+    sizes[id(node)] = size
+    return size

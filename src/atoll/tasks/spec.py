@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import MOST_ACCELERATORS, MOST_NODES, MOST_PROCESSES, MOST_TRIES, check_whole
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
 WORKDIR = "sky_workdir"  # SkyPilot's name for a task's folder, below HOME
@@ -186,7 +187,20 @@ class JobSpec:
             values[key] = tuple(values.get(key) or ())
         if values.get("command") is not None:
             values["command"] = tuple(values["command"])
-        return cls(**values)
+        spec = cls(**values)
+        for name, low, high in _JOB_BOUNDS:
+            check_whole(name, getattr(spec, name), low, high)
+        return spec
+
+
+_JOB_BOUNDS = (
+    ("num_nodes", 1, MOST_NODES),
+    ("num_processes", 1, MOST_PROCESSES),
+    ("num_accelerators", 0, MOST_ACCELERATORS),
+    ("rank_in_group", 0, MOST_TRIES),
+    ("num_in_group", 1, MOST_TRIES),
+    ("parallel", 1, MOST_TRIES),
+)
 
 
 def _restarts(data: Mapping[str, Any]) -> Restarts:

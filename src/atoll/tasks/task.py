@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import suggests_keywords
+from atoll.core.hints import MOST_NODES, checks_arguments, suggests_keywords
 from atoll.tasks.environment import OF_PLACE
 from atoll.tasks.resources import HOOKS, Resources, check_resources, is_own
 from atoll.tasks.schema import (
@@ -105,7 +105,7 @@ _ELSEWHERE: dict[str, Check] = {
 _FIELDS: dict[str, Check] = {
     "name": check_name,
     "workdir": text_or(section({"url": text, "ref": text})),
-    "num_nodes": whole(1),
+    "num_nodes": whole(1, MOST_NODES),
     "resources": check_resources,
     "envs": declared,
     "secrets": declared_secrets,
@@ -126,7 +126,7 @@ def _moved_up(at: Place, config: Any) -> tuple[Any, list[str]]:
     if not isinstance(resources, Mapping) or "num_nodes" not in resources:
         return config, []
     inside = at / "resources" / "num_nodes"
-    num_nodes = whole(1)(inside, resources["num_nodes"])
+    num_nodes = whole(1, MOST_NODES)(inside, resources["num_nodes"])
     if config.get("num_nodes", num_nodes) != num_nodes:
         inside.fail(num_nodes, f"the same as num_nodes, which is {config['num_nodes']!r}; keep one of the two")
     kept = {key: value for key, value in resources.items() if key != "num_nodes"}
@@ -184,7 +184,7 @@ class Task:
             "secrets": secrets,
             "workdir": os.fspath(workdir) if isinstance(workdir, os.PathLike) else workdir,
             "num_nodes": num_nodes,
-            "file_mounts": {**(file_mounts or {}), **(storage_mounts or {})} or None,
+            "file_mounts": _merged(file_mounts, storage_mounts),
             "volumes": volumes,
             "config": config,
             "event_callback": event_callback,
@@ -216,6 +216,7 @@ class Task:
             (at / "workdir").refuse("a git workdir needs its url")
 
     @classmethod
+    @checks_arguments
     def from_yaml(
         cls,
         path: str | Path,
@@ -382,6 +383,13 @@ class Task:
         return f"Task({', '.join(parts)})"
 
 
+def _merged(mounts: Any, storage: Any) -> Any:
+    """Both kinds of mounts together; what is no mapping stays as it is, to be refused."""
+    given = [each for each in (mounts, storage) if each is not None]
+    wrong = [each for each in given if not isinstance(each, Mapping)]
+    return wrong[0] if wrong else {key: value for each in given for key, value in each.items()} or None
+
+
 def _lines(script: str | Sequence[str] | None) -> Any:
     """A script that may have been given line by line."""
     if isinstance(script, (list, tuple)) and all(isinstance(line, str) for line in script):
@@ -393,7 +401,11 @@ def _complete(key: str, values: Values) -> dict[str, str]:
     """Variables given in Python, as text; none may be without a value."""
     at = _HERE / key
     found = {}
-    for name, value in declared(at, dict(values)).items():
+    try:
+        pairs = dict(values)
+    except (TypeError, ValueError):
+        at.fail(values, "a mapping of names to text or numbers, or pairs of them")
+    for name, value in declared(at, pairs).items():
         if value is None:
             (at / name).refuse("no value: give text or a number")
         found[name] = value

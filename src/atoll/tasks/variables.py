@@ -6,14 +6,15 @@ No message shows a value: any of them may be a secret.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import is_secret
+from atoll.core.paths import read_text
 from atoll.tasks.schema import Place, list_of, no_bytes, text
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's --shutdown-timeout
@@ -154,12 +155,7 @@ def read_env_file(path: str) -> dict[str, str]:
     Raises:
         ConfigError: a file that cannot be read, or a line that is no assignment, by number.
     """
-    try:
-        content = Path(path).expanduser().read_text("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8: is it a .env file?") from None
+    content = read_text(os.path.expanduser(path), path, "a .env file")
     found: dict[str, str] = {}
     position = 0
     while position < len(content):

@@ -9,9 +9,10 @@ import torch
 
 from atoll.core.errors import ConfigError
 from atoll.train.corpus import with_vocabulary
-from atoll.train.data.tokenizer import load_tokenizer
+from atoll.train.data.tokenizer import bpe_size, load_tokenizer
 from atoll.train.metrics.figures import size
 from atoll.train.models.registry import flops_per_token, parameter_count
+from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.parallel.estimate import GIB, Device, estimate, state_bytes
 from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated, parse_gpus
 from atoll.train.parallel.layout import resolve
@@ -51,10 +52,8 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
     spec = recipe.data.tokenizer
     if spec is None:
         return with_vocabulary(recipe, None)  # which says what is missing
-    kind, _, wanted = spec.partition(":")
     # A tokenizer that would be learnt from the data has the size that was asked for, or a little less.
-    learnt = kind == "bpe" and wanted.isascii() and wanted.isdecimal() and len(wanted) <= 8 and int(wanted) > 0
-    return with_vocabulary(recipe, int(wanted) if learnt else load_tokenizer(spec).vocab_size)
+    return with_vocabulary(recipe, bpe_size(spec) if spec.startswith("bpe:") else load_tokenizer(spec).vocab_size)
 
 
 def requirements(
@@ -113,7 +112,11 @@ def _length(recipe: Recipe) -> list[str]:
     train = recipe.train
     tokens_per_step = train.global_batch * train.seq_len
     batch = f"{train.global_batch} sequences × {train.seq_len:,} = {tokens_per_step:,} tokens a step"
-    length = train.length
+    length, schedule = train.length, recipe.schedule
+    units = {each.unit for each in (length, schedule.warmup, schedule.decay) if each is not None and each.value}
+    if length is not None and ("ep" not in units or units == {"ep"}):  # else it takes the data to compare them
+        scale = {"steps_per_epoch": 1e6, "tokens_per_step": tokens_per_step}
+        resolve_schedule(schedule, length.in_steps(**scale), **scale)
     if length is None:
         return [f"steps: not given, set --train.steps; {batch}"]
     if length.unit == "ep":

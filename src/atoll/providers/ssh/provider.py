@@ -62,7 +62,9 @@ class SSH:
     grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
-        hosts = (self.hosts,) if isinstance(self.hosts, str) else tuple(self.hosts)
+        hosts = (self.hosts,) if isinstance(self.hosts, str) else self.hosts
+        if not isinstance(hosts, (list, tuple)):
+            raise ConfigError(f"SSH(hosts={hosts!r}): expected a list of hosts, such as ['gpu-1', 'user@gpu-2']")
         if not hosts:
             raise ConfigError("SSH(hosts=[]): expected at least one host, such as SSH(hosts=['gpu-1', 'user@gpu-2'])")
         for name in ("key", "jump", "python"):
@@ -70,7 +72,7 @@ class SSH:
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"SSH({name}={value!r}): expected text or None")
         check_seconds("SSH(grace_s=)", self.grace_s)
-        object.__setattr__(self, "hosts", hosts)
+        object.__setattr__(self, "hosts", tuple(hosts))
         self.targets()
 
     @property

@@ -22,6 +22,7 @@ from atoll.core.paths import write_atomic
 
 TRAINING_CHARACTERS = 1 << 29  # of text that "bpe:N" learns from, at most
 _MOST_DIGITS = 8  # of the N of "bpe:N"
+_LEAST_TOKENS, _MOST_TOKENS = 258, 1 << 24
 END_OF_TEXT = "<|endoftext|>"
 
 _BYTES_CLASS = "atoll-bytes"
@@ -238,14 +239,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     """A byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) learnt from ``texts``; its eos is <|endoftext|>.
 
     Equal texts give equal tokenizers. Little text may give fewer than ``vocab_size`` tokens.
-
-    Raises:
-        ConfigError: ``vocab_size`` leaves no room over the 256 bytes, or there is no text.
     """
-    if vocab_size < 258:
-        raise ConfigError(
-            f"[data] tokenizer = 'bpe:{vocab_size}': expected 258 or more, as 256 bytes and {END_OF_TEXT} come first"
-        )
     engine = tokenizers.Tokenizer(tokenizers.models.BPE())
     engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = tokenizers.decoders.ByteLevel()
@@ -268,15 +262,29 @@ def _first_characters(texts: Iterable[str]) -> Iterator[str]:
         room -= len(text)
 
 
-def _load_or_train(spec: str, texts: Callable[[], Iterable[str]] | None, cache: Path | None) -> Tokenizer:
+def bpe_size(spec: str) -> int:
+    """The N of ``bpe:N``.
+
+    Raises:
+        ConfigError: it is no number, leaves no room over the 256 bytes, or is more than any vocabulary has.
+    """
     number = spec.removeprefix("bpe:").replace("_", "")
-    if not (number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS):
-        raise ConfigError(f"[data] tokenizer = {spec!r}: expected a number of tokens, like 'bpe:4096'")
+    size = int(number) if number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS else 0
+    if not _LEAST_TOKENS <= size <= _MOST_TOKENS:
+        raise ConfigError(
+            f"[data] tokenizer = {spec!r}: expected a number of tokens from {_LEAST_TOKENS} (256 bytes and "
+            f"{END_OF_TEXT} come first) to {_MOST_TOKENS}, like 'bpe:4096'"
+        )
+    return size
+
+
+def _load_or_train(spec: str, texts: Callable[[], Iterable[str]] | None, cache: Path | None) -> Tokenizer:
+    num_tokens = bpe_size(spec)
     if cache is not None and (cache / "tokenizer.json").is_file():
         return _from_folder(cache, spec)
     if texts is None:
         raise ConfigError(f"[data] tokenizer = {spec!r} is learnt from the data, and there is none: set [data] path")
-    trained = train_bpe(texts(), int(number))
+    trained = train_bpe(texts(), num_tokens)
     if cache is not None:
         trained.save(cache)
     return trained

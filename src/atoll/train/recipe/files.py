@@ -12,6 +12,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import nearest
+from atoll.core.paths import read_text
 
 _SHIPPED = Path(__file__).parent / "shipped"
 _OF_A_RUN = "recipe.json"  # in a run's folder: the recipe it was made with, complete
@@ -107,7 +108,7 @@ def read(file: Path) -> dict[str, Any]:
     """
     shown = os.path.relpath(file) if not file.is_relative_to(_SHIPPED) else file.name
     try:
-        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        text = read_text(file, shown, "a recipe, a TOML file")
         if file.suffix == ".json":
             return _json_table(text, shown)
         return tomllib.loads(text)
@@ -117,10 +118,8 @@ def read(file: Path) -> dict[str, Any]:
         line = f", line {place[1]}" if place and place[1] else ""
         reason = reason.replace(place[0], "" if line else " at its end") if place else reason
         raise ConfigError(f"{shown}{line}: this is no TOML: {reason}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{shown} is not UTF-8 text: a recipe is a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"{shown} can't be read: {error.strerror}") from None
+    except ConfigError:  # it is a ValueError, too
+        raise
     except ValueError as error:  # a whole number of thousands of digits
         raise ConfigError(f"{shown}: {error}") from None
 

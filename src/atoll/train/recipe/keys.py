@@ -62,7 +62,7 @@ def field_of(path: Path) -> FieldInfo | None:
 
 
 def unknown_keys(tree: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Each key of ``tree`` that no recipe has, with a sentence that says where it belongs."""
+    """Each key that no recipe has, and each value that only seems to fit, with a sentence about it."""
     known = sections()
     found: list[tuple[Path, str]] = []
     for section, table in tree.items():
@@ -85,11 +85,22 @@ def _unknown_in(model: type[BaseModel], table: Mapping[str, Any], where: Path) -
             yield path, f"{title(path)} is no key of a recipe{_where_it_belongs(model, path)}"
             continue
         field = field_of((*where, key)) if len(where) == 1 else model.model_fields[key]
+        if field is not None and _is_confused(value, {*_kinds(field.annotation)}):
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            yield path, f"{title(path)} = {shown}: expected {_described(field.annotation) + _bounds(field.metadata)}"
+            continue
         inner = _models(field.annotation) if field is not None else []
         tables = [(path, value)] if not isinstance(value, list) else [(path, item) for item in value]
         for place, item in tables if inner else ():
             if isinstance(item, Mapping):
                 yield from _unknown_in(inner[0], item, place)
+
+
+def _is_confused(value: Any, kinds: set[Any]) -> bool:
+    """Is it a truth value where none belongs, or the reverse? Pydantic would turn one into the other."""
+    if bool not in kinds:
+        return any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value]))
+    return kinds <= {bool, types.NoneType} and not isinstance(value, (bool, types.NoneType))
 
 
 def _unknown_section(section: str, known: Mapping[str, type[BaseModel]]) -> str:

@@ -62,7 +62,7 @@ def _value(path: Path, text: str) -> Any:
     if text.lower() == "none" and may_be_none(path):
         return None
     try:
-        read = tomllib.loads(f"value = {text}")
+        read = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")
     except tomllib.TOMLDecodeError:
         return text
     value = read["value"]

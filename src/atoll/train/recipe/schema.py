@@ -50,7 +50,9 @@ Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
 Timeout = Annotated[float, Field(gt=0, le=_TEN_YEARS_S)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-AxisSize = Annotated[int, Field(ge=-1)]
+AxisSize = Annotated[int, Field(ge=-1), _at_most(2**20)]
+Layers = Annotated[int, Field(gt=0), _at_most(1000)]
+Width = Annotated[int, Field(gt=0), _at_most(2**24)]  # of a matrix
 
 
 class Section(BaseModel):
@@ -86,13 +88,13 @@ class ModelSection(Section):
     """Which network. Its dimensions derive from ``layers``, ``dim``, ``heads`` and ``hidden_dim``."""
 
     family: Literal["llama", "qwen3", "phi3", "gpt2"] = "llama"
-    layers: Positive = 6
-    dim: Positive = 256
-    heads: Positive = 8
-    kv_heads: Positive | None = None  # as many as heads
-    head_dim: Positive | None = None  # dim / heads
-    hidden_dim: Positive | None = None  # of the feed-forward part; 4 dim for gpt2, 8/3 dim rounded up to 64 otherwise
-    vocab_size: Positive | None = None  # the tokenizer's
+    layers: Layers = 6
+    dim: Width = 256
+    heads: Width = 8
+    kv_heads: Width | None = None  # as many as heads
+    head_dim: Width | None = None  # dim / heads
+    hidden_dim: Width | None = None  # of the feed-forward part; 4 dim for gpt2, 8/3 dim rounded up to 64 otherwise
+    vocab_size: Width | None = None  # the tokenizer's
     max_seq_len: Positive = 2048
     tied: bool = False  # the head shares the embedding's weight
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
@@ -179,7 +181,7 @@ class DataSection(Section):
     isolate_documents: bool = True  # tokens see their own document only, and positions restart in each
     shuffle: bool = True
     cache: str | None = None  # folder of tokenised shards; $ATOLL_HOME/data by default
-    workers: Annotated[int, Field(ge=0)] = 0  # processes that tokenise; 0: one for each core
+    workers: Annotated[int, Field(ge=0), _at_most(4096)] = 0  # processes that tokenise; 0: one for each core
 
 
 class ObjectiveSection(Section):
@@ -312,7 +314,7 @@ class CheckpointSection(Section):
     """What is saved, when, and where."""
 
     every: DurationField | None = None  # None: at the end only
-    keep: Annotated[int, Field(ge=1)] = 2  # newest ones
+    keep: Annotated[int, Field(ge=1), _at_most(10**6)] = 2  # newest ones
     keep_every: DurationField | None = None  # these stay for good
     keep_best: bool = False  # the one with the lowest validation loss stays too
     path: str | None = None  # folder or fsspec URL; <output_dir>/checkpoints by default
