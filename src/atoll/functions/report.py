@@ -11,13 +11,11 @@ from typing import Any
 
 from atoll.core.context import CallContext, current
 from atoll.core.errors import ConfigError, UsageError
-from atoll.core.hints import checks_arguments
 from atoll.core.paths import fsync_folder
 
 _KEEP = 2
 
 
-@checks_arguments
 def report(
     metrics: Mapping[str, Any], checkpoint: str | os.PathLike[str] | None = None, *, sharded: bool = False
 ) -> None:
