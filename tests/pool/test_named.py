@@ -36,6 +36,7 @@ import leaks
 from atoll.core import events
 from atoll.core.errors import RemoteTraceback
 from atoll.core.paths import short_path
+from atoll.pool import attached
 from atoll.pool.logs import LogLine
 from atoll.pool.named import folder_of, named_pools
 from atoll.providers.base import Node, NodePlan, Plan
@@ -476,6 +477,25 @@ def test_differing_settings_are_refused(home: Path) -> None:
         assert "hf_" not in json.dumps(named_pools())
         with sky.ComputePool(name=NAME, env={"FLAG": "1", "HF_TOKEN": "hf_verysecret"}) as same:
             assert same.world_size == 2
+
+
+def test_a_keeper_that_stands_still_is_told_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sky.ComputePool(name=NAME) as pool:
+        assert double(1) >> pool == (2, 0)
+        monkeypatch.setattr(attached, "_ANSWER_S", 1.0)
+        backend = pool._backend
+        assert isinstance(backend, attached.Attached)
+        backend._sock.settimeout(1.0)
+        waiting = keeper()
+        job = pool.submit(time.sleep, 4)  # silent for longer than that: the keeper is asked, and answers
+        assert job.result(60) is None
+        job = pool.submit(time.sleep, 60)
+        os.kill(waiting, signal.SIGSTOP)
+        try:
+            with pytest.raises(sky.PoolClosed, match=rf"has not answered for 1 s; its keeper is .*{waiting}"):
+                job.result(60)
+        finally:
+            os.kill(waiting, signal.SIGCONT)
 
 
 def test_a_setting_that_was_given_counts_also_where_it_is_the_default(home: Path) -> None:

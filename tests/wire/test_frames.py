@@ -186,3 +186,11 @@ def test_names_are_unique() -> None:
     assert len(set(frames.NAMES.values())) == len(frames.NAMES)
     assert frames.NAMES[frames.CALL] == "CALL"
     assert "RESULT" in repr(Parser().feed(pack(frames.RESULT, 3, 4, {"x": 1}))[0].parsed())
+
+
+def test_what_came_before_bytes_that_are_no_frame_is_not_lost() -> None:
+    parser = Parser()
+    whole = pack(frames.RESULT, 1, 2, {"a": 1})
+    assert [raw.parsed().meta for raw in parser.feed(whole + b"\xff" * HEADER.size)] == [{"a": 1}]
+    with pytest.raises(WireError):
+        parser.feed(b"")

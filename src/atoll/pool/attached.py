@@ -65,6 +65,7 @@ class Attached:
         self._send_lock = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._closing = False
+        self._gone = "went away"
         self._pid = os.getpid()
         self._parser = Parser()
         greeting = self._attach(config, wishes, to_start, idle_s)
@@ -116,7 +117,6 @@ class Attached:
             ) from None
         except OSError:
             return None
-        self._sock.settimeout(None)
         frame = received[0]
         if frame.kind == frames.REFUSED:
             raise ConfigError(
@@ -196,12 +196,12 @@ class Attached:
         while self._outbox and self._send_lock.acquire(blocking=False):
             try:
                 while self._outbox:
-                    with contextlib.suppress(OSError):  # the reader notices a keeper that is gone
-                        send_all(self._sock, *self._outbox.popleft())
-            except BaseException:  # Ctrl-C in the middle of a frame: what follows would not be understood
+                    send_all(self._sock, *self._outbox.popleft())
+            except BaseException as error:  # in the middle of a frame, by Ctrl-C say: the rest would make no sense
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
-                raise
+                if not isinstance(error, OSError):  # of a keeper that is gone or stands still the reader tells
+                    raise
             finally:
                 self._send_lock.release()
 
@@ -215,20 +215,29 @@ class Attached:
                 ours = self._closing
                 self._closing = True
                 left, self._jobs = list(self._jobs.values()), {}
-            why = "this process left the pool before the call finished" if ours else f"pool {self.name!r} went away"
+            why = "this process left the pool before the call finished" if ours else f"pool {self.name!r} {self._gone}"
             for job in left:
                 self._end(job, job.results, job.failures, PoolClosed(why), kept=True)
             self._parser.close()
 
     def _read_frames(self) -> None:
+        has_asked = False
         while True:
             while self.audience.is_full():
                 pass
             try:
                 data, fds = receive(self._sock)
                 received = self._parser.feed(data, fds) if data else []
+            except TimeoutError:
+                if has_asked and self._jobs:
+                    self._gone = f"has not answered for {_ANSWER_S:g} s; its keeper is {keeper_of(self.name)}"
+                    return
+                if has_asked := bool(self._jobs):
+                    self._send(pack(frames.PING))
+                continue
             except (OSError, WireError):
                 return
+            has_asked = False
             if not data:
                 return
             for raw in received:

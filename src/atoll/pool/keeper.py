@@ -296,6 +296,8 @@ class Keeper:
                 self.gang.credit(job, frame.rank, frame.meta["n"])
             case frames.CLOSE if job is not None:
                 self.gang.close_stream(job, frame.rank)
+            case frames.PING:
+                client.send(pack(frames.PING))
             case frames.DOWN:
                 self._ending = True
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = struct.Struct("<IBBHIQ")
 FLAGS_AT: Final = 5
 # Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again.
@@ -42,7 +42,7 @@ HELLO, RESULT, ERROR, VALUE, STREAM, REPORT, WANT_GROUP = 20, 21, 22, 23, 24, 25
 # Agent to driver.
 AGENT, LOG, EXIT, STARTED, LEASED = 30, 31, 32, 33, 34
 # Client to keeper and back (named pools).
-ATTACH, ATTACHED, REFUSED, SUBMIT, ACCEPTED, DONE, EVENT, DOWN = 40, 41, 42, 43, 44, 45, 46, 47
+ATTACH, ATTACHED, REFUSED, SUBMIT, ACCEPTED, DONE, EVENT, DOWN, PING = 40, 41, 42, 43, 44, 45, 46, 47, 48
 
 NAMES: Final = {
     value: name
@@ -135,21 +135,26 @@ class Parser:
         """Add what was received; returns every frame that is now whole.
 
         Raises:
-            WireError: the bytes are no frame; nothing more can be read from this stream.
+            WireError: the bytes are no frame; nothing more can be read from this stream. Frames before them are
+                returned first.
         """
         self._data += data
         self._fds.extend(fds)
-        frames = []
+        frames: list[RawFrame] = []
         offset = 0
         buffer = self._data
         while len(buffer) - offset >= HEADER.size:
             length, kind, flags, num_fds, rank, call = HEADER.unpack_from(buffer, offset)
             if kind not in NAMES or num_fds > _MAX_FDS or length > _MAX_BODY_BYTES:
+                if frames:
+                    break
                 raise WireError(f"kind {kind}, {num_fds} descriptors, {length} bytes: this is no frame")
             end = offset + HEADER.size + length
             if len(buffer) < end:
                 break
             if num_fds > len(self._fds):
+                if frames:
+                    break
                 raise WireError(f"a frame of {num_fds} descriptors came with {len(self._fds)}")
             taken = tuple(self._fds.popleft() for _ in range(num_fds))
             frames.append(RawFrame(kind, flags, rank, call, bytes(buffer[offset:end]), taken))
