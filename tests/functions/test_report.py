@@ -12,7 +12,7 @@ import pytest
 
 import atoll as sky
 from atoll.core.paths import atoll_home
-from atoll.pool.retention import prune_jobs
+from atoll.pool.retention import prune_jobs, prune_logs
 
 
 def test_outside_a_pool_it_only_checks_its_arguments(tmp_path: Path) -> None:
@@ -220,6 +220,20 @@ def test_a_call_that_runs_keeps_its_folder_however_old(tmp_path: Path) -> None:
         age(jobs / future.job_id)
         prune_jobs(jobs)
         assert not (jobs / future.job_id).exists()
+
+
+def test_a_pool_that_is_up_keeps_its_logs_however_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
+    with sky.ComputePool(logs="quiet") as pool:
+        own = pool.log_dir
+        for i in range(50):
+            (own.parent / f"later{i}").mkdir()
+        age(own)
+        prune_logs(own.parent)
+        assert own.exists()
+    age(own)  # its ranks wrote when they ended
+    prune_logs(own.parent)
+    assert not own.exists()
 
 
 def age(folder: Path) -> None:

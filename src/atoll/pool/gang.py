@@ -5,6 +5,7 @@ One reader thread takes every frame; calls are sent from whichever thread makes 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from atoll.pool.notifier import Audience
 from atoll.pool.reader import Reader
 from atoll.pool.remote import OneUseArena, RankFiles, is_remote
 from atoll.pool.timers import Timer
+from atoll.pool.worker.held import hold_folder
 from atoll.providers.base import Node
 from atoll.wire import frames
 from atoll.wire.frames import Frame, RawFrame, WireError, close_all, pack
@@ -45,6 +47,7 @@ class Gang:
         self.spec = spec
         remote = is_remote(spec.plan)
         self.arena = OneUseArena() if remote else Arena()
+        self._held: int | None = None  # the folder of its logs
         self._log_files = RankFiles(spec.log_dir) if remote else None  # local agents write them themselves
         self.audience = audience
         self.world_size = spec.plan.world_size
@@ -74,6 +77,9 @@ class Gang:
         except BaseException:
             self.stop()
             raise
+        with contextlib.suppress(OSError):  # a full disk
+            os.makedirs(self.spec.log_dir, mode=0o700, exist_ok=True)
+            self._held = hold_folder(self.spec.log_dir)
         took, num_nodes = time.monotonic() - started, len(self.spec.plan.nodes)
         self._tell(
             events.PoolStarted(pool_id=self.spec.pool_id, nodes=num_nodes, world_size=self.world_size, took_s=took)
@@ -110,6 +116,8 @@ class Gang:
             self.arena.close()
             if self._log_files is not None:
                 self._log_files.close()
+            if self._held is not None:
+                os.close(self._held)
             self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
             self.audience.close()
 

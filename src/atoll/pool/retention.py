@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import shutil
 import time
 from pathlib import Path
 
 from atoll.core.paths import is_locked
-from atoll.pool.worker.held import JOB_MARKER
+from atoll.pool.worker.held import is_held
 
 _KEEP_LOGS = 50
 _KEEP_JOBS_S = 14 * 86400.0
-_FRESH_S = 3600.0  # a pool that wrote in the last hour is taken to be up
+_FRESH_S = 3600.0  # logs of the last hour are kept, too
 
 
 def prune_logs(folder: Path) -> None:
-    """Keep the logs of the last pools only, and of those that may still be up."""
+    """Keep the logs of the last pools only, and of those that are up."""
     with contextlib.suppress(OSError):
         entries = [(_last_written(entry), entry) for entry in folder.iterdir()]
         for written, entry in sorted(entries)[:-_KEEP_LOGS]:
-            if time.time() - written > _FRESH_S and not is_locked(entry / "keeper.log"):
+            if time.time() - written > _FRESH_S and not is_held(entry):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -40,12 +39,7 @@ def _is_running(job: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if is_locked(json.loads((job / "job.json").read_bytes())["log"]) and not (job / "outcome").exists():
             return True
-    with contextlib.suppress(FileNotFoundError), open(job / JOB_MARKER, "rb+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return is_held(job)
 
 
 def _last_written(folder: Path) -> float:

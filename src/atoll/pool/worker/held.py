@@ -1,4 +1,4 @@
-"""Folders that a rank keeps from being removed while it runs, by locks: they end with it, however it ends."""
+"""Folders that a process keeps from being removed while it runs, by locks: they end with it, however it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 
 IMAGE_MARKER = "image.json"
-JOB_MARKER = ".running"
+_RUNNING = ".running"
 
 
 def hold_images() -> None:
@@ -21,8 +21,18 @@ def hold_images() -> None:
             os.utime(marker)
 
 
-def hold_job(folder: str) -> int:
-    """Keep a call's folder as long as the descriptor that this returns is open."""
-    descriptor = os.open(os.path.join(folder, JOB_MARKER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def hold_folder(folder: str) -> int:
+    """Keep the folder of a call or of a pool's logs as long as the descriptor that this returns is open."""
+    descriptor = os.open(os.path.join(folder, _RUNNING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
+
+
+def is_held(folder: str | os.PathLike[str]) -> bool:
+    """Does a process hold it?"""
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _RUNNING), "rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -20,7 +20,7 @@ from atoll.pool.agent.procs import PR_SET_PDEATHSIG, prctl
 from atoll.pool.agent.rank import CHANNEL_FD, CONTROL_FD
 from atoll.pool.worker import probe
 from atoll.pool.worker.children import DefinitionsSpec
-from atoll.pool.worker.held import hold_images, hold_job
+from atoll.pool.worker.held import hold_folder, hold_images
 from atoll.pool.worker.isolation import Isolation
 from atoll.pool.worker.streams import is_stream, send_stream
 from atoll.wire import definitions, frames
@@ -251,7 +251,7 @@ class Worker:
     def _report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         flush_output()
         if checkpoint and not self._holds_job:
-            self._holds_job, held = True, hold_job(f"{self.setup['job_dir']}/{self._job}")
+            self._holds_job, held = True, hold_folder(f"{self.setup['job_dir']}/{self._job}")
             self.at_end.append(lambda: os.close(held))
         self.send(frames.REPORT, {"checkpoint": checkpoint} if checkpoint else {}, dumps(metrics, what="the metrics"))
 
