@@ -26,9 +26,11 @@ def test_plain_pickle_finds_what_the_script_defines(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_so_do_fresh_interpreters_that_ranks_start(tmp_path: Path) -> None:
-    # Grandchildren by spawn only: nested forkservers lose semaphores in plain Python 3.11, too.
-    run("plain_pickle.py", str(tmp_path), "spawn", "spawn+grandchildren", "forkserver")
+@pytest.mark.timeout(300)
+# Grandchildren by spawn only: nested forkservers lose semaphores in plain Python 3.11, too.
+@pytest.mark.parametrize("start", ["spawn", "spawn+grandchildren", "forkserver"])
+def test_so_do_fresh_interpreters_that_ranks_start(start: str, tmp_path: Path) -> None:
+    run("plain_pickle.py", str(tmp_path), start)
 
 
 def test_ordinary_things_of_a_script_travel_or_say_why_not() -> None:
