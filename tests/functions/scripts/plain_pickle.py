@@ -144,6 +144,11 @@ def count() -> int:
     return FACTOR
 
 
+def pool_inside() -> list[Any]:
+    with sky.ComputePool(logs="quiet") as pool:
+        return [pool.run_one(triple, 2), type(pool.run_one(copied, Pair(1, 2))) is Pair]
+
+
 def redefine(scale: int) -> type:
     """What a notebook does: the cell runs again."""
     space = globals()
@@ -181,6 +186,7 @@ def main(folder: Path, contexts: list[str]) -> None:
         check("so is one of an inner class", True, lambda: isinstance(pool.run_one(there_and_back)[3], Outer.Inner))
         check("an argument of an inner class", Outer.Inner, lambda: type(pool.run_one(copied, Outer.Inner())))
         check("all_gather_object", [[Pair(0, 1), Pair(1, 1)]] * 2, lambda: pool.run(gather))
+        check("a pool inside a rank", [6, True], lambda: pool.run_one(pool_inside))
         check("globals in the first call", [4, 4], lambda: pool.run(count))
         check("globals in the second call", [4, 4], lambda: pool.run(count))
         for scale in (1, 2):

@@ -23,6 +23,10 @@ _MODULE = "atoll.pool.worker.children"
 class DefinitionsSpec:
     """The ``__spec__`` of a rank's ``__main__``. Its name is asked for when a fresh interpreter is to be started."""
 
+    loader = origin = cached = submodule_search_locations = None
+    parent = ""
+    has_location = False
+
     def __init__(self) -> None:
         self._open()
 
