@@ -56,7 +56,7 @@ class Dispatcher:
         self._version = -1
         self._look_at = 0.0
         self._changed = True  # look at once
-        self._awaited_ports: set[tuple[int, ...]] = set()
+        self._awaited_ports: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
         self._told_to_end = False
         self._settles_at: float | None = time.monotonic() + _SETTLED_S
         self._file = os.stat(store.path)
@@ -275,14 +275,14 @@ class Dispatcher:
         job = turn.job
         if not job.spec.ports or not nodes.shared_networks:
             return None
-        networks = [nodes.shared_networks[node] for node in turn.nodes]
-        if job.spec.ports in self._awaited_ports:
+        networks = tuple(nodes.shared_networks[node] for node in turn.nodes)
+        if (job.spec.ports, networks) in self._awaited_ports:
             return f"{TURN}: jobs before it wait for its port"
         folder = self._folder.parent.parent / "ports"
         locks = PortLocks((folder / each for each in networks), f"job {job.id} of cluster {cluster.name}")
         held = locks.take(job.spec.ports)
         if held is not None:
-            self._awaited_ports.add(job.spec.ports)  # nobody tells us when they are free
+            self._awaited_ports.add((job.spec.ports, networks))  # nobody tells us when they are free
             return f"waiting for {held}"
         self._ports[job.id] = locks
         return None
