@@ -179,8 +179,11 @@ class ShardWriter:
         self._offsets.write(self.num_tokens.to_bytes(8, "little"))
         self._digest.update(len(tokens).to_bytes(8, "little"))
         self.num_documents += 1
+        mapped = getattr(tokens, "_mmap", None)  # of a np.memmap, and of what was cut from one
         for start in range(0, len(tokens), 1 << 22):  # in pieces, so that a mapped document is never copied whole
             self._append(tokens[start : start + (1 << 22)].astype(self.dtype))
+            if mapped is not None:  # nor held by this process
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def finish(self, **about: Any) -> None:
         """Make what was added durable; ``about`` goes into ``meta.json``."""
