@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import MOST_ACCELERATORS, check_whole
@@ -255,9 +255,15 @@ def _nearest(name: str, names: list[str]) -> str:
 
 
 class _Vendor(type):
-    """Says which card was meant where ``NVIDIA.A1000`` names none."""
+    """Has a spec for each card that the catalog lists of it, and says which one was meant by another name."""
 
-    def __getattr__(cls, name: str) -> NoReturn:
+    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, object]) -> _Vendor:
+        cards = {
+            card.replace("tpu-", "TPU").replace("-", "_"): AcceleratorSpec(card) for card in _CATALOG.get(name, ())
+        }
+        return super().__new__(mcs, name, bases, {**members, **cards})
+
+    def __getattr__(cls, name: str) -> AcceleratorSpec:
         known = [attribute for attribute in vars(cls) if not attribute.startswith("_")]
         if name.startswith("_"):  # copy, pickle and inspect probe for these
             raise AttributeError(name)
@@ -267,86 +273,21 @@ class _Vendor(type):
 class NVIDIA(metaclass=_Vendor):
     """NVIDIA's GPUs. Each is a value and can be called: ``NVIDIA.A100``, ``NVIDIA.A100(count=2, mig="3g.40gb")``."""
 
-    T4 = AcceleratorSpec("T4")
-    L4 = AcceleratorSpec("L4")
-    L40 = AcceleratorSpec("L40")
-    L40S = AcceleratorSpec("L40S")
-    P4 = AcceleratorSpec("P4")
-    P100 = AcceleratorSpec("P100")
-    V100 = AcceleratorSpec("V100")
-    A2 = AcceleratorSpec("A2")
-    A10 = AcceleratorSpec("A10")
-    A10G = AcceleratorSpec("A10G")
-    A16 = AcceleratorSpec("A16")
-    A30 = AcceleratorSpec("A30")
-    A40 = AcceleratorSpec("A40")
-    A100 = AcceleratorSpec("A100")
-    H100 = AcceleratorSpec("H100")
-    H200 = AcceleratorSpec("H200")
-    GH200 = AcceleratorSpec("GH200")
-    B200 = AcceleratorSpec("B200")
-    B300 = AcceleratorSpec("B300")
-    GB200 = AcceleratorSpec("GB200")
-    GB300 = AcceleratorSpec("GB300")
-    RTX2080Ti = AcceleratorSpec("RTX2080Ti")
-    RTX3060 = AcceleratorSpec("RTX3060")
-    RTX3070 = AcceleratorSpec("RTX3070")
-    RTX3080 = AcceleratorSpec("RTX3080")
-    RTX3090 = AcceleratorSpec("RTX3090")
-    RTX4070 = AcceleratorSpec("RTX4070")
-    RTX4080 = AcceleratorSpec("RTX4080")
-    RTX4090 = AcceleratorSpec("RTX4090")
-    RTX5080 = AcceleratorSpec("RTX5080")
-    RTX5090 = AcceleratorSpec("RTX5090")
-    RTX6000 = AcceleratorSpec("RTX6000")
-    RTX6000_Ada = AcceleratorSpec("RTX6000-Ada")
-    RTX4000_Ada = AcceleratorSpec("RTX4000-Ada")
-    RTXA4000 = AcceleratorSpec("RTXA4000")
-    RTXA5000 = AcceleratorSpec("RTXA5000")
-    RTXA6000 = AcceleratorSpec("RTXA6000")
-    RTXPRO6000 = AcceleratorSpec("RTXPRO6000")
-
 
 class AMD(metaclass=_Vendor):
     """AMD's accelerators."""
-
-    MI100 = AcceleratorSpec("MI100")
-    MI210 = AcceleratorSpec("MI210")
-    MI250 = AcceleratorSpec("MI250")
-    MI250X = AcceleratorSpec("MI250X")
-    MI300A = AcceleratorSpec("MI300A")
-    MI300X = AcceleratorSpec("MI300X")
-    MI325X = AcceleratorSpec("MI325X")
-    MI350X = AcceleratorSpec("MI350X")
-    MI355X = AcceleratorSpec("MI355X")
 
 
 class AWS(metaclass=_Vendor):
     """Amazon's accelerators."""
 
-    Inferentia = AcceleratorSpec("Inferentia")
-    Inferentia2 = AcceleratorSpec("Inferentia2")
-    Trainium = AcceleratorSpec("Trainium")
-    Trainium2 = AcceleratorSpec("Trainium2")
-
 
 class Habana(metaclass=_Vendor):
     """Intel's Gaudi accelerators."""
 
-    Gaudi = AcceleratorSpec("Gaudi")
-    Gaudi2 = AcceleratorSpec("Gaudi2")
-    Gaudi3 = AcceleratorSpec("Gaudi3")
-
 
 class Google(metaclass=_Vendor):
     """Google's TPUs."""
-
-    TPUv2 = AcceleratorSpec("tpu-v2")
-    TPUv3 = AcceleratorSpec("tpu-v3")
-    TPUv4 = AcceleratorSpec("tpu-v4")
-    TPUv5e = AcceleratorSpec("tpu-v5e")
-    TPUv5p = AcceleratorSpec("tpu-v5p")
-    TPUv6e = AcceleratorSpec("tpu-v6e")
 
 
 class Accelerator(metaclass=_Vendor):
