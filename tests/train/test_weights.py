@@ -122,7 +122,9 @@ def test_transformers_computes_the_same_from_an_export(section: ModelSection, tm
 def test_an_export_comes_back_bit_by_bit(section: ModelSection, tmp_path: Path) -> None:
     model = model_of(section)
     folder = export_model(model, tmp_path / "hf", max_shard_bytes=20_000)
-    assert section_of(str(folder)) == section.model_copy(update={"kv_heads": section.num_kv_heads})
+    assert section_of(str(folder)) == section.model_copy(
+        update={"kv_heads": section.num_kv_heads, "init_std": section.std}
+    )
     back = model_of(section, seed=1)
     assert load_weights(back, section, str(folder)) == []
     assert_same(back, model)
