@@ -126,9 +126,9 @@ class CallFuture(Future[R], Generic[R]):
         super().add_done_callback(action)
 
     def add_done_callback(self, fn: Callable[[Future[R]], object]) -> None:
-        """Call it with this future when the call has ended; at once if it has."""
+        """Call it with this future when the call has ended, in a thread of the pool's: the caller may hold a lock."""
         audience = self._backend.audience
-        super().add_done_callback(fn if self.done() else lambda future: audience.call(fn, future))
+        super().add_done_callback(lambda future: audience.call(fn, future))
 
     def cancel(self) -> bool:
         """Stop the call, also while it runs or streams; False if it had ended."""

@@ -50,6 +50,7 @@ class Notifier:
         self._changed = threading.Condition()
         self._num_put = self._num_done = self._waiting_bytes = self._dropped_bytes = 0
         self._moved_s = 0.0
+        self._is_closed = False
         self._spoke: set[int] = set()  # ranks that wrote since the last flush
         self._thread: threading.Thread | None = None
 
@@ -77,8 +78,11 @@ class Notifier:
             self._put(lambda: on_event(event() if callable(event) else event), (), _EVENT_BYTES)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Call code of the user's."""
-        self._put(function, args)
+        """Call code of the user's; in this thread where the pool is down."""
+        if self._is_closed:
+            function(*args)
+        else:
+            self._put(function, args)
 
     def _put(self, function: Callable[..., object], args: tuple[Any, ...], num_bytes: int = 0) -> None:
         """Queue a call. One that is counted in bytes is dropped where too many wait and nothing moves."""
@@ -145,6 +149,7 @@ class Notifier:
         """Show what there is, as long as that moves, and end the thread."""
         self.catch_up()
         self._logs.close()  # a write that waits for a reader gives up
+        self._is_closed = True
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_LEAVE_S)
