@@ -44,7 +44,7 @@ def report(
             f"checkpoint= takes the path of a file or folder, not {type(checkpoint).__name__}: write it first, with "
             f"torch.save(state, path) for example"
         )
-    if checkpoint is not None and not Path(checkpoint).exists():
+    if checkpoint is not None and not os.path.exists(os.fspath(checkpoint)):
         raise ConfigError(f"checkpoint={os.fspath(checkpoint)!r} does not exist: write it before reporting it")
     context = current()
     if context is None or context.send_report is None:
