@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import ranks
+from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
 from atoll.train.engine import Engine
 from atoll.train.models import hf
@@ -121,6 +122,11 @@ def test_a_reduction_in_bf16_rounds_once_whatever_the_micro_batches(layout: str)
     assert max(errors.values()) < 0.005, errors
     if layout in ("one", "pp"):
         assert not any(errors.values()), "no rank to sum over, nothing to round"
+
+
+def test_a_pipeline_of_shards_is_not_reduced_in_bf16() -> None:
+    with pytest.raises(ConfigError, match=r'reduce = "bf16" with \[parallel\] pipeline = 2 and shard = 2'):
+        resolve(recipe_of({"pipeline": 2, "shard": 2}, reduce="bf16"), 4)
 
 
 def test_angles_are_exact_where_the_model_computes_in_bf16() -> None:

@@ -513,3 +513,8 @@ def test_weights_that_one_rank_lacks_stop_all_of_them(tmp_path: Path) -> None:
     messages = ranks.run(2, with_weights_that_rank_1_lacks, recipe, str(tmp_path / "weights"), timeout=60)
     assert all("weights-not-here" in message for message in messages)
     assert "found on rank 1" in messages[0]
+
+
+def test_the_largest_seed_trains(tmp_path: Path) -> None:
+    result = small.train(small.tree(tmp_path, train__seed=2**63 - 1, train__steps=2, optimizer__moments="bf16"))
+    assert result.status == "finished"
