@@ -265,3 +265,8 @@ def test_variables_in_mounts_are_replaced_once(tmp_path: Path) -> None:
     _, mounts = launches._files([task], launches.Options())
     assert mounts == {"~/data": f"{tmp_path}/$B"}
     check_sources(None, mounts)  # which is there
+
+
+def test_a_device_is_no_source_in_a_dry_run_either() -> None:
+    with pytest.raises(ConfigError, match=r"file_mounts.~/d: /dev/null is a device, a pipe or a socket"):
+        resolve_mounts({"~/d": "/dev/null"})

@@ -122,6 +122,8 @@ def _checked(key: str, source: object) -> str | None:
     path = Path(source).expanduser().absolute()
     if not path.exists():
         raise ConfigError(f"{key}: {source} is not on this machine (looked for {path})")
+    if not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{key}: {source} is a device, a pipe or a socket: expected a file or a folder")
     return os.fspath(path)
 
 
