@@ -106,11 +106,11 @@ def test_a_target_outside_of_home_is_noted_for_the_node(tmp_path, home, not_belo
 
 def test_variables_in_targets_and_sources(tmp_path):
     (tmp_path / "x").mkdir()
-    mounts = {"~/$WHERE/d": "${ROOT}/x", "~/u": "$UNKNOWN://x"}
+    mounts = {"~/$WHERE/d": "${ROOT}/x", "~/u": "s3://$UNKNOWN/x"}
     found = resolve_mounts(mounts, {"WHERE": "there", "ROOT": str(tmp_path)})
     assert [(each.target, each.source) for each in found] == [
         ("~/there/d", str(tmp_path / "x")),
-        ("~/u", "$UNKNOWN://x"),
+        ("~/u", "s3://$UNKNOWN/x"),
     ]
 
 
@@ -270,3 +270,16 @@ def test_variables_in_mounts_are_replaced_once(tmp_path: Path) -> None:
 def test_a_device_is_no_source_in_a_dry_run_either() -> None:
     with pytest.raises(ConfigError, match=r"file_mounts.~/d: /dev/null is a device, a pipe or a socket"):
         resolve_mounts({"~/d": "/dev/null"})
+
+
+@pytest.mark.parametrize(
+    ("workdir", "mounts", "said"),
+    [
+        (None, {"~/d": "s4://bucket/x"}, "unknown scheme 's4': expected s3"),
+        ({"url": "--upload-pack=x"}, {}, "workdir: url '--upload-pack=x': expected https"),
+        ({"url": "https://host/x", "ref": "a b"}, {}, "workdir: ref 'a b': expected a branch"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(workdir: object, mounts: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_sources(workdir, mounts)  # type: ignore[arg-type]

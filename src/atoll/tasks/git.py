@@ -50,6 +50,18 @@ def run_git(
     )
 
 
+def check_git(url: str, ref: str | None) -> None:
+    """Refuse what can be no repository or ref; asks nobody.
+
+    Raises:
+        ConfigError: it can't be one.
+    """
+    if ref is not None and (not ref or ref.startswith("-") or any(each.isspace() for each in ref)):
+        raise ConfigError(f"workdir: ref {ref!r}: expected a branch, a tag or a commit")
+    if not url.strip() or url.startswith("-"):
+        raise ConfigError(f"workdir: url {url!r}: expected https://…, ssh://…, user@host:path or a path")
+
+
 def fetch_git(url: str, ref: str | None, dest: Path) -> str:
     """Make ``dest`` a work tree of the repository at ``url``, submodules included; the commit it is at.
 
@@ -63,8 +75,7 @@ def fetch_git(url: str, ref: str | None, dest: Path) -> str:
     Raises:
         ConfigError: git is missing, the repository cannot be read, or it has no such ref.
     """
-    if ref is not None and (not ref or ref.startswith("-") or any(each.isspace() for each in ref)):
-        raise ConfigError(f"workdir: ref {ref!r}: expected a branch, a tag or a commit")
+    check_git(url, ref)
     plain, login = _split_login(url)
     dest.mkdir(parents=True, exist_ok=True)
     try:
@@ -113,8 +124,6 @@ def _must(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -
 
 def _split_login(url: str) -> tuple[str, dict[str, str]]:
     """The URL without a login, and variables that give git the login: git shows URLs to `ps` and keeps them on disk."""
-    if url.startswith("-"):
-        raise ConfigError(f"workdir: url {url!r}: expected https://…, ssh://…, user@host:path or a path")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or "@" not in parts.netloc:
         return url, {}

@@ -118,6 +118,7 @@ def _checked(key: str, source: object) -> str | None:
     if source.startswith("file://"):
         source = source.removeprefix("file://")
     if "://" in source:
+        _check_scheme(key, source)
         return source
     path = Path(source).expanduser().absolute()
     if not path.exists():
@@ -125,6 +126,18 @@ def _checked(key: str, source: object) -> str | None:
     if not path.is_file() and not path.is_dir():
         raise ConfigError(f"{key}: {source} is a device, a pipe or a socket: expected a file or a folder")
     return os.fspath(path)
+
+
+def _check_scheme(key: str, url: str) -> None:
+    """Refuse a URL of a kind that nothing reads; asks nobody. Without fsspec the one who fetches it tells."""
+    try:
+        import fsspec
+    except ImportError:
+        return
+    scheme, known = url.partition("://")[0], fsspec.available_protocols()
+    if scheme.partition("::")[0] not in known:
+        hint = nearest(scheme, known) or ": expected s3, gs, https or another scheme that fsspec knows"
+        raise ConfigError(f"{key}: {redact(url)}: unknown scheme {scheme!r}{hint}")
 
 
 def place(target: str, home: Path) -> tuple[Path, Path | None]:
@@ -243,7 +256,6 @@ def _look(mount: Mount, url: str, remote: _Remote) -> tuple[AbstractFileSystem, 
     """The file system of a URL and the files there: path below it to the system's own name, and an entry."""
     scheme = url.partition("://")[0]
     try:
-        import fsspec
         from fsspec.core import url_to_fs
 
         system, root = url_to_fs(url)
@@ -251,10 +263,8 @@ def _look(mount: Mount, url: str, remote: _Remote) -> tuple[AbstractFileSystem, 
         wanted = _EXTRAS.get(scheme, "fsspec" if error.name == "fsspec" else "")
         how = f'pip install "{wanted}"' if wanted else str(error)
         raise ConfigError(f"{mount.key}: {scheme}:// needs a package that is not installed: {how}") from None
-    except ValueError:
-        known = fsspec.available_protocols()
-        hint = nearest(scheme, known) or ": expected s3, gs, https or another scheme that fsspec knows"
-        raise ConfigError(f"{mount.key}: {redact(url)}: unknown scheme {scheme!r}{hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"{mount.key}: {redact(url)}: {redact(str(error))}") from None
     with remote:
         system.invalidate_cache()
         single = scheme in ("http", "https") or system.isfile(root)

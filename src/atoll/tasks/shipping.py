@@ -62,10 +62,13 @@ def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, 
     Raises:
         ConfigError: a source can't be read.
     """
+    from atoll.tasks.git import check_git
     from atoll.tasks.mounts import resolve_mounts
 
     if isinstance(workdir, str):
         _folder(workdir)
+    elif workdir is not None:
+        check_git(workdir["url"], workdir.get("ref"))
     resolve_mounts(mounts, workdir=workdir is not None)
 
 
