@@ -14,6 +14,7 @@ import pytest
 from tests.pool.conftest import SOURCE_ROOT
 
 from atoll.core.errors import ConfigError
+from atoll.core.paths import temporary_beside
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.placing import Wish, accelerators_text, decide
@@ -222,19 +223,15 @@ def test_one_launch_at_a_time() -> None:
         os.kill(other.pid, signal.SIGCONT)
         other.stdin.close()  # only now does it let go
 
-    left = [
-        clusters.folder_of("t") / f".cluster.json.{name}.tmp" for name in ("old", "new")
-    ]  # of some that were killed
-    for path in left:
-        path.touch()
-    os.utime(left[0], (0, 0))
+    left = clusters.folder_of("t") / ".cluster.json.0123abcd.tmp"  # of one that was killed
+    left.touch()
     with clusters.locked_if_free("t", "autostop") as free:
         assert not free
     os.kill(other.pid, signal.SIGSTOP)
     holder = f"launch, process {other.pid}, which is stopped (kill -CONT {other.pid})"
-    with clusters.locked("t", "down", waiting):
+    with temporary_beside(clusters.folder_of("t") / "cluster.json") as written, clusters.locked("t", "down", waiting):
         assert (told, other.stdout.read()) == ([f"waiting for another command on cluster t: {holder}"], "done\n")
-        assert [path.exists() for path in left] == [False, True]  # that one may be being written
+        assert (left.exists(), written.exists()) == (False, True)  # the second is being written
     other.stdout.close()
     assert other.wait(20) == 0
     with clusters.locked_if_free("t", "autostop") as free:

@@ -88,8 +88,8 @@ def temporary_beside(target: Path, *, folder: bool = False) -> Iterator[Path]:
         descriptor = os.open(
             place, os.O_CLOEXEC | (os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL), 0o600
         )
-        _try_lock(descriptor)
-        if place.exists():  # else somebody swept it before it was locked
+        _try_lock(descriptor, wait=True)  # whoever sweeps holds it for a moment
+        if place.exists():  # else it was swept before it was locked
             break
         os.close(descriptor)
     try:
@@ -112,9 +112,9 @@ def sweep_temporary(target: str | os.PathLike[str]) -> None:
                 os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, *, wait: bool = False) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:  # held, or a file system that locks none: nothing is swept there
         return False
     return True
