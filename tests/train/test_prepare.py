@@ -20,6 +20,7 @@ import pytest
 import tokenizers
 
 from atoll.core.errors import ConfigError
+from atoll.train.corpus import open_corpus
 from atoll.train.data import formats
 from atoll.train.data import prepare as module
 from atoll.train.data import tokenizer as tokenizer_module
@@ -189,6 +190,9 @@ def test_token_files_need_no_tokenizer_and_are_checked_against_one(ready: Any, t
     path.write_bytes(np.array([1, 2, 300, 4, 5, 6], dtype="<u2").tobytes())
     with pytest.raises(ConfigError, match="token 2 is 300, and the tokenizer has 260"):
         ready(path)
+    recipe = load_recipe("llama3_debug", ["--model.vocab_size", "300", "--data.path", str(path)]).recipe
+    with pytest.raises(ConfigError, match=r"has the token 300, and \[model\] vocab_size = 300"):
+        open_corpus(recipe, ready(path, tokenizer=None))
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,13 @@ def test_one_that_cannot_encode_is_told(tmp_path: Path) -> None:
             call()
 
 
+def test_a_token_with_a_huge_number_is_told(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    (tmp_path / "tokenizer.json").write_text(words.to_str().replace('"b":1', '"b":4000000000'))
+    with pytest.raises(ConfigError, match=r"gives 'b' the number 4000000000: a vocabulary ends at 16777216"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_one_without_tokens_is_told(tmp_path: Path) -> None:
     tokenizers.Tokenizer(tokenizers.models.WordLevel({})).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=f"tokenizer = '{tmp_path}' has no tokens"):

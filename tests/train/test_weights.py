@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -283,6 +284,15 @@ def test_a_bare_safetensors_file_takes_the_recipes_network(tmp_path: Path) -> No
     back = model_of(model.config, seed=1)
     load_weights(back, model.config, str(alone))
     assert_same(back, model)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    model = model_of(section_for("llama"))
+    with torch.no_grad():
+        next(parameter for name, parameter in model.named_parameters() if name == "norm.weight")[3:5] = math.nan
+    folder = export_model(model, tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"hf: 2 of 32 values of norm\.weight are NaN or infinite"):
+        load_weights(model_of(model.config, seed=1), model.config, str(folder))
 
 
 def test_an_untied_head_starts_from_a_tied_one(tmp_path: Path) -> None:

@@ -22,8 +22,18 @@ class Corpus:
 
 
 def open_corpus(recipe: Recipe, prepared: Prepared) -> Corpus:
-    """Pack prepared shards as the recipe says."""
+    """Pack prepared shards as the recipe says.
+
+    Raises:
+        ConfigError: a token is none of the model's vocabulary.
+    """
     data, train = recipe.data, recipe.train
+    for shards in [*(shards for shards, _ in prepared.train), *([prepared.validation] if prepared.validation else [])]:
+        if shards.largest_token >= recipe.model.vocabulary:
+            raise ConfigError(
+                f"[data] has the token {shards.largest_token}, and [model] vocab_size = {recipe.model.vocabulary}: the "
+                "tokens were made for another vocabulary, or [data] bin_dtype is wrong"
+            )
     dataset = PackedDataset(
         prepared.train, train.seq_len, isolate=data.isolate_documents, shuffle=data.shuffle, seed=train.seed
     )

@@ -49,7 +49,8 @@ def load_weights(model: nn.Module, section: ModelSection, source: str, progress:
         lines to show: what the source says differently from the recipe.
 
     Raises:
-        ConfigError: a tensor is missing, left over, or of another shape; the message names it and both shapes.
+        ConfigError: a tensor is missing, left over, or of another shape, and the message names it and both shapes; or
+            it holds values that are not finite.
     """
     with open_source(source, section, progress) as opened:
         return set_weights(model, section, opened, progress)
@@ -70,7 +71,12 @@ def set_weights(model: nn.Module, section: ModelSection, opened: Source, progres
     # In the file's order, so that tensors which the file holds as one are read once.
     order = {name: number for number, name in enumerate(opened.tensors)}
     for number, name in enumerate(sorted(parameters, key=lambda name: order[theirs[name]])):
-        copy_part(opened.read(theirs[name]), parameters[name])
+        part = copy_part(opened.read(theirs[name]), parameters[name])
+        if not part.isfinite().all():
+            count = int((~part.isfinite()).sum())
+            raise ConfigError(
+                f"{opened.label}: {count:,} of {part.numel():,} values of {theirs[name]} are NaN or infinite"
+            )
         if progress is not None:
             progress(number + 1, len(parameters))
     return notes

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, write_atomic
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FILE_TOKENS = 1 << 29  # tokens a file: 1 GiB of uint16
 
 _META, _DOCUMENTS, _UNFINISHED = "meta.json", "documents.npy", "documents.part"
@@ -44,6 +44,7 @@ class TokenShards:
         self.folders = folders
         self.meta = meta
         self.num_tokens = sum(each["num_tokens"] for each in meta)
+        self.largest_token = max(each["largest_token"] for each in meta)
         self.num_documents = sum(each["num_documents"] for each in meta)
         self._maps: list[mmap.mmap] = []
         self._tokens: list[NDArray[Any]] = []
@@ -167,6 +168,7 @@ class ShardWriter:
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self.num_tokens = 0
         self.num_documents = 0
+        self.largest_token = 0
         self._file_tokens = file_tokens
         self._files: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
@@ -181,7 +183,9 @@ class ShardWriter:
         self.num_documents += 1
         mapped = getattr(tokens, "_mmap", None)  # of a np.memmap, and of what was cut from one
         for start in range(0, len(tokens), 1 << 22):  # in pieces, so that a mapped document is never copied whole
-            self._append(tokens[start : start + (1 << 22)].astype(self.dtype))
+            piece = tokens[start : start + (1 << 22)].astype(self.dtype)
+            self.largest_token = max(self.largest_token, int(piece.max()))
+            self._append(piece)
             if mapped is not None:  # nor held by this process
                 mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -204,6 +208,7 @@ class ShardWriter:
             "dtype": self.dtype.name,
             "num_tokens": self.num_tokens,
             "num_documents": self.num_documents,
+            "largest_token": self.largest_token,
             "files": self._files,
             "documents_bytes": documents.stat().st_size,
             "content": self._digest.hexdigest(),

@@ -118,7 +118,13 @@ class FastTokenizer:
         vocabulary = engine.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(f"[data] tokenizer = {name!r} has no tokens: train it first, or name another one")
-        self.vocab_size = max(vocabulary.values()) + 1
+        largest = max(vocabulary, key=lambda token: vocabulary[token])
+        self.vocab_size = vocabulary[largest] + 1
+        if self.vocab_size > _MOST_TOKENS:
+            raise ConfigError(
+                f"[data] tokenizer = {name!r} gives {largest!r} the number {vocabulary[largest]}: a vocabulary ends at "
+                f"{_MOST_TOKENS}"
+            )
         self.bos_id = _special_id("bos", config, vocabulary, _KNOWN_BOS)
         self.eos_id = _special_id("eos", config, vocabulary, _KNOWN_EOS)
         self.adds_bos = self._adds_bos(config.get("add_bos_token"))

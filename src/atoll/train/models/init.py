@@ -134,11 +134,11 @@ def piece_of(whole: Tensor, dim: int, number: int, count: int) -> Tensor:
     return pieces[number] if number < len(pieces) else whole.narrow(dim, 0, 0)
 
 
-def copy_part(whole: Tensor, tensor: Tensor) -> None:
-    """Set what this rank holds of ``tensor`` from the whole of it, of which only that part is read."""
+def copy_part(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Set and return what this rank holds of ``tensor`` from the whole of it, of which only that part is read."""
     for cut in splits_of(tensor) if isinstance(tensor, DTensor) else ():
         whole = piece_of(whole, *cut)
-    (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).copy_(whole)
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).copy_(whole)
 
 
 def _places(parameter: Tensor) -> list[Tensor]:
