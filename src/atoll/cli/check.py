@@ -146,7 +146,7 @@ def gpus(
     infra: Annotated[str, typer.Option(help="The same as a flag.")] = "local",
     output: shown.Output = "table",
 ) -> None:
-    """Show the GPUs that jobs would use, those of this machine with who has them, or of ssh hosts.
+    """Show the GPUs that jobs can use, and who holds them.
 
     \b
         atoll gpus
