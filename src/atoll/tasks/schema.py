@@ -222,15 +222,22 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
 
 # -------------------------------------------------------------------------------------------------------- YAML
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as SkyPilot reads it, without what nobody means: ``010`` as 8, ``1:30`` as 90, dates, and tags."""
+    """YAML 1.1 as SkyPilot reads it, without what nobody means: ``010`` as 8, ``1:30`` as 90, dates, and tags.
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+    Keys are text: a variable may be called ``ON`` or ``NO``.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs say nothing of it
         if getattr(event, "tag", None) not in (None, "!"):
             raise yaml.composer.ComposerError(
                 None, None, f"the tag {event.tag}: values have none here, and quotes make text", event.start_mark
             )
-        return super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        is_key = index is None and isinstance(parent, yaml.MappingNode)
+        if is_key and isinstance(node, yaml.ScalarNode) and node.tag != f"{_TAG}merge":
+            node.tag = f"{_TAG}str"
+        return node
 
 
 _TAG = "tag:yaml.org,2002:"
