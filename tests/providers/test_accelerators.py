@@ -184,7 +184,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_gpus_are_read_once_with_their_canonical_names(nvidia_smi: Path) -> None:
     gpus = local_gpus()
     assert [(gpu.index, gpu.uuid, gpu.name) for gpu in gpus] == [(i, f"GPU-{i}{i}ab-{i}", "H100") for i in range(4)]
-    assert gpus[0].memory_gb == pytest.approx(81559 / 1024)
+    assert gpus[0].memory_gb == 79.6  # of 81559 MiB
     assert local_gpus() is gpus
     calls = (nvidia_smi.parents[1] / "calls").read_text().splitlines()
     assert calls == ["--query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits"]
@@ -203,6 +203,9 @@ def test_gpus_are_read_once_with_their_canonical_names(nvidia_smi: Path) -> None
         ("MIG-1234", []),
         ("", []),
         ("-1", []),
+        ("02, 1", [2, 1]),
+        ("²", []),
+        ("1," + "9" * 5000, [1]),
     ],
 )
 def test_cuda_visible_devices_chooses_and_orders(

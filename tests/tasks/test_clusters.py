@@ -46,7 +46,8 @@ def test_a_new_cluster_is_what_was_asked_for() -> None:
     made = decide("t", None, Wish(num_nodes=3, accelerators=(("L4", 2),), cpus="8+", memory="32"))
     assert (made.cluster.num_nodes, made.cluster.cpus, made.cluster.memory_gb) == (3, "8+", "32")
     assert (made.accelerator, made.num_accelerators, made.cluster.simulated) == ("L4", 2, True)
-    assert made.lines == ("3 × L4:2 simulated on CPU: this machine has no GPU",)
+    no_gpu = "this machine has no GPU that CUDA_VISIBLE_DEVICES='' leaves"
+    assert made.lines == (f"3 × L4:2 simulated on CPU: {no_gpu}",)
     assert made.changed
 
 

@@ -363,7 +363,8 @@ class Gang:
 
     def _clean_up(self, node: NodeState, handle: Node, reason: str) -> None:
         """Fail what ran on a lost node, release it and start it again, which takes a while."""
-        reason = node.ended or node.silent or handle.reason or reason
+        if not self._closing:  # nobody asks how a node ended that was told to
+            reason = node.ended or node.silent or handle.reason or reason
         with self._lock:
             number, ranks, closing = node.plan.node, self.nodes.ranks_of(node), self._closing
             if not all(state.starts for state in ranks) and not closing:

@@ -26,7 +26,7 @@ from atoll.wire.frames import Parser, pack
 
 _MAX_RESTARTS = 3  # of a node in a row
 _DEAF_S = 10.0  # an agent that has not answered for so long is given up
-_FORCE_S = 3.0  # ending one node by force takes no longer than this
+_FORCE_S = 4.0  # finding out how one node ended, and ending it by force, take a second less than this
 _LEAVE_S = 1.5  # agents get this long to end, of which they give their ranks a second; then their channels close
 
 

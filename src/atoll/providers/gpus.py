@@ -140,7 +140,7 @@ def parse_line(line: str) -> Gpu | None:
         return None
     index, uuid, name, memory_mib = fields
     try:
-        memory_gb = float(memory_mib) / 1024
+        memory_gb = round(float(memory_mib) / 1024, 1)
     except ValueError:  # "[N/A]" on cards that share the host's memory
         memory_gb = 0.0
     return Gpu(int(index), uuid, canonical_gpu_name(name), memory_gb)
@@ -154,8 +154,9 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
     """CUDA's rule: indices or UUIDs (a unique beginning will do); the first that names nothing ends the list."""
     chosen: list[Gpu] = []
     for entry in _entries(visible):
-        if entry.isdigit():
-            found = [gpu for gpu in gpus if gpu.index == int(entry) and not gpu.uuid.startswith("MIG-")]
+        if entry.isascii() and entry.isdigit():
+            number = entry.lstrip("0") or "0"  # of thousands of digits too, which int refuses
+            found = [gpu for gpu in gpus if str(gpu.index) == number and not gpu.uuid.startswith("MIG-")]
         else:
             found = [gpu for gpu in gpus if entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry)]
         if len(found) != 1:
@@ -164,6 +165,11 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
             return ()
         chosen.append(found[0])
     return tuple(chosen)
+
+
+def bound_text(visible: str | None) -> str:
+    """What follows a number of GPUs that a value of ``CUDA_VISIBLE_DEVICES`` bounds."""
+    return "" if visible is None else f" that {VISIBLE}={visible!r} leaves"
 
 
 def lease_wish(gpus: Sequence[Gpu], count: int, what: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from atoll.core.errors import ConfigError, death_reason
 from atoll.core.hints import suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlace, NodePlan, Plan
-from atoll.providers.gpus import VISIBLE, Gpu, local_gpus
+from atoll.providers.gpus import VISIBLE, Gpu, bound_text, local_gpus
 
 # The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
 _AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
@@ -54,7 +54,7 @@ class Local:
     def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
         """Share this machine's GPUs between the nodes, or simulate what it lacks."""
         gpus = local_gpus()
-        have = f"this machine has {_counted(gpus)}"
+        have = f"this machine has {_counted(gpus)}{bound_text(os.environ.get(VISIBLE))}"
         if accelerator is None:
             each = len(gpus) // nodes
             lines = (f"{have} for {nodes} nodes, which run on CPU; nodes={len(gpus)} uses it",)

@@ -19,7 +19,7 @@ from signal import SIGTERM
 from typing import Any, TypeVar
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.providers.gpus import VISIBLE, lease_wish
+from atoll.providers.gpus import VISIBLE, bound_text, lease_wish
 from atoll.tasks import environment
 from atoll.tasks.channel import Channel
 from atoll.tasks.logs import JobLog, Stream
@@ -444,10 +444,9 @@ class JobRunner:
         fewest = min((len(self._gpus[node]) for node in self.nodes), default=0)
         if fewest < wanted:
             where = "this machine" if shared else "a node"
-            bound = "" if visible is None else f" that {VISIBLE}={visible!r} leaves"
             raise ConfigError(
                 f"{len(self.nodes)} × {self.job.spec.accelerator or 'GPU'}:{self._num_gpus} can't be had: {where} has "
-                f"{fewest} of them{bound}; ask for less (--gpus)"
+                f"{fewest} of them{bound_text(visible)}; ask for less (--gpus)"
             )
 
     def _has_answered(self, node: int) -> bool:
