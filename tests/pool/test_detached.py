@@ -163,9 +163,15 @@ def test_waiting_has_a_limit(home: Path, tmp_path: Path) -> None:
         assert sky.result(job) == "waited"
 
 
-@pytest.mark.parametrize("job_id", ["abc123", "", "../../etc", "a/b", None, 7])
-def test_unknown_ids(home: Path, job_id: Any) -> None:
+@pytest.mark.parametrize("job_id", ["abc123", "", "../../etc", "a/b"])
+def test_unknown_ids(home: Path, job_id: str) -> None:
     with pytest.raises(sky.ConfigError, match="no detached call"):
+        sky.result(job_id)
+
+
+@pytest.mark.parametrize("job_id", [None, 7])
+def test_an_id_of_another_type(home: Path, job_id: Any) -> None:
+    with pytest.raises(sky.UsageError, match=r"result\(\): job_id=.*: expected str"):
         sky.result(job_id)
 
 

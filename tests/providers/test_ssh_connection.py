@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -274,18 +276,47 @@ def test_a_jump_host(bed: Testbed, connect: Connect) -> None:
 
 
 def test_several_hosts_that_fail_are_all_named(bed: Testbed) -> None:
-    some = [connections.get(target) for target in targets(["h1", "h2:23", "nobody"])]
-    with pytest.raises(ProvisionError) as caught:
-        on_each(some, ask)
+    some = targets(["h1", "h2:23", "nobody"])
+    with pytest.raises(ProvisionError) as caught, connections.used(some) as logins:
+        on_each(logins, ask)
     assert "2 of 3 hosts failed:\n  h2:23: refuses" in str(caught.value)
     assert "\n  nobody: unknown host" in str(caught.value)
 
 
 def test_ctrl_c_ends_what_runs_on_every_host(bed: Testbed) -> None:
-    some = [connections.get(target) for target in targets(["h1", "h2"])]
-    on_each(some, lambda each: each.run("true"))
-    with pytest.raises(KeyboardInterrupt), interrupted_when(lambda: all(map(_sleeps, bed.hosts))):
-        on_each(some, lambda each: each.run("sleep 60", limit_s=60))
+    with connections.used(targets(["h1", "h2"])) as logins:
+        on_each(logins, lambda each: each.run("true"))
+        with pytest.raises(KeyboardInterrupt), interrupted_when(lambda: all(map(_sleeps, bed.hosts))):
+            on_each(logins, lambda each: each.run("sleep 60", limit_s=60))
+
+
+def test_a_pool_that_ends_does_not_log_out_whoever_asks_a_host_meanwhile(bed: Testbed) -> None:
+    (target,) = targets(["h1"])
+    with ThreadPoolExecutor(1) as threads, connections.used([target]) as (login,):
+        asked = threads.submit(login.run, "sleep 1; echo yes")
+        eventually(lambda: any("sleep 1" in line for line in bed.hosts[0].command_lines()), "it asks", 30)
+        connections.hold(target)
+        connections.release(target)
+        assert asked.result(30).stdout == b"yes\n"
+
+
+def test_a_login_that_is_over_holds_up_nobody_where_a_child_was_forked_meanwhile(
+    bed: Testbed, connect: Callable[..., Connection]
+) -> None:
+    first = connect()
+    first.run("true")
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    try:
+        first.close()
+        with ThreadPoolExecutor(1) as threads:
+            try:
+                assert threads.submit(connect).result(20).run("echo yes").stdout == b"yes\n"
+            finally:
+                os.kill(child, signal.SIGKILL)
+    finally:
+        os.waitpid(child, 0)
 
 
 def _sleeps(host: Host) -> bool:

@@ -109,7 +109,8 @@ def _ssh(infra: str) -> list[_Finding]:
 
     def look(target: Target) -> _Finding:
         try:
-            host = facts.ask(connections.get(target), ())
+            with connections.used([target]) as (login,):
+                host = facts.ask(login, ())
         except AtollError as error:
             return _Finding(infra, False, str(error))
         cards = ", ".join(gpu.name for gpu in host.gpus) or host.gpu_problem or "no GPU"
@@ -191,7 +192,8 @@ def _remote_gpus(infra: str) -> list[dict[str, Any]]:
 
     targets = find_group(infra.partition("/")[2]).targets
     try:
-        said = on_each([connections.get(target) for target in targets], lambda connection: facts.ask(connection, ()))
+        with connections.used(targets) as logins:
+            said = on_each(logins, lambda connection: facts.ask(connection, ()))
     finally:
         connections.close_idle()
     for host in said:

@@ -55,12 +55,8 @@ def check_hosts(
     if len(plans) == 1:
         _refuse(findings, say)
     else:
-        hosts = [_Host(connections.hold(target), plan) for target, plan in zip(targets, plans, strict=True)]
-        try:
-            over, summed = _together(hosts, findings, say)
-        finally:
-            for host in hosts:
-                connections.release(host.connection.target)
+        with connections.used(targets) as logins:
+            over, summed = _together(list(map(_Host, logins, plans)), findings, say)
     remember("well", plans)
     say(f"preflight: {_counted(len(plans))} well{over}{summed} ({time.monotonic() - began:.1f} s)")
 

@@ -131,12 +131,8 @@ def _with_code(targets: Sequence[Target], nodes: Sequence[RemotePlan]) -> list[R
         for each in node.bundles:
             put(connection, node, each)
 
-    held = [connections.hold(target) for target in targets]
-    try:
+    with connections.used(targets) as held:
         on_each(held, bring)
-    finally:
-        for target in targets:
-            connections.release(target)
     return [
         dataclasses.replace(node, present=node.present | {bundle.digest for bundle in node.bundles}) for node in nodes
     ]

@@ -150,7 +150,8 @@ def end_on_hosts(cluster: ClusterSpec, folder: Path, first: int = 0, driver: str
         one = replace(cluster, hosts=cluster.hosts[node : node + 1], num_nodes=1, accelerator=None, ssh=of_all)
         try:
             plan = replace(plans_of(one)[0], host=names[node])
-            bundle.put(connections.get(targets[node]), plan, plan.bundles[0])
+            with connections.used([targets[node]]) as (login,):
+                bundle.put(login, plan, plan.bundles[0])
             return end_on(targets[node], plan, driver or owner), []
         except ProvisionError as error:
             why = str(error).removeprefix(f"{targets[node]}: ").removesuffix(".")

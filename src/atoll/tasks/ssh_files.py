@@ -137,7 +137,8 @@ def remove_files(cluster: ClusterSpec, first: int = 0) -> None:
             workdir = workdir_of(cluster, plan)
             beside = (str(each(Path(workdir))) for each in (state_file, lock_file))
             paths = (workdir, *beside, posixpath.join(plan.home, WORKDIR))
-            answer = connections.get(target).run(shlex.join(["sh", "-c", _REMOVE, "sh", *paths]), limit_s=_REMOVE_S)
+            with connections.used([target]) as (login,):
+                answer = login.run(shlex.join(["sh", "-c", _REMOVE, "sh", *paths]), limit_s=_REMOVE_S)
             if answer.returncode != 0:
                 raise ProvisionError(f"{target}: {answer.stderr.decode(errors='replace').strip()}")
         except ProvisionError as error:

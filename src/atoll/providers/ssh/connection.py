@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
@@ -194,6 +194,7 @@ class Connection:
             if self._socket.exists() and not self._was_typed_for(descriptor):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._log_out()
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have it open too
         os.close(descriptor)
 
     def _log_out(self) -> None:
@@ -243,26 +244,35 @@ class Connections:
                     connection.facts = None
             self.close_idle()
 
-    def get(self, target: Target) -> Connection:
-        """A login that stays until ``close_idle``: for questions before anything is started."""
-        return self._get(target, more_users=0)
+    @contextlib.contextmanager
+    def used(self, targets: Iterable[Target]) -> Iterator[list[Connection]]:
+        """Logins for questions before anything is started; they stay until a later ``close_idle``, unless it fails."""
+        held: list[Connection] = []
+        try:
+            try:
+                held.extend(map(self.hold, targets))
+                yield held
+            finally:
+                for connection in held:
+                    self._count(connection.target, -1)
+        except BaseException:
+            self.close_idle()
+            raise
 
     def hold(self, target: Target) -> Connection:
         """The login, counted: give it back with ``release``."""
-        return self._get(target, more_users=1)
-
-    def _get(self, target: Target, more_users: int) -> Connection:
-        with self._lock:
-            connection, users = self._open.get(target) or (Connection(target), 0)
-            self._open[target] = (connection, users + more_users)
-            return connection
+        return self._count(target, 1)
 
     def release(self, target: Target) -> None:
         """One user less; logs out of every host that nobody uses."""
-        with self._lock:
-            connection, users = self._open[target]
-            self._open[target] = (connection, users - 1)
+        self._count(target, -1)
         self.close_idle()
+
+    def _count(self, target: Target, more: int) -> Connection:
+        with self._lock:
+            connection, users = self._open.get(target) or (Connection(target), 0)
+            self._open[target] = (connection, users + more)
+            return connection
 
     def close_idle(self) -> None:
         """Log out of every host that nobody uses."""

@@ -113,13 +113,10 @@ class SSH:
         code = bundle.atoll_bundle()
         ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=folder)
         try:
-            said = on_each([connections.get(target) for target in found[:nodes]], ask)
+            with connections.used(found[:nodes]) as logins:
+                said = on_each(logins, ask)
         except ProvisionError as error:
-            connections.close_idle()
             raise ProvisionError(where_to_type(error, found)) from None
-        except BaseException:
-            connections.close_idle()
-            raise
         planned = [self._node(node, each, accelerator, workers_per_node) for node, each in enumerate(said)]
         lines = tuple(
             f"{each.target}: {each.gpu_problem}; it is used without GPUs" for each in said if each.gpu_problem
