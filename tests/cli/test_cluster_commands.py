@@ -269,7 +269,7 @@ def test_ctrl_c_only_detaches(atoll: Atoll) -> None:
         time.sleep(0.02)
     out, err = launched.communicate(timeout=60)
     assert (launched.returncode, err) == (101, "")
-    assert "Job 1 goes on. Its log again: atoll logs t 1; to cancel it: atoll cancel t 1" in out
+    assert "Job 1 goes on. Its log: atoll logs t 1; to cancel it: atoll cancel t 1" in out
     assert atoll("logs", "t", "--status")[0] == 101
 
 
@@ -494,7 +494,7 @@ def test_a_pipeline_goes_on_without_whoever_launched_it(atoll: Atoll, tmp_path: 
     task = task_file(tmp_path / "pipeline.yaml", "\n---\n".join(steps))
     code, out, _ = atoll("launch", "-c", "t", "-d", task)
     assert code == 0
-    assert out.endswith("Jobs submitted, IDs: 1-3\nsee them: atoll queue t   end them: atoll cancel t 1 2 3\n")
+    assert out.endswith("Jobs submitted, IDs: 1-3\nTo see them: atoll queue t; to cancel them: atoll cancel t 1 2 3\n")
     eventually(lambda: atoll("logs", "t", "1", "--status")[1] == "Job 1: RUNNING\n", "the first one runs", 30)
     assert re.search("PENDING +waiting for job 2, which comes before it, to succeed\n", atoll("queue", "t")[1])
     (clusters.node_home("t", 0) / "sky_workdir/go").touch()

@@ -13,6 +13,7 @@ import typer
 
 from atoll.cli import shown
 from atoll.core.errors import AtollError
+from atoll.core.hints import command_line
 from atoll.tasks.spec import EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def status(
         atoll status train --ip
         atoll status 'train-*' -o json
     """
-    from atoll.tasks import api, clusters
+    from atoll.tasks import api, clusters, record
 
     as_json = shown.as_json(output)
     problems = _Problems()
@@ -86,7 +87,7 @@ def status(
         for line in each.notes:
             print(f"{each.name}: {line}")
     for name, error in damaged.items():
-        then = "" if "down --purge" in str(error) else f". `atoll down --purge {name}` removes it, whatever is damaged"
+        then = "" if "down --purge" in str(error) else f". {record.removes(name)}"
         shown.note(f"atoll: cluster {name}: {error}{then}")
     if damaged and names:
         raise typer.Exit(EXIT_FAILED)
@@ -180,16 +181,15 @@ def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_fini
         if number:
             print()
         if not rows:
-            print(
-                f"no job {'goes on' if skip_finished else 'yet'} on cluster {name}; `atoll exec {name} TASK` starts one"
-            )
+            starts = command_line("atoll", "exec", name, "TASK")
+            print(f"no job {'goes on' if skip_finished else 'yet'} on cluster {name}; `{starts}` starts one")
             continue
         if titled:
             print(f"cluster {name}")
         kept = rows if everything else [row for at, row in enumerate(rows) if at < _NUM_SHOWN or not row.status.ended]
         shown.print_jobs(kept)
         if len(kept) < len(rows):
-            print(f"{len(rows) - len(kept)} older ones: atoll queue {name} --all")
+            print(f"{len(rows) - len(kept)} older ones: {command_line('atoll', 'queue', name, '--all')}")
 
 
 def logs(
@@ -282,7 +282,10 @@ def stop(names: Names = None, everything: All = False, yes: Yes = False, output:
     def halt(name: str, say: Say) -> list[int]:
         return lifecycle.stop(name, on_line=say)
 
-    _each(names, everything, output, halt, "stopped; `atoll start {name}` takes it up again", up_only=True)
+    def said(name: str) -> str:
+        return f"stopped; `{command_line('atoll', 'start', name)}` takes it up again"
+
+    _each(names, everything, output, halt, said, up_only=True)
 
 
 def start(names: Names = None, everything: All = False, yes: Yes = False, output: shown.Output = "table") -> None:
@@ -297,7 +300,10 @@ def start(names: Names = None, everything: All = False, yes: Yes = False, output
         lifecycle.start(name, on_line=say)
         return []
 
-    _each(names, everything, output, take_up, "up; `atoll exec {name} TASK` runs on it")
+    def said(name: str) -> str:
+        return f"up; `{command_line('atoll', 'exec', name, 'TASK')}` runs on it"
+
+    _each(names, everything, output, take_up, said)
 
 
 def down(
@@ -321,10 +327,11 @@ def down(
             return lifecycle.purge(name, lambda line: shown.note(f"atoll: {line}"), on_line=say)
         return lifecycle.down(name, on_line=say)
 
-    if purge:
-        _each(names, everything, output, take_down, "down and forgotten", find=lifecycle.left)
-    else:
-        _each(names, everything, output, take_down, "down; its jobs' logs are kept (atoll logs {name})")
+    def said(name: str) -> str:
+        kept = f"; its jobs' logs are kept ({command_line('atoll', 'logs', name)})"
+        return "down and forgotten" if purge else f"down{kept}"
+
+    _each(names, everything, output, take_down, said, find=lifecycle.left if purge else None)
 
 
 def _each(
@@ -332,7 +339,7 @@ def _each(
     everything: bool,
     output: str,
     act: Callable[[str, Say], list[int]],
-    said: str,
+    said: Callable[[str], str],
     *,
     up_only: bool = False,
     find: Callable[[Sequence[str]], list[str]] | None = None,
@@ -366,7 +373,7 @@ def _each(
             if not as_json:
                 what, was = ("job", "was") if len(ended) == 1 else ("jobs", "were")
                 jobs = f" ({what} {', '.join(map(str, ended))} {was} cancelled)" if ended else ""
-                print(f"Cluster {name} is {said.format(name=name)}{jobs}", flush=True)
+                print(f"Cluster {name} is {said(name)}{jobs}", flush=True)
     if as_json:
         shown.print_json(rows)
     problems.exit()
@@ -468,4 +475,4 @@ def autostop(
 
     when = f"after {minutes} idle minute{'s' if minutes > 1 else ''}" if minutes else "once no job is left"
     said = f"{'taken down' if down else 'stopped'} {when}" if minutes >= 0 else "never stopped by itself"
-    _each(names, everything, output, set_it, f"{said} from now on", up_only=True)
+    _each(names, everything, output, set_it, lambda _: f"{said} from now on", up_only=True)

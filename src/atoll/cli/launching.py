@@ -16,6 +16,7 @@ from atoll.cli import shown
 from atoll.cli.output import OutputClosed
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.errors import ConfigError
+from atoll.core.hints import command_line
 from atoll.tasks.spec import EXIT_CANCELLED, EXIT_FAILED, EXIT_NOT_FINISHED, EXIT_OK, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
@@ -112,11 +113,11 @@ def exec_(
 
 def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
     """Scripts of this folder that a command names, though the folder is not sent along."""
-    words = " ".join(entrypoint).split()
-    if len(words) == 1 and words[0].endswith(".py") and Path(words[0]).is_file():
+    script, words = entrypoint[0], " ".join(entrypoint).split()
+    if len(entrypoint) == 1 and script.endswith(".py") and Path(script).is_file():
         raise ConfigError(
-            f"{words[0]} is a script, not a task file or a command: atoll run {words[0]}, or "
-            f"atoll launch --workdir . python {words[0]}"
+            f"{script} is a script, not a task file or a command: {command_line('atoll', 'run', script)}, or "
+            f"{command_line('atoll', 'launch', '--workdir', '.', 'python', script)}"
         )
     if any(task.workdir is not None or task.file_mounts for task in tasks):
         return
@@ -166,14 +167,11 @@ class _Command:
 
     def _goes_on(self, cluster: str) -> str | None:
         """What goes on without this command, and how to see it; None where nothing does."""
-        going = [str(job.id) for job in self._submitted if not job.status.ended]
+        going = [job.id for job in self._submitted if not job.status.ended]
         if not going:
             return None
-        if len(going) == 1:
-            job = f"{cluster} {going[0]}"
-            return f"job {going[0]} goes on. Its log: atoll logs {job}; to cancel it: atoll cancel {job}"
-        these = " ".join(going)
-        return f"the jobs go on. To see them: atoll queue {cluster}; to cancel them: atoll cancel {cluster} {these}"
+        what = f"job {going[0]} goes on" if len(going) == 1 else "the jobs go on"
+        return f"{what}. {shown.to_see(cluster, going)}"
 
     def _run(self, entrypoint: Sequence[str], cluster: str, **how: Any) -> None:
         from atoll.tasks.launches import Options, plan, told, variants_of, why_apart
@@ -219,7 +217,7 @@ class _Command:
                 self.tell(f"Task {len(jobs) - len(later)} of {len(jobs)} is job {job.id}")
             code = shown.follow(job, self._stream, fresh=True)
         if later and code == EXIT_NOT_FINISHED:
-            self.tell(f"What follows it in the pipeline starts by itself: atoll queue {cluster}")
+            self.tell(f"What follows it in the pipeline starts by itself: {command_line('atoll', 'queue', cluster)}")
         elif later:
             for job in later:
                 job.wait(_CANCELLED_S)
@@ -260,9 +258,7 @@ class _Command:
         first, several = jobs[0].id, len(jobs) > 1
         self.tell(f"Jobs submitted, IDs: {first}-{jobs[-1].id}" if several else f"Job submitted, ID: {first}")
         if self._detach:
-            ids = "--all" if self._sweep else " ".join(str(job.id) for job in jobs)
-            see = f"see them: atoll queue {cluster}" if several else f"log: atoll logs {cluster} {first}"
-            self.tell(f"{see}   end {'them' if several else 'it'}: atoll cancel {cluster} {ids}")
+            self.tell(shown.to_see(cluster, [job.id for job in jobs]))
         return jobs
 
     def _say_over(self, left: int) -> None:
@@ -282,7 +278,8 @@ class _Command:
         cluster = lifecycle.refresh(clusters.load(name), ask=True)  # its autostop may be due now
         said = f"Job ID{'s' if len(jobs) > 1 else ''}: {', '.join(str(job.id) for job in jobs)}"
         if cluster.status is ClusterStatus.UP:
-            self.tell(f"{said}. Next: atoll exec {name} TASK, atoll ssh {name}, atoll down {name}")
+            runs, enters = command_line("atoll", "exec", name, "TASK"), command_line("atoll", "ssh", name)
+            self.tell(f"{said}. Next: {runs}, {enters}, {command_line('atoll', 'down', name)}")
         else:
             self.tell(f"{said}. Cluster {name} is {cluster.status} now")
 
@@ -291,7 +288,7 @@ class _Command:
             statuses = self._await(jobs)
         except KeyboardInterrupt:
             name = jobs[0].cluster
-            self.tell(f"\nThe jobs go on. To see them: atoll queue {name}; to cancel them: atoll cancel {name} --all")
+            self.tell(f"\nThe jobs go on. {shown.to_see(name, [job.id for job in jobs])}")
             return EXIT_NOT_FINISHED
         if not self._json:
             shown.print_sweep(shown.sweep_rows(jobs))

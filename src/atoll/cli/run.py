@@ -19,7 +19,7 @@ from atoll.cli import shown
 from atoll.cli.output import OutputClosed
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
-from atoll.core.hints import MOST_NODES, MOST_PROCESSES, MOST_TRIES, current_folder, nearest
+from atoll.core.hints import MOST_NODES, MOST_PROCESSES, MOST_TRIES, command_line, current_folder, nearest
 from atoll.tasks.spec import EXIT_CANCELLED, ClusterSpec, ClusterStatus, JobSpec, Restarts
 
 if TYPE_CHECKING:
@@ -292,7 +292,9 @@ class _Place:
         if after_dashes and path.endswith(".py") and "/" not in path and shutil.which(path) is None:
             raise typer.BadParameter(f"{path} is a script, and after -- stands a command: leave the -- out")
         if "/" in path and not os.access(here, os.X_OK):
-            raise typer.BadParameter(f"{path} is not executable: chmod +x {path}, or run it with its interpreter")
+            raise typer.BadParameter(
+                f"{path} is not executable: {command_line('chmod', '+x', here)}, or run it with its interpreter"
+            )
 
     def cluster(self) -> tuple[ClusterSpec, int]:
         """The cluster it will run on, and how many GPUs each node has.
@@ -422,7 +424,7 @@ def _run(
     try:
         job = _submit(cluster, spec, secrets, workdir)
         code = _show(job, writer, handed_on)
-        _say(f"the whole log: atoll logs {cluster.name}")
+        _say(f"the whole log: {command_line('atoll', 'logs', cluster.name)}")
         return code
     finally:
         try:
@@ -431,7 +433,7 @@ def _run(
         except UnknownCluster:  # it was never made
             pass
         except (AtollError, OSError) as error:  # the exit code is the job's
-            _say(f"{error}; `atoll down {cluster.name}` tries again")
+            _say(f"{error}; `{command_line('atoll', 'down', cluster.name)}` tries again")
 
 
 def _submit(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], workdir: Path) -> Job:

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.core.hints import command_line
 from atoll.tasks.schedule import TURN
 from atoll.tasks.spec import EXIT_NOT_FINISHED, ClusterSpec, JobStatus
 
@@ -30,6 +31,7 @@ _BAD = re.compile(r"^(?:✗|ERROR:).*$".encode(), re.M)
 _CYAN, _GREEN, _RED, _DIM = "36", "32", "31", "2"
 _LEAST_SHOWN = 20  # characters of a table's last column, however narrow the terminal is
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
+_MOST_NAMED = 20  # jobs whose numbers a line gives
 _SILENT_S = 4.0  # a job that waits longer without news is followed: that tells why nothing happens
 _RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in these, however long the log is
 
@@ -159,6 +161,14 @@ def _coloured(data: bytes) -> bytes:
     return data
 
 
+def to_see(cluster: str, jobs: Sequence[int]) -> str:
+    """What to type to see jobs that go on without this command, and to cancel them."""
+    several = len(jobs) > 1
+    see = command_line("atoll", "queue", cluster) if several else command_line("atoll", "logs", cluster, *jobs)
+    cancel = command_line("atoll", "cancel", cluster, *(jobs if len(jobs) <= _MOST_NAMED else ["--all"]))
+    return f"{'To see them' if several else 'Its log'}: {see}; to cancel {'them' if several else 'it'}: {cancel}"
+
+
 def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None, fresh: bool = False) -> int:
     """Show a job's log until it ends; Ctrl-C only stops showing it.
 
@@ -174,12 +184,7 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
         status = job.follow(writer, tail=tail, rank=rank)
     except KeyboardInterrupt:
         writer.close()
-        print(
-            f"\nJob {job.id} goes on. Its log again: atoll logs {job.cluster} {job.id}; "
-            f"to cancel it: atoll cancel {job.cluster} {job.id}",
-            file=stream,
-            flush=True,
-        )
+        print(f"\nJob {job.id} goes on. {to_see(job.cluster, [job.id])}", file=stream, flush=True)
         return EXIT_NOT_FINISHED
     writer.close()
     return status.exit_code

@@ -8,7 +8,7 @@ from typer.core import TyperCommand
 
 # torchrun's flags that have nothing left to say here, and why; each is accepted and answered with one line.
 _MET = "Atoll gives ranks their rendezvous itself"
-_KEPT = "the output of every rank is shown and kept; `atoll logs` has it"
+_KEPT = "the output of every rank is shown and kept; `atoll logs CLUSTER` has it"
 _NOT_NEEDED = {
     "--rdzv-backend": _MET,
     "--rdzv-endpoint": _MET,

@@ -8,14 +8,13 @@ import importlib.metadata
 import os
 import posixpath
 import re
-import shlex
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import ConfigError, ProvisionError
-from atoll.core.hints import current_folder, nearest
+from atoll.core.hints import command_line, current_folder, nearest
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.connection import connections
@@ -87,8 +86,8 @@ class TrainHosts:
         port = ["-P", str(target.port)] if target.port is not None else []
         options = [*port, *(option for option in target.options if option not in ("-p", str(target.port)))]
         into = posixpath.dirname(here) or "."
-        copy = shlex.join(["scp", "-r", *options, f"{target.host}:{there}", into])
-        return (copy if into == "." else f"mkdir -p {shlex.quote(into)} && {copy}"), here
+        copy = command_line("scp", "-r", *options, f"{target.host}:{there}", into)
+        return (copy if into == "." else f"{command_line('mkdir', '-p', into)} && {copy}"), here
 
 
 def make_ready(

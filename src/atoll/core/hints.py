@@ -155,9 +155,9 @@ def _unknown_keyword(where: str, unknown: str, named: Iterable[str], by_position
     return f"{call} has no argument {unknown!r}{hint or ': it takes ' + ', '.join(names)}"
 
 
-def command_line(*words: str) -> str:
-    """A command as a person pastes it into a shell: every word that needs it is quoted."""
-    return shlex.join(words)
+def command_line(*words: object) -> str:
+    """A command as a person pastes it into a shell: every word that needs it is quoted. Every message uses this."""
+    return shlex.join(map(str, words))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from atoll.core import events
 from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError
+from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home
 from atoll.pool.hangs import suspicion
 from atoll.pool.job import Failure, Job
@@ -121,7 +122,7 @@ class Attached:
         if frame.kind == frames.REFUSED:
             raise ConfigError(
                 f"pool {self.name!r} is up and differs: {frame.meta['why']}. Use another name, leave the setting out, "
-                f"or end it with `atoll pools down {self.name}`"
+                f"or end it with `{command_line('atoll', 'pools', 'down', self.name)}`"
             )
         if frame.meta["pool_id"] == os.environ.get("ATOLL_POOL_ID"):
             raise UsageError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ImageError
-from atoll.core.hints import redact
+from atoll.core.hints import command_line, redact
 from atoll.pool.interpreters import find_uv
 from atoll.pool.requirements import canonical_name
 
@@ -113,8 +113,8 @@ class Installer:
         if pip:
             return cls(pip, python, uv=False)
         raise ImageError(
-            f"{python} has no pip, and there is no uv on PATH; install one: `{python} -m ensurepip`, or uv from "
-            "https://docs.astral.sh/uv"
+            f"{python} has no pip, and there is no uv on PATH; install one: "
+            f"`{command_line(python, '-m', 'ensurepip')}`, or uv from https://docs.astral.sh/uv"
         )
 
     @classmethod
@@ -126,7 +126,9 @@ class Installer:
         """
         found = _pip_of(python)
         if found is None:
-            raise ImageError(f"{python} has no pip, which gets wheels for other hosts: `{python} -m ensurepip`")
+            raise ImageError(
+                f"{python} has no pip, which gets wheels for other hosts: `{command_line(python, '-m', 'ensurepip')}`"
+            )
         return cls(found, python, uv=False)
 
     def plan(

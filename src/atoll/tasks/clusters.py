@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.hints import command_line, nearest
 from atoll.core.paths import atoll_home, sweep_temporary, user_name
 from atoll.tasks import record
 from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, ClusterStatus, is_name, node_name
@@ -47,7 +47,7 @@ def check_name(name: str) -> str:
         return name
     cluster, slash, node = name.partition("/")
     if slash and is_name(cluster) and cluster in all_names():
-        raise ConfigError(f"{name!r} is a node: this takes its cluster, {cluster} ({node!r} is for atoll ssh and cp)")
+        raise ConfigError(f"{name!r} is a node: this takes its cluster, {cluster} ({node!r} is for ssh and cp)")
     raise ConfigError(
         f"cluster name {name!r}: expected letters and digits with '.', '_' or '-' between them, "
         f"at most {LONGEST_NAME}, as in my-cluster"
@@ -117,7 +117,7 @@ def load(name: str, *, to_run: bool = False) -> ClusterSpec:
     """
     found = find(name) if to_run or "/" in name or is_name(name) else None
     if found is None:
-        makes = f"`atoll launch -c {name} TASK` makes it" if to_run else "`atoll status --all` lists all that there are"
+        makes = f"`{_launches(name)}` makes it" if to_run else "`atoll status --all` lists all that there are"
         hint = nearest(name, all_names()) or f"; {makes}"
         raise UnknownCluster(f"no cluster {name!r}{hint}")
     return found
@@ -131,8 +131,12 @@ def up_or_stopped(name: str) -> ClusterSpec:
     """
     cluster = load(name)
     if cluster.status is ClusterStatus.DOWN:
-        raise UnknownCluster(f"cluster {name} is down; `atoll launch -c {name} TASK` makes it anew")
+        raise UnknownCluster(f"cluster {name} is down; `{_launches(name)}` makes it anew")
     return cluster
+
+
+def _launches(name: str) -> str:
+    return command_line("atoll", "launch", "-c", name, "TASK")
 
 
 def find(name: str) -> ClusterSpec | None:
@@ -256,7 +260,7 @@ def _open_lock(folder: Path) -> int:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
-            raise ConfigError(f"{folder} is no folder: `atoll down --purge {folder.name}` removes it") from None
+            raise ConfigError(f"{folder} is no folder: {record.removes(folder.name)}") from None
         with contextlib.suppress(FileNotFoundError):  # the folder went away just now
             return record.open_lock(folder / LOCK)
 

@@ -25,6 +25,7 @@ from signal import SIGTERM
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home, user_name
 from atoll.tasks import history, record, remains, supervisor
 from atoll.tasks.clusters import is_stopped
@@ -327,20 +328,21 @@ class _Watched:
 
 
 def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
-    name = cluster.name
+    name, launch = cluster.name, ("atoll", "launch", "-c", cluster.name)
     if cluster.status is ClusterStatus.DOWN:
-        raise ConfigError(f"cluster {name} is down: make it anew with `atoll launch -c {name}`")
+        raise ConfigError(f"cluster {name} is down: make it anew with `{command_line(*launch, 'TASK')}`")
     if cluster.status is ClusterStatus.STOPPED:
-        raise ConfigError(f"cluster {name} is stopped: take it up again with `atoll start {name}`")
+        raise ConfigError(f"cluster {name} is stopped: take it up again with `{command_line('atoll', 'start', name)}`")
     if spec.num_nodes > cluster.num_nodes:
         raise ConfigError(
             f"the job wants {spec.num_nodes} nodes and cluster {name} has {cluster.num_nodes}: ask for less, or resize "
-            f"it with `atoll launch -c {name} --num-nodes {spec.num_nodes}`"
+            f"it with `{command_line(*launch, '--num-nodes', spec.num_nodes, 'TASK')}`"
         )
     if spec.num_accelerators > cluster.num_accelerators:
         raise ConfigError(
             f"the job wants {spec.num_accelerators} accelerators a node and cluster {name} has "
-            f"{cluster.num_accelerators}: ask for less, or resize it with `atoll launch -c {name} --gpus ...`"
+            f"{cluster.num_accelerators}: ask for less, or resize it with "
+            f"`{command_line(*launch, '--gpus', f'{spec.accelerator}:{spec.num_accelerators}', 'TASK')}`"
         )
 
 
@@ -454,7 +456,7 @@ def main(arguments: Sequence[str]) -> int:
         if operation not in ("create", "end", "take") and not (folder / record.RECORD).exists():
             raise NothingLeft(
                 f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and their "
-                f"logs. `atoll launch -c {name}` makes it anew, `atoll down --purge {name}` forgets it"
+                f"logs. `{command_line('atoll', 'launch', '-c', name, 'TASK')}` makes it anew, {record.removes(name)}"
             )
         if operation == "follow":
             return _stream(folder, wish)

@@ -9,6 +9,7 @@ from signal import SIGTERM
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import ProvisionError
+from atoll.core.hints import command_line
 from atoll.tasks import clusters
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.spec import ClusterSpec, JobStatus
@@ -123,7 +124,8 @@ def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
         raise UnknownCluster(str(error)) from None
     except LookupError:
         if job_id is None:
-            raise UnknownCluster(f"cluster {cluster.name} has no job yet; `atoll exec {cluster.name} CMD`") from None
+            starts = command_line("atoll", "exec", cluster.name, "CMD")
+            raise UnknownCluster(f"cluster {cluster.name} has no job yet; `{starts}` starts one") from None
         raise _no_job(cluster, job_id) from None
 
 
@@ -134,4 +136,5 @@ def _check_number(cluster: ClusterSpec, job_id: int) -> None:
 
 
 def _no_job(cluster: ClusterSpec, job_id: int) -> UnknownCluster:
-    return UnknownCluster(f"cluster {cluster.name} has no job {job_id}; `atoll queue {cluster.name}` lists its jobs")
+    lists = command_line("atoll", "queue", cluster.name)
+    return UnknownCluster(f"cluster {cluster.name} has no job {job_id}; `{lists}` lists its jobs")

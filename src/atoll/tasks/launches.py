@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.hints import is_secret
+from atoll.core.hints import command_line, is_secret
 from atoll.pool.interpreters import user_path
-from atoll.tasks import clusters, lifecycle
+from atoll.tasks import clusters, lifecycle, record
 from atoll.tasks.jobs import Job
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.placing import Decision, Wish, accelerators_text, decide
@@ -185,7 +185,7 @@ def _take_back(name: str, before: ClusterSpec | None, say: Say) -> None:
     try:
         lifecycle.take_back(name, before)
     except (AtollError, OSError) as error:  # why the launch failed is what has to be seen
-        say(f"cluster {name}: {error}; `atoll down --purge {name}` removes what is left of it")
+        say(f"cluster {name}: {error}; {record.removes(name)}")
 
 
 def variants_of(sweep: Sequence[str]) -> list[dict[str, str]]:
@@ -223,7 +223,7 @@ def _decide(tasks: Sequence[Task], name: str, options: Options) -> list[Decision
     """For each task, what the cluster is for it and those before."""
     have = clusters.up_or_stopped(name) if options.as_it_is else clusters.find(name)
     if options.as_it_is and have is not None and have.status is ClusterStatus.STOPPED:
-        raise ConfigError(f"cluster {name} is stopped; `atoll start {name}` takes it up again")
+        raise ConfigError(f"cluster {name} is stopped; `{command_line('atoll', 'start', name)}` takes it up again")
     busy = [] if have is None or options.as_it_is else clusters.unfinished(have)
     decisions = []
     for task in tasks:
@@ -231,7 +231,8 @@ def _decide(tasks: Sequence[Task], name: str, options: Options) -> list[Decision
         if options.as_it_is and decision.changed:
             missing = decision.lines[0].partition(": ")[2]
             raise ConfigError(
-                f"cluster {name} has less than the task asks for ({missing}): `atoll launch -c {name} TASK` resizes it"
+                f"cluster {name} has less than the task asks for ({missing}): "
+                f"`{command_line('atoll', 'launch', '-c', name, 'TASK')}` resizes it"
             )
         have = decision.cluster
         decisions.append(decision)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import command_line
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
@@ -77,7 +78,7 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
     if wish.infra is not None and wish.infra != have.infra:
         raise ConfigError(
             f"cluster {name} is on {have.infra}, --infra {wish.infra} was asked for: use another name (-c), "
-            f"or `atoll down {name}` first"
+            f"or `{command_line('atoll', 'down', name)}` first"
         )
     chosen = next((kind for kind in wish.accelerators if _fits(have, kind)), None)
     if chosen is not None and have.simulated and not wish.simulate:
@@ -95,10 +96,11 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
         lines = [f"cluster {name} was stopped and is taken up again"] if stopped else []
         return _decision(dataclasses.replace(have, status=ClusterStatus.UP), wanted, lines, changed=stopped)
     if busy:
-        ids = ", ".join(str(job.id) for job in busy)
+        ids, first = ", ".join(str(job.id) for job in busy), (name, busy[0].id)
         raise ConfigError(
             f"cluster {name} can't be resized ({', '.join(changes)}) while job {ids} is on it. Wait for it "
-            f"(atoll logs {name} {busy[0].id}), cancel it (atoll cancel {name} {busy[0].id}), or use another name (-c)"
+            f"({command_line('atoll', 'logs', *first)}), cancel it ({command_line('atoll', 'cancel', *first)}), or use "
+            f"another name (-c)"
         )
     kept = ((have.accelerator, have.num_accelerators),) if have.accelerator else ()
     grown = dataclasses.replace(

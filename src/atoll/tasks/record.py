@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.hints import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES
+from atoll.core.hints import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES, command_line
 from atoll.core.paths import write_atomic
 from atoll.tasks.spec import ClusterSpec
 
@@ -43,7 +43,7 @@ def load(folder: Path) -> ClusterSpec:
     except FileNotFoundError:
         raise LookupError(f"no cluster {folder.name!r}") from None
     except (ValueError, IsADirectoryError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): {_advice(folder)}") from None
+        raise ConfigError(f"{path} is damaged ({error}): {removes(folder.name)}") from None
 
 
 def _flaw(cluster: ClusterSpec, folder: Path) -> str | None:
@@ -67,8 +67,9 @@ def _flaw(cluster: ClusterSpec, folder: Path) -> str | None:
     )
 
 
-def _advice(folder: Path) -> str:
-    return f"`atoll down --purge {folder.name}` removes what is left of the cluster"
+def removes(name: str) -> str:
+    """What to type where a cluster's files are damaged or in the way."""
+    return f"`{command_line('atoll', 'down', '--purge', name)}` removes what is left of cluster {name}, its logs too"
 
 
 def save(folder: Path, cluster: ClusterSpec) -> None:
@@ -105,7 +106,9 @@ def open_lock(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (IsADirectoryError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is no file that can be locked ({error.strerror}): {_advice(path.parent)}") from None
+        raise ConfigError(
+            f"{path} is no file that can be locked ({error.strerror}): {removes(path.parent.name)}"
+        ) from None
 
 
 def take_lock(lock: int, patience_s: float) -> bool:

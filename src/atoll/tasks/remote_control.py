@@ -20,6 +20,7 @@ from signal import SIGTERM
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.hints import command_line
 from atoll.providers.ssh.output import never_began, own_output, parsed_object, skip_login_text, unreadable
 from atoll.tasks.control import NOTE, NothingLeft, Write
 from atoll.tasks.rows import JobRow
@@ -340,8 +341,8 @@ def _unreachable(cluster: str, head: str, said: str) -> str:
 def what_then(cluster: str) -> str:
     """What becomes of the jobs of a cluster whose head can't be reached, and what to do."""
     return (
-        f"Its jobs go on there as long as it runs: `atoll logs {cluster}` shows them once it can be reached. If it is "
-        f"gone for good: `atoll down {cluster}`"
+        f"Its jobs go on there as long as it runs: `{command_line('atoll', 'logs', cluster)}` shows them once it can "
+        f"be reached. If it is gone for good: `{command_line('atoll', 'down', cluster)}`"
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home
 from atoll.pool.hosts_check import check_hosts, forget, passed_lately, remember
 from atoll.providers.remote import RemotePlan
@@ -156,7 +157,8 @@ def _bring_history(before: ClusterSpec, cluster: ClusterSpec, say: Say) -> None:
     if (job := _unfinished(before)) is not None:
         raise ConfigError(
             f"cluster {cluster.name}: job {job.id} has not ended, and is supervised from {_shown(before)}; the next "
-            f"one would be from {_shown(cluster)}. Wait for it, or `atoll cancel {cluster.name} -a`"
+            f"one would be from {_shown(cluster)}. Wait for it, or "
+            f"`{command_line('atoll', 'cancel', cluster.name, job.id)}`"
         )
     folder = _folder_here(cluster.name)
     try:
@@ -253,10 +255,10 @@ def _name_there(target: Target, plan: RemotePlan) -> str:
 def _remedy(said: str, name: str) -> str:
     """What to type on the head, where that helps."""
     host, _, port = name.partition(":")
-    words = shlex.join(["-p", port, host] if port else [host])
+    words = ["-p", port, host] if port else [host]
     if "Permission denied" in said:
-        return f"; there: `ssh-copy-id {words}`"
-    return f"; there: `ssh {words}` once" if "Host key verification failed" in said else ""
+        return f"; there: `{command_line('ssh-copy-id', *words)}`"
+    return f"; there: `{command_line('ssh', *words)}` once" if "Host key verification failed" in said else ""
 
 
 def _hop(head: Connection, name: str) -> str | None:
@@ -356,7 +358,8 @@ def give_up(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> N
     """
     folder = cluster.ssh.get("folder") or f"~/.atoll/clusters/{cluster.name}"
     why = _why(error, cluster.name).removeprefix(f"{cluster.supervised_from}: ")
-    again = "" if for_good else f"; once it can be reached, `atoll down {cluster.name}` again ends and removes that"
+    downs = command_line("atoll", "down", cluster.name)
+    again = "" if for_good else f"; once it can be reached, `{downs}` again ends and removes that"
     tell(
         f"{cluster.supervised_from}: {why}. So jobs go on there as long as it runs, and {folder} stays there (jobs, "
         f"logs, workdir){again}"

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.tasks.record import check_owner
+from atoll.tasks.record import check_owner, removes
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import JobSpec, JobStatus
 from atoll.tasks.transitions import Log, SetStatus
@@ -369,9 +369,9 @@ def _damaged(error: Exception, path: Path) -> str:
 def _advice(path: Path) -> str:
     folder = shlex.quote(str(path.parent))
     return (
-        f"Jobs' logs are files beside it and not concerned: `atoll down --purge {path.parent.name}` removes them too; "
-        f"to begin a new store, which ends jobs that still run, move this one away: mkdir -p {folder}/damaged && "
-        f"mv {folder}/{path.name}* {folder}/damaged"
+        f"Jobs' logs are files beside it and not concerned: {removes(path.parent.name)}; to begin a new store, which "
+        f"ends jobs that still run, move this one away: mkdir -p {folder}/damaged && mv {folder}/{path.name}* "
+        f"{folder}/damaged"
     )
 
 
@@ -414,10 +414,7 @@ def make_folder(folder: Path, job_id: int) -> None:
 
 def unusable(path: Path, error: OSError) -> AtollError:
     """What to raise where a file or a folder of a cluster is none, or somebody else's."""
-    return AtollError(
-        f"{path} can't be used: {error.strerror}. `atoll down --purge {path.parent.name}` removes what is left of "
-        f"cluster {path.parent.name}, the logs of its jobs too"
-    )
+    return AtollError(f"{path} can't be used: {error.strerror}. {removes(path.parent.name)}")
 
 
 # ------------------------------------------------------------------------------------------------- variables

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import MOST_NODES, checks_arguments, suggests_keywords
+from atoll.core.hints import MOST_NODES, checks_arguments, command_line, suggests_keywords
 from atoll.tasks.environment import OF_PLACE
 from atoll.tasks.resources import HOOKS, Resources, check_resources, is_own
 from atoll.tasks.schema import (
@@ -231,7 +231,9 @@ class Task:
         documents = read_documents(Path(path).expanduser(), str(path))
         if len(documents) != 1:
             count = f"{len(documents)} tasks, a pipeline" if documents else "no task"
-            raise ConfigError(f"{path} holds {count}: expected one task, or use `atoll launch {path}`")
+            raise ConfigError(
+                f"{path} holds {count}: expected one task, or use `{command_line('atoll', 'launch', path)}`"
+            )
         return cls.from_document(*documents[0], _given(env_overrides, secrets_overrides))
 
     @classmethod

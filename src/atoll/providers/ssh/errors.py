@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from atoll.core.errors import ProvisionError
-from atoll.core.hints import nearest
+from atoll.core.hints import command_line, nearest
 from atoll.providers.ssh.hosts import Target, config_hosts, targets
 
 _SCAN_S = 5.0
@@ -107,7 +107,7 @@ def _denied(target: Target, last: str, ssh: str) -> str:
     files = [file for file in facts.get("identityfile", "").split("\n") if file and Path(file).expanduser().exists()]
     agent = " and the ssh agent's" if os.environ.get("SSH_AUTH_SOCK") else ""
     keys = f"the keys {', '.join(files)}{agent}" if files else f"no key file{agent or ' and no ssh agent'}"
-    step = f"`ssh-copy-id {' '.join([*_port(target), target.host])}` puts one there, or name one with key="
+    step = f"`{command_line('ssh-copy-id', *_port(target), target.host)}` puts one there, or name one with key="
     return f"does not let {user} in with {keys} ({last}): {step}"
 
 
@@ -128,10 +128,10 @@ def _host_key(target: Target, said: str, ssh: str) -> ProvisionError:
         known = f" (known: {where[1]})" if where else ""
         return ProvisionError(
             f"{target}: its host key has CHANGED{known}: {shown}. Somebody may be in between: ask its administrator. "
-            f"If the host was made anew: `ssh-keygen -R '{entry}'`, then `{target.command}` once"
+            f"If the host was made anew: `{command_line('ssh-keygen', '-R', entry)}`, then `{target.command}` once"
         )
     file = (facts.get("userknownhostsfile") or "~/.ssh/known_hosts").split()[0]
-    scan = f", or `ssh-keyscan -p {port} {name} >> {file}`" if not via else ""
+    scan = f", or `{command_line('ssh-keyscan', '-p', port, name)} >> {file}`" if not via else ""
     return ProvisionError(
         f"{target}: its host key is not known: {shown}. Compare that with what its administrator says, then accept it: "
         f"`{target.command}` once{scan}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import check_seconds, nearest
+from atoll.core.hints import check_seconds, command_line, nearest
 from atoll.core.paths import atoll_home, shown_path
 
 GRACE_S = 30.0
@@ -53,7 +53,7 @@ class Target:
     @property
     def command(self) -> str:
         """What a person types to log in there."""
-        return shlex.join(["ssh", *self.options, self.host])
+        return command_line("ssh", *self.options, self.host)
 
     def __str__(self) -> str:
         return self.host if self.port is None else f"{self.host}:{self.port}"
