@@ -22,6 +22,8 @@ from atoll.cli.app import app
 from atoll.cli.main import main
 from atoll.pool.named import end_pool, named_pools
 from atoll.tasks import clusters, lifecycle
+from atoll.train.recipe.keys import unknown_keys
+from atoll.train.recipe.overrides import parse_overrides
 
 ROOT = Path(__file__).parents[2]
 _NAMES_ONE = re.compile(r"\batoll [a-z{]|command_line")
@@ -60,6 +62,10 @@ def parse() -> Callable[[list[str]], None]:
         # What the reader has may be anything; a number is a name, a file and a number.
         asked = ["1" if _PLACE.fullmatch(word) else word for word in words[1:] if word not in ("...", "…")]
         root.main(asked, prog_name="atoll", standalone_mode=False)
+        at = [place for place, word in enumerate(words) if re.match(r"--\w+\.", word)]
+        keys = [each for place in at for each in words[place : place + 1 + ("=" not in words[place])]]
+        if unknown := unknown_keys(parse_overrides(keys)):
+            raise sky.ConfigError(str(unknown))
 
     return parsed
 
