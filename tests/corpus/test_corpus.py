@@ -5,8 +5,9 @@ A case is a file below ``tasks`` or ``scripts``. Its lines that begin with ``#>`
 - ``[[task]]``: attributes of each task that is read, or keys of its ``resources``; ``notes`` are all remarks on it.
 - ``error``: how the message that refuses the file begins, after its name.
 - ``[flags]``: fields of ``Overrides``. ``[files]``: files that lie where the command is typed.
-- ``[run]``: it is run. ``flags`` of the command, its ``code``, ``lines`` that are printed (each so often as it is
-  listed) and ``absent`` text that isn't. ``long``: too slow for every ``make test``.
+- ``[run]``: it is run. ``flags`` of ``atoll run``, ``script`` with its arguments where it isn't the file's name alone,
+  or the ``python`` that is called with it; its ``code``, ``lines`` that are printed (each so often as it is listed),
+  text that is ``said`` somewhere or ``absent``, whether there is a ``traceback``. ``long``: too slow for every ``make test``.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from atoll.tasks.task import Task
 __all__ = ["home"]
 
 FOLDER = Path(__file__).parent
-COMMAND = "from atoll.cli.main import main; main()"
+ATOLL = ["-c", "from atoll.cli.main import main; main()"]
 
 
 def expected(path: Path) -> dict[str, Any]:
-    lines = path.read_text(errors="replace").splitlines()
-    return tomllib.loads("\n".join(line.lstrip("\ufeff")[2:] for line in lines if line.lstrip("\ufeff")[:2] == "#>"))
+    lines = [line.lstrip("\ufeff") for line in path.read_text(errors="replace").splitlines()]
+    return tomllib.loads("\n".join(line[2:].removeprefix(" ") for line in lines if line.startswith("#>")))
 
 
 def cases(pattern: str, key: str | None = None) -> list[Any]:
@@ -98,23 +99,24 @@ def test_a_task_file_is_read(path: Path) -> None:
 def test_a_task_file_runs(path: Path, tmp_path: Path) -> None:
     said = expected(path)
     flags = [f"--{name}={value}" for name, values in said.get("flags", {}).items() for value in values]
-    check(said, tmp_path, "launch", "-c", "c", *flags, str(path))
+    check(said, tmp_path, *ATOLL, "launch", "-c", "c", *flags, str(path))
 
 
 @pytest.mark.parametrize("path", cases("scripts/*.py", "run"))
 def test_a_script_runs(path: Path, tmp_path: Path) -> None:
     said = expected(path)
     (tmp_path / path.name).write_bytes(path.read_bytes())
-    check(said, tmp_path, "run", *said["run"].get("flags", []), *said["run"].get("script", [path.name]))
+    script = said["run"].get("script", [path.name])
+    check(said, tmp_path, *([] if said["run"].get("python") else [*ATOLL, "run", *said["run"].get("flags", [])]), *script)
 
 
 def check(said: dict[str, Any], folder: Path, *arguments: str) -> None:
-    """Run the command in ``folder``: does it print and end as the case says?"""
+    """Run Python in ``folder``: does it print and end as the case says?"""
     for name, text in said.get("files", {}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": SOURCE_ROOT},
         stdin=subprocess.DEVNULL,
@@ -122,11 +124,13 @@ def check(said: dict[str, Any], folder: Path, *arguments: str) -> None:
         stderr=subprocess.STDOUT,
         timeout=100,
     )
-    out = done.stdout.decode(errors="surrogateescape")
+    out = done.stdout.decode(errors="replace")
     wanted = said["run"]
     assert done.returncode == wanted.get("code", 0), out
     assert "Traceback" not in out or wanted.get("traceback"), out
     printed = Counter(without_prefix(line) for line in out.splitlines())
+    for text in wanted.get("said", []):
+        assert text in out, out
     for line, times in Counter(wanted["lines"]).items():
         assert printed[line] == times, f"{line!r}, {times} times, in:\n{out}"
     for text in wanted.get("absent", []):
