@@ -212,16 +212,15 @@ class Watch:
 
         The folder is the machine's, and other test workers use it at the same time.
         """
-        path = f"{_SHM}/{name}"
         try:
-            owner = os.stat(path).st_uid
+            file = os.stat(f"{_SHM}/{name}")
         except OSError:
             return False
-        if owner != os.getuid():
+        if file.st_uid != os.getuid():
             return False
         own = {process.pid for process in _descendants(os.getpid())} | {os.getpid()}
         others = (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in own)
-        return not any(_holds(pid, path) for pid in others)
+        return not any(_holds(pid, file) for pid in others)
 
 
 # ---------------------------------------------------------------------------------------------------- processes
@@ -405,12 +404,18 @@ def _listening_inodes(pid: int) -> dict[str, int]:
     return held
 
 
-def _holds(pid: int, path: str) -> bool:
-    """Whether ``pid`` has ``path`` mapped or open."""
+def _holds(pid: int, file: os.stat_result) -> bool:
+    """Whether ``pid`` has ``file`` mapped or open. By inode: glibc maps a semaphore before it gives it its name."""
+    mapped = [f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)]
     with contextlib.suppress(OSError):
-        if any(line.endswith(path) for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()):
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        if any(line.split()[3:5] == mapped for line in lines):
             return True
-        return any(os.readlink(entry) == path for entry in Path(f"/proc/{pid}/fd").iterdir())
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(entry.stat(), file):
+                    return True
     return False
 
 

@@ -495,6 +495,15 @@ def test_a_module_that_shares_is_looked_at_when_it_ends(tmp_path):
     assert "(sleep 64)" in errors["test_last"]
 
 
+def test_a_semaphore_of_another_process_counts_as_held():
+    code = "import multiprocessing as m; x = m.get_context('spawn').Lock(); print(x._semlock.name, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
+        name = other.stdout.readline().strip().removeprefix("/")
+        assert leaks._holds(other.pid, os.stat(f"/dev/shm/sem.{name}"))
+        assert not leaks._holds(os.getpid(), os.stat(f"/dev/shm/sem.{name}"))
+        other.communicate("\n")
+
+
 def test_a_snapshot_is_cheap():
     """Each test pays for two."""
     watch = leaks.session()

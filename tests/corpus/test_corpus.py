@@ -7,7 +7,8 @@ A case is a file below ``tasks`` or ``scripts``. Its lines that begin with ``#>`
 - ``[flags]``: fields of ``Overrides``. ``[files]``: files that lie where the command is typed.
 - ``[run]``: it is run. ``flags`` of ``atoll run``, ``script`` with its arguments where it isn't the file's name alone,
   or the ``python`` that is called with it; its ``code``, ``lines`` that are printed (each so often as it is listed),
-  text that is ``said`` somewhere or ``absent``, whether there is a ``traceback``. ``long``: too slow for every ``make test``.
+  text that is ``said`` somewhere or ``absent``, whether there is a ``traceback``.
+  ``long``: too slow for every ``make test``.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def test_a_task_file_runs(path: Path, tmp_path: Path) -> None:
 def test_a_script_runs(path: Path, tmp_path: Path) -> None:
     said = expected(path)
     (tmp_path / path.name).write_bytes(path.read_bytes())
-    script = said["run"].get("script", [path.name])
-    check(said, tmp_path, *([] if said["run"].get("python") else [*ATOLL, "run", *said["run"].get("flags", [])]), *script)
+    program = [] if said["run"].get("python") else [*ATOLL, "run", *said["run"].get("flags", [])]
+    check(said, tmp_path, *program, *said["run"].get("script", [path.name]))
 
 
 def check(said: dict[str, Any], folder: Path, *arguments: str) -> None:
