@@ -88,9 +88,16 @@ def test_seconds_are_finite(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["no", 0, None], ids=str)
-def test_simulate_is_a_switch(value: Any) -> None:
-    with pytest.raises(sky.ConfigError, match=r"simulate=.*True or False"):
-        sky.Local(simulate=value)
+def test_text_is_no_truth_value(value: Any, pool: sky.ComputePool) -> None:
+    for name, use in {
+        "simulate": lambda: sky.Local(simulate=value),
+        "everywhere": lambda: pool.submit(plain, 1, everywhere=value),
+        "detach": lambda: pool.submit(plain, 1, detach=value),
+        "ordered": lambda: pool.map(plain, [1], ordered=value),
+        "sharded": lambda: sky.report({}, sharded=value),
+    }.items():
+        with pytest.raises(sky.ConfigError, match=f"{name}=.*True or False"):
+            use()
 
 
 @pytest.mark.parametrize("value", [float("inf"), "x", 0], ids=str)
@@ -292,7 +299,7 @@ def test_looking_at_a_pending_call_is_no_use_of_it() -> None:
 
 # -- map, samplers, images ---------------------------------------------------------------------------------------------
 def test_map_refuses_what_it_cannot_spread(pool: sky.ComputePool) -> None:
-    wrong: list[Any] = ["x", 1.5, 0, True]
+    wrong: list[Any] = ["x", 1.5, 0, True, 10**30]
     for chunksize in wrong:
         with pytest.raises(sky.ConfigError, match=r"chunksize=.*whole number"):
             pool.map(plain, [1], chunksize=chunksize)

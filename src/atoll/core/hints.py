@@ -146,6 +146,17 @@ def check_whole(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
+def check_truth(name: str, value: object) -> bool:
+    """A truth value: the text ``"false"`` would count as true.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not _KINDS["bool"](value):
+        raise ConfigError(f"{name}={_short(value)}: expected True or False")
+    return bool(value)
+
+
 def _unknown_keyword(where: str, unknown: str, named: Iterable[str], by_position: Iterable[str]) -> str:
     call = f"{where.removesuffix('.__init__')}()"
     if unknown in by_position:

@@ -11,6 +11,7 @@ from typing import Any
 
 from atoll.core.context import CallContext, current
 from atoll.core.errors import ConfigError, UsageError
+from atoll.core.hints import check_truth
 from atoll.core.paths import fsync_folder
 
 _KEEP = 2
@@ -33,7 +34,7 @@ def report(
 
     Raises:
         UsageError: metrics that are no mapping, or checkpoints of several ranks without ``sharded=True``.
-        ConfigError: a checkpoint path that does not exist.
+        ConfigError: a checkpoint path that does not exist, or ``sharded`` neither True nor False.
 
     Outside a pool it does nothing but check its arguments.
     """
@@ -46,6 +47,7 @@ def report(
         )
     if checkpoint is not None and not os.path.exists(os.fspath(checkpoint)):
         raise ConfigError(f"checkpoint={os.fspath(checkpoint)!r} does not exist: write it before reporting it")
+    sharded = check_truth("sharded", sharded)
     context = current()
     if context is None or context.send_report is None:
         return

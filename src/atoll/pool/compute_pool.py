@@ -16,7 +16,15 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, overload
 
 from atoll.core import events
 from atoll.core.errors import ConfigError, PoolClosed, UsageError
-from atoll.core.hints import MOST_NODES, MOST_TRIES, check_seconds, check_whole, current_folder, suggests_keywords
+from atoll.core.hints import (
+    MOST_NODES,
+    MOST_TRIES,
+    check_seconds,
+    check_truth,
+    check_whole,
+    current_folder,
+    suggests_keywords,
+)
 from atoll.core.paths import atoll_home
 from atoll.pool import settings
 from atoll.pool.attached import Attached
@@ -312,7 +320,8 @@ class ComputePool:
         Raises:
             ConfigError: ``detach=True`` on a pool without a name.
         """
-        if not detach:
+        everywhere = check_truth("everywhere", everywhere)
+        if not check_truth("detach", detach):
             return self.submit_call(function, args, kwargs, whole_gang=everywhere)
         backend = self._running()
         if not isinstance(backend, Attached):

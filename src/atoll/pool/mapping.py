@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import reprlib
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, cast
 
-from atoll.core.errors import ConfigError, UsageError
+from atoll.core.errors import UsageError
+from atoll.core.hints import check_truth, check_whole
 from atoll.pool.calls import CallFuture
 from atoll.pool.shipping import importable, name_of, unwrap
 from atoll.pool.worker.chunk import Chunk, ChunkResult
@@ -37,11 +39,6 @@ def zip_items(name: str, iterables: tuple[object, ...]) -> Iterator[tuple[Any, .
     return zip(*cast("tuple[Iterable[Any], ...]", iterables), strict=False)
 
 
-def _check_chunksize(value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"chunksize={value!r}: expected a whole number, 1 or more, or None")
-
-
 class Mapped(Iterator[Any]):
     """Results of a map. The first chunks are under way when it is made; ``close()`` cancels what is left."""
 
@@ -54,13 +51,14 @@ class Mapped(Iterator[Any]):
         ordered: bool,
         chunksize: int | None,
     ) -> None:
-        _check_chunksize(chunksize)
+        if chunksize is not None:
+            check_whole("chunksize", chunksize, 1, sys.maxsize)
+        self._ordered = check_truth("ordered", ordered)
         raw = unwrap(function)
         self._name = name_of(raw)
         self._chunk = Chunk(importable(raw) or raw, self._name)
         self._submit = submit
         self._items = items
-        self._ordered = ordered
         self._fixed = chunksize
         self._size = chunksize or 1
         self._window = _AHEAD * num_ranks

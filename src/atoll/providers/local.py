@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from atoll.core.errors import ConfigError, death_reason
-from atoll.core.hints import suggests_fields
+from atoll.core.hints import check_truth, suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlace, NodePlan, Plan
 from atoll.providers.gpus import VISIBLE, Gpu, bound_text, local_gpus
@@ -43,8 +43,7 @@ class Local:
     simulate: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.simulate, bool):
-            raise ConfigError(f"Local(simulate={self.simulate!r}): expected True or False")
+        check_truth("simulate", self.simulate)
 
     @property
     def name(self) -> str:
