@@ -501,7 +501,7 @@ def test_a_keeper_that_stands_still_is_told_of(home: Path, monkeypatch: pytest.M
 def test_a_setting_that_was_given_counts_also_where_it_is_the_default(home: Path) -> None:
     provider = sky.Local(simulate=False)
     with sky.ComputePool(provider, name=NAME, nodes=2, workers_per_node=2, env={"FLAG": 1}, pip=[]):
-        for given in ({"nodes": 1}, {"env": {}}, {"provider": sky.Local()}, {"workers_per_node": "auto"}):
+        for given in ({"nodes": 1}, {"env": {}}, {"provider": sky.Local()}, {"workers_per_node": "auto"}, {"idle": 60}):
             (key,) = given
             with pytest.raises(sky.ConfigError, match=rf"is up and differs: it has {key}="):
                 sky.ComputePool(name=NAME, **given).up()

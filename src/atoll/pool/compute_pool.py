@@ -43,13 +43,12 @@ from atoll.pool.overlay import Environment, resolve
 from atoll.pool.remote import LocalModules, OneUseArena, is_remote, prepare, starts_elsewhere
 from atoll.pool.retention import prune_jobs, prune_logs
 from atoll.pool.shipping import ByValueModules, encode, name_of, pack_arguments, ship, unwrap
-from atoll.pool.wishes import wishes_of
+from atoll.pool.wishes import IDLE_S, wishes_of
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Plan, Provider
 from atoll.wire.segments import Arena
 
 R = TypeVar("R")
-_IDLE_S = 600.0
 
 
 class _Stoppable(Backend, Protocol):
@@ -151,7 +150,7 @@ class ComputePool:
             "env": env if env is not None else self.image.env or None,
             "workers_per_node": workers_per_node,
         }
-        given |= {"ttl": ttl, "hang_timeout": hang_timeout}
+        given |= {"ttl": ttl, "hang_timeout": hang_timeout, "idle": idle}
         self._wishes = {key: self._config[key] for key, value in given.items() if value is not None}
         self._imports = ImportPath()
         self._pid = os.getpid()
@@ -211,7 +210,7 @@ class ComputePool:
             gang = Gang(spec, Notifier(router, self._on_event))
             gang.start()
             return gang
-        idle_s = self.idle if self.idle is not None else _IDLE_S
+        idle_s = self.idle if self.idle is not None else IDLE_S
         to_start = lambda: (self._spec(), self._imports.extra)  # noqa: E731 - where no pool of this name is up
         attached = Attached(self.name, self._config, self._wishes, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of

@@ -11,6 +11,8 @@ from atoll.core.hints import digest_credentials, shown_variable
 if TYPE_CHECKING:
     from atoll.pool.compute_pool import ComputePool
 
+IDLE_S = 600.0
+
 
 def wishes_of(pool: ComputePool) -> dict[str, str]:
     """What a pool's settings ask for; values of variables that are secret, as digests."""
@@ -25,6 +27,7 @@ def wishes_of(pool: ComputePool) -> dict[str, str]:
         "env": ", ".join(f"{key}={shown_variable(key, str(value))}" for key, value in sorted(variables.items())),
         "ttl": pool.ttl,
         "hang_timeout": pool.hang_timeout,
+        "idle": pool.idle if pool.idle is not None else IDLE_S,
     }
     return {key: digest_credentials(str(value)) for key, value in wishes.items()}
 
