@@ -13,11 +13,11 @@ import pytest
 import atoll as sky
 from atoll.providers.gpus import local_gpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.serial, pytest.mark.leaks_per_module, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.serial, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def pool():
+@pytest.fixture
+def pool():  # of one test: it holds every GPU, and other tests have pools of their own
     assert len(local_gpus()) >= 2, f"at least 2 GPUs are needed, this machine has {len(local_gpus())}"
     with sky.ComputePool(nodes=2) as pool:
         yield pool
@@ -137,7 +137,7 @@ def test_a_rank_that_raises_frees_the_ones_in_a_collective(pool):
     test_ddp_trains_in_sync(pool)
 
 
-def test_late_nccl_settings(pool, capfd):
+def test_late_nccl_settings(capfd):
     @sky.compute
     def early():
         import torch
@@ -163,7 +163,7 @@ def test_late_nccl_settings(pool, capfd):
         assert capfd.readouterr().err.count("NCCL_BUFFSIZE was set after") == fresh.world_size
 
 
-def test_nccl_socket_timeout_is_the_groups_timeout(pool):
+def test_nccl_socket_timeout_is_the_groups_timeout():
     @sky.compute
     def timeout():
         import torch
@@ -175,7 +175,8 @@ def test_nccl_socket_timeout_is_the_groups_timeout(pool):
         after = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).options._timeout
         return before.total_seconds(), after.total_seconds()
 
-    assert all(after == 600 for _, after in timeout() @ pool)
+    with sky.ComputePool(nodes=2) as pool:
+        assert all(after == 600 for _, after in timeout() @ pool)
     with sky.ComputePool(nodes=2, env={"NCCL_SOCKET_TIMEOUT": "77"}) as other:
         assert all(before == 77 for before, _ in timeout() @ other)
 

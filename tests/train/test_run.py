@@ -21,7 +21,7 @@ import small
 from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.train.checkpoint.claim import FolderClaim
 from atoll.train.checkpoint.store import open_store
-from atoll.train.corpus import Corpus, open_corpus
+from atoll.train.corpus import Corpus, open_corpus, with_vocabulary
 from atoll.train.data.loader import batched
 from atoll.train.data.packing import PackedDataset
 from atoll.train.data.prepare import prepare
@@ -44,7 +44,8 @@ def _train(world: int, recipe: dict[str, Any]) -> Any:
 def _corpus(recipe: dict[str, Any]) -> Corpus:
     loaded = load_recipe(recipe).recipe
     prepared = prepare(loaded.data, seq_len=small.SEQ_LEN, progress=lambda _: None, note=lambda _: None)
-    return open_corpus(loaded, prepared)
+    assert prepared.tokenizer is not None
+    return open_corpus(with_vocabulary(loaded, prepared.tokenizer.vocab_size), prepared)
 
 
 def _loss_by_hand(recipe: dict[str, Any], dataset: PackedDataset, weights: dict[str, torch.Tensor] | None) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from atoll.core.errors import NeverDispatched, UsageError
-from atoll.core.hints import MOST_TRIES, check_seconds, check_whole, checks_arguments, suggests_keywords
+from atoll.core.hints import MOST_TRIES, check_seconds, check_whole, suggests_keywords
 from atoll.pool.calls import CallFuture, RankResults
 from atoll.pool.compute_pool import ComputePool
 from atoll.pool.shipping import importable, name_of
@@ -288,8 +288,8 @@ class Group(_Dispatched):
         return " & ".join(map(repr, self.calls))
 
 
-@checks_arguments
-def gather(*calls: Pending[Any], stream: bool = False) -> Group:
+@suggests_keywords
+def gather(*calls: Pending[Any] | Group, stream: bool = False) -> Group:
     """Put calls side by side: ``sky.gather(*calls) >> pool`` gives their results in call order.
 
     Args:
@@ -299,6 +299,8 @@ def gather(*calls: Pending[Any], stream: bool = False) -> Group:
     Raises:
         UsageError: something that is no pending call.
     """
+    if not isinstance(stream, bool):
+        raise UsageError(f"gather(): stream={stream!r}: expected bool")
     group: list[Pending[Any]] = []
     given = cast("tuple[object, ...]", calls)
     for index, call in enumerate(given):
