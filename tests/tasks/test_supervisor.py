@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -107,6 +108,11 @@ def test_what_setup_writes_into_bashrc_is_known_to_run(home: Path) -> None:
     _, log = cluster.run("echo on", setup="echo exec true >~/.bashrc")
     assert "atoll: bash did not get through its start files such as ~/.bashrc" in log
     assert ") on\n" in log
+    blocks = "until [ -e ~/go ]; do sleep 0.1; done; export LATE=yes"
+    job = cluster.submit("echo late: $LATE", setup=f"echo {shlex.quote(blocks)} >~/.bashrc", strict=True)
+    cluster.wait_for(job, "atoll: bash is still in its start files such as ~/.bashrc after 5 s, and the job waits")
+    (cluster.folder / "nodes/0/home/go").touch()
+    assert ") late: yes\n" in cluster.follow(job)[1]
 
 
 @pytest.mark.long  # tests/tasks/test_cases.py has it through the command
@@ -700,6 +706,7 @@ def test_secrets_are_nowhere(home: Path) -> None:
         "until [ -e go ]; do sleep 0.05; done; echo; ps -ef; exit 4",
         secrets={"PLAIN": values["PLAIN"]},
         env={"HF_TOKEN": values["HF_TOKEN"]},
+        secret_names=("PLAIN",),
     )
     cluster.wait_for(job, "token")
     shown = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout

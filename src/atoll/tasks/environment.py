@@ -153,7 +153,13 @@ def _texts(values: Mapping[str, str | int]) -> dict[str, str]:
 # something that holds its pipes open.
 _SHELL = """_atoll="$BASH_ENV.found"; unset -v BASH_ENV
 if {condition}; then
-    bash -ic 'unset -v "$@"; {{ export -p; declare -fp; }} >"$0"' "$_atoll" {names} </dev/null >/dev/null 2>&1 || :
+    {{
+        bash -ic 'unset -v "$@"; {{ export -p; declare -fp; }} >"$0"' "$_atoll" {names} </dev/null >/dev/null 2>&1 || :
+    }} | {{
+        read -rt {slow_s}; [ $? -le 128 ] ||
+            echo "atoll: bash is still in its start files such as ~/.bashrc after {slow_s} s, and the job waits" >&2
+        read -r
+    }} || :
     if [ -s "$_atoll" ]; then . "$_atoll"; else
         echo "atoll: bash did not get through its start files such as ~/.bashrc: nothing of them is known here" >&2
     fi
@@ -161,6 +167,7 @@ if {condition}; then
 fi
 unset -v _atoll
 """
+_SLOW_S = 5  # start files that take longer are told of
 _OF_SHELL = ("PWD", "OLDPWD", "SHLVL", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY")  # each shell's own
 _OF_NODE = (*OF_PLACE, "CUDA_VISIBLE_DEVICES", "ATOLL_SIMULATED", "NCCL_HOSTID")
 
@@ -170,7 +177,7 @@ def shell_text(task: Task, place: Mapping[str, str], env: Iterable[str]) -> str:
     free = {*task.spec.base_env, *place}.difference(task.spec.env, task.secrets, _OF_NODE)
     names = sorted({*env, *_OF_SHELL} - free)
     condition = "true" if task.cluster.hosts else "[ -e ~/.bashrc ]"
-    return _SHELL.format(condition=condition, names=" ".join(map(shlex.quote, names)))
+    return _SHELL.format(condition=condition, slow_s=_SLOW_S, names=" ".join(map(shlex.quote, names)))
 
 
 def script_arguments(strict: bool) -> list[str]:
