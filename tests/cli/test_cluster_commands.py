@@ -185,7 +185,7 @@ def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
     assert (code, err) == (0, "")
     assert lines[:5] == [
         "Cluster t on local: 2 nodes, L4:2 a node, simulated",
-        "2 × L4:2 simulated on CPU: this machine has no GPU",
+        "2 × L4:2 simulated on CPU: this machine has no GPU that CUDA_VISIBLE_DEVICES='' leaves",
         "Job submitted, ID: 1",
         "├── Waiting for task resources on 2 nodes.",
         f"└── Job started. Streaming logs... {HINT}",
