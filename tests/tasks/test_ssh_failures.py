@@ -231,7 +231,7 @@ def test_what_is_wrong_with_hosts_is_one_line_each_with_the_fix(make_bed: MakeBe
         "hanging": r"h3: hangs at login: no answer within \d+ s. Try `ssh h3`",
         "ancient": rf"h4: has Python 3.8.10 as {old_python}, and Atoll needs 3.11 or newer there: install one",
         "full": r"h6: could not write \S+ there: .*No space left on device. Free some space there",
-        "changed": r"h7: its host key has CHANGED.*SHA256:\S+\. .*`ssh-keygen -R '10.77.0.17'`, then `ssh h7` once",
+        "changed": r"h7: its host key has CHANGED.*SHA256:\S+\. .*`ssh-keygen -R 10.77.0.17`, then `ssh h7` once",
         "unknown": r"h8: its host key is not known: its fingerprint is SHA256:\S+ .*accept it: `ssh h8` once",
         "stranger": r"stranger@h1: does not let stranger in with the keys .*`ssh-copy-id stranger@h1`",
         "behind": r"h1: its jump host can't be used: h2: refuses connections",
