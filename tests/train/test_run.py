@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import ranks
 import small
 from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.train.checkpoint.claim import FolderClaim
+from atoll.train.checkpoint.manifest import Manifest
 from atoll.train.checkpoint.store import open_store
 from atoll.train.corpus import Corpus, open_corpus, with_vocabulary
 from atoll.train.data.loader import batched
@@ -392,7 +394,7 @@ def test_a_place_for_checkpoints_that_cannot_be_written_is_refused_before_the_fi
     assert not Path(tree["train"]["output_dir"]).exists(), "a run that never began leaves no folder"
 
 
-def test_checkpoints_of_another_run_are_not_gone_on_from(tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_are_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = str(tmp_path / "shared")
     first = small.tree(tmp_path, train__output_dir=str(tmp_path / "first"), train__steps=3, checkpoint__path=place)
     small.train(first)
@@ -407,6 +409,18 @@ def test_checkpoints_of_another_run_are_not_gone_on_from(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="holds step 3 of another run"):
         small.train(small.changed(own, checkpoint__path=place), allow_changes=True)
     assert small.saved_step(place) == 3
+
+    # A relative place counts from where one is: elsewhere it is not there, or of another run.
+    for number, name in enumerate(("a", "b", "c")):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name < "c":
+            here = small.changed(first, train__output_dir="out", checkpoint__path="kept", train__seed=number)
+            small.train(here)
+    for name in ("b", "c"):
+        monkeypatch.chdir(tmp_path / name)
+        with pytest.raises(ConfigError, match=r"\.\./a/out.*'kept'.*started"):
+            find_checkpoint("../a/out")
 
     # The folder is lost, the checkpoints are not: the same recipe goes on from them, and says so.
     events: list[Any] = []
@@ -473,6 +487,20 @@ def test_what_stays_for_good_is_saved_and_stays_also_when_the_run_is_lengthened(
     longer = small.changed(tree, train__steps="3ep", checkpoint__keep_every="5ep")
     small.train(longer, allow_changes=True)
     assert _steps_kept(tmp_path) == [4, 7, 11]
+
+
+def test_what_a_version_before_kept_for_good_stays(tmp_path: Path) -> None:
+    """Its checkpoints don't say which those are; their recipe says that there are some."""
+    checkpoint = {"every": 1, "keep_every": 2, "keep": 3}
+    tree = small.tree(tmp_path, train__steps=4, checkpoint=checkpoint)
+    small.train(tree)
+    assert _steps_kept(tmp_path) == [2, 3, 4]
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"):
+        found = Manifest.decode(path.read_bytes())
+        meta = {key: value for key, value in found.meta.items() if key != "keep"}
+        path.write_bytes(dataclasses.replace(found, meta=meta).encode())
+    small.train(small.changed(tree, train__steps=6, checkpoint={**checkpoint, "keep": 1}), allow_changes=True)
+    assert {2, 4, 6} <= {*_steps_kept(tmp_path)}
 
 
 def _steps_kept(folder: Path) -> list[int]:

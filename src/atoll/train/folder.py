@@ -48,8 +48,7 @@ class RunFolder:
             sweep_temporary(inside / "*")
         try:
             self._check(recipe, allow_changes=allow_changes)
-            with contextlib.suppress(FileNotFoundError):
-                self.identity = (self.path / _IDENTITY).read_text()
+            self.identity = stored_identity(self.path)
         except BaseException:
             self.close()
             raise
@@ -100,6 +99,13 @@ class RunFolder:
         else:
             self._lock.close()
         self._lock = None
+
+
+def stored_identity(folder: Path) -> str | None:
+    """What the checkpoints of a run carry, too."""
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / _IDENTITY).read_text()
+    return None
 
 
 def stored_recipe(folder: Path) -> Recipe | None:

@@ -19,7 +19,7 @@ from atoll.train.checkpoint.files import Files, Reader
 from atoll.train.checkpoint.manifest import Manifest, step_name, step_of
 from atoll.train.checkpoint.store import Store, open_store
 from atoll.train.checkpoint.survey import INDEX, examine, read_index, rot
-from atoll.train.folder import stored_recipe
+from atoll.train.folder import stored_identity, stored_recipe
 
 _WEIGHTS = "model."  # what a checkpoint puts in front of the names of a model's tensors
 _CHECKPOINTS = "checkpoints"
@@ -155,9 +155,18 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
             except ConfigError as error:
                 reasons.append(str(error))
             else:
+                theirs, own = saved.manifest.meta.get("run"), stored_identity(Path(spec)) if elsewhere else None
+                if place == elsewhere and None not in (theirs, own) and theirs != own:
+                    break
                 notes = tuple(f"{reason}; {step_name(step)} is used" for reason in reasons)
                 return replace(saved, notes=notes, run=Path(spec) if place == elsewhere else None)
-        raise ConfigError(f"{place} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
+        else:
+            raise ConfigError(f"{place} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
+    if elsewhere is not None:
+        raise ConfigError(
+            f"{spec}: its checkpoints are in {elsewhere!r}, and here are none of this run: a relative path counts from "
+            "the folder in which it was started; go there"
+        )
     return None
 
 

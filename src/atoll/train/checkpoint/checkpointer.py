@@ -330,7 +330,7 @@ class Checkpointer:
         """On rank 0: delete those that have served their time. The new one stands, so a failure is but a remark."""
         with Attempt() as attempt:
             whole = self._survey().whole
-            kept = [each for each, found in whole.items() if found.meta.get("keep")]
+            kept = [each for each, found in whole.items() if found.meta.get("keep", _may_stay(found.meta))]
             metrics = {each: found.metric for each, found in whole.items()}
             for old in self._retention(metrics, kept, saved=step):
                 self._store.remove(old)
@@ -373,6 +373,11 @@ class Checkpointer:
 def _reraise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+def _may_stay(meta: Mapping[str, Any]) -> bool:
+    """Of a checkpoint of a version that did not write whether it stays for good: whether its recipe had some stay."""
+    return meta.get("recipe", {}).get("checkpoint", {}).get("keep_every") is not None
 
 
 def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata) -> None:
