@@ -29,7 +29,7 @@ from atoll.cli.main import main
 from atoll.cli.task_flags import as_typed
 from atoll.tasks import clusters, control, lifecycle, supervisor
 from atoll.tasks.control import remove_tree
-from atoll.tasks.spec import ClusterSpec
+from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
 RUN = "from atoll.cli.main import main; main()"
 COMMANDS = ["launch", "exec", "logs", "queue", "cancel", "status", "stop", "start", "down", "autostop", "ssh", "cp"]
@@ -386,7 +386,7 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
     assert "made anew" in atoll("launch", "-c", "t-1", "true")[1]
 
 
-def test_autostop(atoll: Atoll) -> None:
+def test_autostop(atoll: Atoll, monkeypatch: pytest.MonkeyPatch) -> None:
     atoll("launch", "-c", "t", "true")
     code, out, _ = atoll("autostop", "t", "-i", "30")
     assert (code, out) == (0, "Cluster t is stopped after 30 idle minutes from now on\n")
@@ -398,6 +398,15 @@ def test_autostop(atoll: Atoll) -> None:
     assert json.loads(atoll("status", "t", "-o", "json")[1])[0]["status"] == "UP"  # not while a job goes on
     atoll("cancel", "t")
     eventually(lambda: "no cluster is up" in atoll("status")[1], "it is down", 30)
+    # The minutes before it was set do not count.
+    atoll("launch", "-c", "t", "true")
+    now = time.time()
+    for hours, status in ((1, ClusterStatus.UP), (2, ClusterStatus.STOPPED)):
+        with monkeypatch.context() as patch:
+            patch.setattr("atoll.tasks.lifecycle.time.time", lambda hours=hours: now + 3600 * hours)
+            if hours == 1:
+                lifecycle.set_autostop(clusters.load("t"), 30, down=False)
+            assert lifecycle.refresh(clusters.load("t")).status is status
     # What is taken up again has been idle from then on only.
     atoll("launch", "-c", "t", "-i", "0", "true")
     stopped = clusters.load("t")

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 import leaks
 import small
+from atoll.train import __main__ as entry
 
 pytestmark = pytest.mark.timeout(300)  # some start torch thrice
 
@@ -296,3 +297,16 @@ def test_a_rank_that_hangs_or_raises_ends_atoll_train(tmp_path: Path, what: str,
     shown = _finish(command, code=100, PYTHONPATH=str(tmp_path))
     assert said in shown
     assert "typer" not in shown, "no frames of the command"
+
+
+def test_rank_0_has_the_time_to_tell_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends all ranks with the first that fails."""
+    waited: list[float] = []
+    monkeypatch.setattr("atoll.train.__main__.time.sleep", waited.append)
+    for rank, expected in (("1", 1), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        assert entry.main(["llama3_debug", "--train.stps", "5"]) == 100
+        assert len(waited) == expected
+    assert capsys.readouterr().err.count("stps") == 1

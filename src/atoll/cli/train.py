@@ -212,6 +212,8 @@ def _run(
     )
     stop = _LocalStop(folder) if hosts is None else hosts
     with contextlib.closing(show), pool:
+        ranks = "one rank" if pool.world_size == 1 else f"{pool.world_size} ranks"
+        show(Note(f"starting {ranks}"))  # they import PyTorch, which takes seconds
         future = pool.submit(train_rank, tree, options, everywhere=True)
         with _interruptible(stop, began, show):
             results: list[dict[str, Any]] = list(future.result())
@@ -294,7 +296,7 @@ def _interruptible(run: _Stoppable, began: threading.Event, screen: _Screen) -> 
             name = "standard output is closed"
         if asked:
             screen.say("stopped at once: what was done since the last checkpoint is lost")
-        elif closed and not began.is_set():
+        elif not began.is_set():
             screen.say(f"{name}: stopping before the first step")
         if asked or not began.is_set():
             raise KeyboardInterrupt

@@ -223,7 +223,7 @@ def _is_due(cluster: ClusterSpec) -> bool:
     jobs = clusters.control_of(cluster).queue()
     if any(not job.status.ended for job in jobs):
         return False
-    idle_s = time.time() - max([cluster.created_s, *(job.ended_s or 0.0 for job in jobs)])
+    idle_s = time.time() - max([cluster.created_s, cluster.autostop_set_s, *(job.ended_s or 0.0 for job in jobs)])
     return idle_s >= 60 * cluster.autostop_minutes
 
 
@@ -236,4 +236,6 @@ def set_autostop(cluster: ClusterSpec, idle_minutes: int, *, down: bool) -> Clus
     if idle_minutes > MOST_MINUTES:
         raise ConfigError(f"autostop after {idle_minutes} idle minutes: expected {MOST_MINUTES} at most; -1 is never")
     minutes = idle_minutes if idle_minutes >= 0 else None
-    return clusters.change(cluster, autostop_minutes=minutes, autodown=down and minutes is not None)
+    return clusters.change(
+        cluster, autostop_minutes=minutes, autostop_set_s=time.time(), autodown=down and minutes is not None
+    )

@@ -24,6 +24,7 @@ _BOUNDS = (
     ("num_accelerators", 0, MOST_ACCELERATORS),
     ("created_s", 0, 1 << 36),  # some 2000 years from now
     ("autostop_minutes", 0, MOST_MINUTES),
+    ("autostop_set_s", 0, 1 << 36),
 )
 
 

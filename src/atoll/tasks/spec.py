@@ -224,6 +224,7 @@ class ClusterSpec:
         created_s: when it was made, or started after a stop; in seconds since 1970.
         setup_done: nodes whose setup has succeeded at least once.
         autostop_minutes: idle minutes after which it is stopped, or None; ``autodown``: taken down instead.
+        autostop_set_s: when that was set: the minutes before it don't count.
         notes: lines said when it was made (what is simulated, what an infra can't honour).
         ssh: further settings of the ssh provider (python, grace_s, key, jump, ...).
     """
@@ -242,6 +243,7 @@ class ClusterSpec:
     created_s: float = 0.0
     setup_done: tuple[int, ...] = ()
     autostop_minutes: int | None = None
+    autostop_set_s: float = 0.0
     autodown: bool = False
     notes: tuple[str, ...] = ()
     ssh: Mapping[str, Any] = field(default_factory=dict)
@@ -282,7 +284,7 @@ _RECORD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("num_nodes", "num_accelerators"), int),
     **dict.fromkeys(("simulated", "autodown"), bool),
     **dict.fromkeys(("hosts", "setup_done", "notes"), _LIST),
-    "created_s": (int, float),
+    **dict.fromkeys(("created_s", "autostop_set_s"), (int, float)),
     "autostop_minutes": (int, type(None)),
     "ssh": dict,
 }

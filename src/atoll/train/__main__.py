@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from typing import NoReturn
 
 from atoll.core.errors import AtollError
@@ -16,6 +17,7 @@ RECIPE is a shipped recipe (atoll recipes ls), a TOML file, or left out where CO
 The same command again goes on from the newest checkpoint.
 """
 _FAILED, _NOT_FINISHED = 100, 101
+_HEAD_TELLS_S = 5.0  # rank 0 may have started later by that; a launcher ends the others with it
 
 
 def main(arguments: list[str]) -> int:
@@ -37,6 +39,8 @@ def main(arguments: list[str]) -> int:
         where = getattr(error, "__notes__", [])
         if is_head or where == [f"on rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}"]:
             print(" ".join(["atoll:", *(f"{each}:" for each in where), str(error)]), file=sys.stderr)
+        else:
+            time.sleep(_HEAD_TELLS_S)  # torchrun ends all ranks as soon as one has failed
         return _FAILED
     except KeyboardInterrupt:
         return 130

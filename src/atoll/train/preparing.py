@@ -42,7 +42,7 @@ def prepare_together(
         tell(event)
 
     def waiting(missing: int) -> None:
-        tell(Progress("waiting for other ranks to prepare data", 0, missing, "ranks"))
+        tell(Progress("waiting for other ranks to prepare data", world.size - missing, world.size, "ranks"))
         if stop.asked:
             world.announce(_STOP)  # those who prepare hear of it
             if stop.since_s > recipe.train.grace_s / 2:
