@@ -31,6 +31,7 @@ def collate(items):
 
 
 if __name__ == "__main__":
+    os.environ["TMPDIR"] = os.getcwd()  # Python's own forkserver leaves a folder behind
     for method in ("fork", "spawn", "forkserver"):
         loader = DataLoader(
             Numbers(), batch_size=2, num_workers=2, collate_fn=collate, multiprocessing_context=method,
