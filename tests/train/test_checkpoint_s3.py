@@ -284,6 +284,15 @@ def claim_twice(root: str, beat_s: float) -> dict[str, Any]:
     second.close()
     third.check()
     third.close()
+    fifth = claimed(root, "run five", found["notes"])
+    fifth._over.set()  # it stands still, while others come and go
+    fifth._thread.join()
+    fifth._remote.rm_file(fifth._path)
+    try:
+        fifth.check()
+    except OSError as error:
+        found["gone"] = str(error)
+    fifth.close()
     saver.close()
     return found
 
@@ -293,6 +302,7 @@ def check_claims(found: dict[str, Any], root: str) -> None:
     assert re.search(rf"^'{root}' is in use by {about} \(run one\): .*--checkpoint.path PLACE", found["alive"])
     assert re.search(rf"was taken over by {about} \(run four\)", found["passed over"])
     assert found["saved"] == []
+    assert "was taken over by a run that has ended since" in found["gone"]
     assert [re.findall(r"\(run \w+\)", note) for note in found["notes"]] == [["(run one)"], ["(run three)"]]
 
 

@@ -122,8 +122,8 @@ class ObjectClaim:
             OSError: it is not, or the storage fails.
         """
         found = self._read()
-        if found is not None and found.get("token") != self._token:
-            self._lost = _holder(found)
+        if (found or {}).get("token") != self._token:
+            self._lost = _holder(found) if found else "a run that has ended since, or its claim was removed"
         if self._lost is not None:
             raise OSError(f"{self._root} was taken over by {self._lost}, as nothing was heard from here for a while")
 
