@@ -348,7 +348,9 @@ def test_images_go_when_nobody_uses_them(home: Path, wheels: Path, capsys: pytes
         resolve(Image(pip=["atoll_t_more"]), has_gpu=False)  # a build clears up
         assert not folders["atoll_t_old"].exists()
         assert folders["atoll_t_held"].exists()
+    seen = built_images()
     assert app(["images", "prune"], standalone_mode=False) is None
+    assert [each for each in seen if each.in_use and not each.folder.exists()] == [], "somebody else pruned meanwhile"
     assert "removed 2 images" in capsys.readouterr().out, "not the one that was built just now"
     assert len(list((home / "images").glob("*/image.json"))) == 1
 

@@ -37,11 +37,13 @@ class BuiltImage:
         """Does a rank run with it, or is one about to?"""
         if time.time() - self.used_s < _STARTING_S:
             return True
-        with open(self.folder / IMAGE_MARKER, "rb+") as marker:
-            try:
+        try:
+            with open(self.folder / IMAGE_MARKER, "rb+") as marker:
                 fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+        except FileNotFoundError:  # removed meanwhile
+            return False
+        except BlockingIOError:
+            return True
         return False
 
 
