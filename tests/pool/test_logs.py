@@ -174,7 +174,7 @@ def test_unknown_logs_are_refused() -> None:
 
 def test_files_are_private() -> None:
     with sky.ComputePool(nodes=1, logs="quiet") as pool:
-        pool.run(lambda: print("secret"))
+        pool.run(lambda: [print("secret", file=stream) for stream in (sys.stdout, sys.stderr)] and None)
         folder = pool.log_dir
         assert folder.is_relative_to(os.environ["ATOLL_HOME"])
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
