@@ -7,6 +7,7 @@ import pty
 import re
 import stat
 import subprocess
+import sys
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
