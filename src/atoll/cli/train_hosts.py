@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import importlib.metadata
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.hints import command_line, current_folder, nearest
+from atoll.core.paths import user_name
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.connection import connections
@@ -168,6 +168,6 @@ def _refuse_all_files(source: Path) -> None:
 
 def _name_of(source: Path) -> str:
     """The same for the same folder of the same user and machine, so that the same command goes on."""
-    who = f"{getpass.getuser()}@{socket.gethostname()}:{os.path.realpath(source)}"
+    who = f"{user_name()}@{socket.gethostname()}:{os.path.realpath(source)}"
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name) or "run"
     return f"{plain}-{hashlib.sha256(who.encode()).hexdigest()[:8]}"

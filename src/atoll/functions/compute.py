@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from atoll.core.errors import NeverDispatched, UsageError
-from atoll.core.hints import MOST_TRIES, check_seconds, check_whole, suggests_keywords
+from atoll.core.hints import MOST_TRIES, check_seconds, check_truth, check_whole, suggests_keywords
 from atoll.pool.calls import CallFuture, RankResults
 from atoll.pool.compute_pool import ComputePool
 from atoll.pool.shipping import importable, name_of
@@ -298,9 +298,9 @@ def gather(*calls: Pending[Any] | Group, stream: bool = False) -> Group:
 
     Raises:
         UsageError: something that is no pending call.
+        ConfigError: ``stream`` is neither True nor False.
     """
-    if not isinstance(stream, bool):
-        raise UsageError(f"gather(): stream={stream!r}: expected bool")
+    stream = check_truth("stream", stream)
     group: list[Pending[Any]] = []
     given = cast("tuple[object, ...]", calls)
     for index, call in enumerate(given):

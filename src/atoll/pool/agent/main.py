@@ -27,7 +27,7 @@ from atoll.pool.agent.procs import (
     OomCounter,
     activity,
     kill_tree,
-    outer_pids,
+    outer_pid,
     prctl,
     reap_orphans,
 )
@@ -207,7 +207,7 @@ class Agent:
             self.tell(frames.EXIT, number, meta=exit_meta(127, [str(error)]))
             return
         self._ranks[number] = rank
-        self.tell(frames.STARTED, number, meta={"pid": outer_pids(self._proc_fd).get(rank.pid, rank.pid)})
+        self.tell(frames.STARTED, number, meta={"pid": outer_pid(self._proc_fd, rank.pid)})
         self.watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
         self.watch(rank.pidfd, lambda _readable, _writable: self._rank_died(rank))
         if not self._logs_paused:

@@ -187,26 +187,22 @@ def activity(pids: Sequence[int]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def outer_pids(proc_fd: int) -> dict[int, int]:
-    """By their pids here, the pids of this process's children outside of its PID namespace.
+def outer_pid(proc_fd: int, pid: int) -> int:
+    """What a child of this process is called outside of its PID namespace; ``pid`` itself where that is not known.
 
     Args:
         proc_fd: ``/proc`` as it is there; -1 where it is not to be had.
     """
-    found: dict[int, int] = {}
-    if proc_fd < 0:
-        return found
     proc = f"/proc/self/fd/{proc_fd}"
     with contextlib.suppress(OSError):
         me = os.readlink(f"{proc}/self")
         with open(f"{proc}/{me}/task/{me}/children") as children:
-            pids = children.read().split()
-        for pid in pids:
-            with contextlib.suppress(OSError), open(f"{proc}/{pid}/status") as status:
-                for line in status:
-                    if line.startswith("NSpid:"):
-                        found[int(line.split()[-1])] = int(pid)
-    return found
+            outer = children.read().split()
+        for each in reversed(outer):  # the newest is last, and mostly the one in question
+            with contextlib.suppress(OSError), open(f"{proc}/{each}/status") as status:
+                if any(line.startswith("NSpid:") and line.split()[-1] == str(pid) for line in status):
+                    return int(each)
+    return pid
 
 
 def _environ_has(pid: int, needle: bytes) -> bool:
