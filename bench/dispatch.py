@@ -230,9 +230,7 @@ def _wide_atoll(call) -> dict[str, float]:
         gang = time.perf_counter() - started
         time.sleep(1.0)
         ranks = [
-            child
-            for child in psutil.Process().children(recursive=True)
-            if "atoll.pool.worker" in " ".join(child.cmdline())
+            child for child in psutil.Process().children(recursive=True) if "atoll.worker" in " ".join(child.cmdline())
         ]
         pss = [_pss_mb(child.pid) for child in ranks]
         started = time.perf_counter()

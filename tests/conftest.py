@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.pools import home, mode, pool  # noqa: F401 - fixtures for every folder
 
 import leaks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.pool.agent import leases
+from atoll.agent import leases
 from testbed.hosts import NVIDIA_SMI, rows
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import leaks
-from atoll.pool.agent.procs import state
+from atoll.agent.process_tree import state
 from atoll.tasks import record, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.rows import JobRow

@@ -36,8 +36,13 @@ ON_BARE_HOSTS = (
     *("atoll.tasks.ports", "atoll.tasks.record", "atoll.tasks.dispatcher", "atoll.tasks.supervisor"),
     *("atoll.tasks.control", "atoll.tasks.remote_control", "atoll.tasks.environment", "atoll.tasks.nodes"),
     *("atoll.tasks.ssh_nodes", "atoll.tasks.tarball"),
-    *("atoll.wire.frames", "atoll.wire.records", "atoll.wire.relay", "atoll.wire.linked"),
-    *("atoll.pool.agent", "atoll.pool.preflight", "atoll.pool.host_image"),
+    *(
+        "atoll.wire.frames",
+        "atoll.wire.resumable_protocol",
+        "atoll.wire.resumable_stream",
+        "atoll.wire.resumable_client",
+    ),
+    *("atoll.agent", "atoll.agent.preflight", "atoll.images.on_host"),
     *("atoll.providers.remote", "atoll.providers.network", "atoll.providers.ssh"),
 )
 
@@ -119,11 +124,13 @@ def test_bare_hosts_need_only_the_standard_library():
     }
     assert not strangers
     # The agent and the frames come with less than a supervisor: no provider, nothing of tasks.
-    for module in ("atoll.pool.agent", "atoll.wire.frames"):
+    for module in ("atoll.agent", "atoll.wire.frames"):
         part = {module} | graph.find_descendants(module)
         beyond = part.union(*(graph.find_upstream_modules(name) for name in part)) - part
         own_code = {name for name in beyond if name.startswith("atoll.")}
-        assert all(name.startswith(("atoll.core", "atoll.wire", "atoll.pool")) for name in own_code), own_code
+        assert all(name.startswith(("atoll.core", "atoll.wire", "atoll.agent", "atoll.worker")) for name in own_code), (
+            own_code
+        )
 
 
 def test_bare_hosts_import_it_from_a_zip(tmp_path):

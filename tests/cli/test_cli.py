@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT
+from tests.pools import SOURCE_ROOT
 
 import atoll as sky
-from atoll.pool.named import end_pool, named_pools
+from atoll.functions.named.registry import end_pool, named_pools
 
 RUN = "from atoll.cli.main import main; main()"
 SAYS_WHEN_IT_WAITS = (
-    "from atoll.pool import detached; fetch = detached.result; "
+    "from atoll.functions.named import detached; fetch = detached.result; "
     "detached.result = lambda *asked: print('waits', flush=True) or fetch(*asked)"
 )
 COMMANDS = [
@@ -110,7 +110,7 @@ def test_ctrl_c_while_the_command_is_still_being_imported(tmp_path: Path) -> Non
 
 
 def test_help_loads_nothing_heavy() -> None:
-    heavy = ["torch", "numpy", "pydantic", "cloudpickle", "pandas", "atoll.pool", "rich.markdown"]
+    heavy = ["torch", "numpy", "pydantic", "cloudpickle", "pandas", "atoll.gang", "rich.markdown"]
     code = f"""
 import sys
 from atoll.cli.main import main

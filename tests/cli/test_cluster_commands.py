@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT, eventually
+from tests.pools import SOURCE_ROOT, eventually
 
 import atoll as sky
 import leaks

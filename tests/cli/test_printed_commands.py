@@ -20,7 +20,7 @@ import typer
 import atoll as sky
 from atoll.cli.app import app
 from atoll.cli.main import main
-from atoll.pool.named import end_pool, named_pools
+from atoll.functions.named.registry import end_pool, named_pools
 from atoll.tasks import clusters, lifecycle
 from atoll.train.recipe.keys import unknown_keys
 from atoll.train.recipe.overrides import parse_overrides

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.cli.test_cluster_commands import contents
 from tests.leaks import is_running
-from tests.pool.conftest import SOURCE_ROOT, descriptors, eventually
+from tests.pools import SOURCE_ROOT, descriptors, eventually
 
 from atoll.cli.app import app
 from atoll.core.errors import AtollError

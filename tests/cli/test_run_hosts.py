@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT, eventually
+from tests.pools import SOURCE_ROOT, eventually
 
 from testbed.fixtures import bed, make_bed  # noqa: F401  # fixtures
 from testbed.hosts import Testbed

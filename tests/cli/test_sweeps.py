@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT, eventually
+from tests.pools import SOURCE_ROOT, eventually
 
 from atoll.cli.launching import _Command
 from atoll.cli.shown import sweep_rows

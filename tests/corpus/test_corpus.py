@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 from tests.cli.test_cluster_commands import home
-from tests.pool.conftest import SOURCE_ROOT
+from tests.pools import SOURCE_ROOT
 
 from atoll.core.errors import ConfigError
 from atoll.tasks.entrypoint import Overrides, load_tasks

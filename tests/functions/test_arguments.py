@@ -25,9 +25,9 @@ from atoll.core.hints import (
     shown_variable,
     suggests_keywords,
 )
-from atoll.pool.installer import Installer, _location, _read_uv_plan
-from atoll.pool.overlay import resolve
-from atoll.pool.requirements import check_requirement
+from atoll.images.installer import Installer, _location, _read_uv_plan
+from atoll.images.overlay import resolve
+from atoll.images.requirements import check_requirement
 
 pytestmark = pytest.mark.leaks_per_module
 SOURCE_ROOT = str(Path(sky.__file__).resolve().parents[1])
@@ -144,7 +144,7 @@ def test_odd_entries_of_the_import_path_break_no_call(pool: sky.ComputePool, mon
 def test_a_folder_that_goes_away_later_is_left_out_of_the_import_path(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
-        "from atoll.pool.import_path import _here, absolute\n"
+        "from atoll.functions.import_path import _here, absolute\n"
         "sys.path[:1] = ['', 'relative']\n"  # -c has put '' there
         "before = absolute(_here())\n"
         "assert before[:2] == (os.getcwd(), os.path.abspath('relative'))\n"

@@ -12,7 +12,7 @@ import pytest
 
 import atoll as sky
 from atoll.core.paths import atoll_home
-from atoll.pool.retention import prune_jobs, prune_logs
+from atoll.functions.retention import prune_jobs, prune_logs
 
 
 def test_outside_a_pool_it_only_checks_its_arguments(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import atoll as sky
-from atoll.pool.worker.streams import WINDOW
+from atoll.worker.streams import WINDOW
 
 pytestmark = pytest.mark.leaks_per_module
 Until = Callable[[Callable[[], object]], None]

@@ -148,7 +148,7 @@ def test_the_group_is_gone_after_the_call(pool: sky.ComputePool) -> None:
     assert look() >> pool is False
 
 
-@pytest.mark.long  # tests/pool/test_failures.py has two pools at once, with port 29500 taken besides
+@pytest.mark.long  # tests/gang/test_failures.py has two pools at once, with port 29500 taken besides
 def test_two_pools_at_once_each_with_its_group(pool: sky.ComputePool) -> None:
     with sky.ComputePool(nodes=3, logs="quiet") as other:
         futures = [pool.submit(total, everywhere=True), other.submit(total, everywhere=True)]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT, eventually
+from tests.pools import SOURCE_ROOT, eventually
 
 import leaks
 from atoll.providers.local import _into

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.pool.conftest import command, eventually
+from tests.pools import command, eventually
 
 import leaks
 from atoll.core.errors import ProvisionError
@@ -251,7 +251,7 @@ def test_the_bundle_goes_to_a_shared_home_once_when_all_hosts_get_it_together(be
     assert bed.hosts[0].run("ls /home/sky/.atoll/bundle").split() == [code.name, "unfinished"]
     said = on_each(both, lambda each: facts.ask(each, wanted))
     assert [each.bundles for each in said] == [frozenset([code.digest])] * 2
-    run = facts.python_command("python3", "import sys; sys.path.insert(0, sys.argv[1]); import atoll.pool.agent.link")
+    run = facts.python_command("python3", "import sys; sys.path.insert(0, sys.argv[1]); import atoll.agent.session")
     assert both[1].run(f"{run} {_plan(said[0], code).bundle_path(code)}").returncode == 0
 
 

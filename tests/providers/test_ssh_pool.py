@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.pool.conftest import eventually
+from tests.pools import eventually
 
 import atoll as sky
 from atoll.core.errors import ConfigError, NodeLost, ProvisionError, WorkerDied
-from atoll.pool import hosts_check
+from atoll.gang import host_checks
 from testbed.fixtures import MakeBed
 from testbed.hosts import Host, Testbed
 from testbed.terminal import interrupted_when
@@ -263,7 +263,7 @@ def test_a_driver_that_is_killed_leaves_nothing(bed: Testbed, tmp_path: Path) ->
 
 
 def test_ctrl_c_while_nodes_start_ends_everything(bed: Testbed) -> None:
-    slow_python(bed.hosts[1], "agent.link", 17)
+    slow_python(bed.hosts[1], "agent.session", 17)
     with pytest.raises(KeyboardInterrupt), interrupted_when(lambda: "sleep 17" in bed.hosts[1].command_lines()):
         sky.ComputePool(sky.SSH(BOTH)).up()
     bed.hosts[1].run("pkill -f '^sleep 17$'")  # what waits for it sees then that nobody is there
@@ -271,7 +271,7 @@ def test_ctrl_c_while_nodes_start_ends_everything(bed: Testbed) -> None:
 
 def test_a_host_whose_python_starts_late_can_be_reached(bed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's port stays open for as long as the others may take to ask for it."""
-    monkeypatch.setattr(hosts_check, "_REACH_S", 0.5)
+    monkeypatch.setattr(host_checks, "_REACH_S", 0.5)
     slow_python(bed.hosts[1], "reach", 1.5)
     with sky.ComputePool(sky.SSH(BOTH)) as pool:
         assert pool.run(len, "ab") == [2, 2]

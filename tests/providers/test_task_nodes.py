@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.pool.conftest import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_work, with_marker
-from tests.pool.talking import TaskNode
+from tests.pools import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_work, with_marker
+from tests.talking import TaskNode
 
-from atoll.pool.agent.place import VARIABLE
-from atoll.pool.members import agent_command
+from atoll.agent.namespace import VARIABLE
+from atoll.gang.members import agent_command
 from atoll.providers import local
 from atoll.providers.base import NodePlace, NodePlan
 

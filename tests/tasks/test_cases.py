@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.agent.test_command import memory_limit
 from tests.cli.test_cluster_commands import Atoll, atoll, free_port, home, start, task_file
-from tests.pool.conftest import eventually, with_marker
-from tests.pool.test_agent_processes import memory_limit
+from tests.pools import eventually, with_marker
 
 from atoll.providers.local import isolation
 from atoll.tasks import clusters

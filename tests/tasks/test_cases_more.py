@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_cluster_commands import RUN, Atoll, atoll, contents, home, task_file
-from tests.pool.conftest import SOURCE_ROOT, all_pids, command, eventually
+from tests.pools import SOURCE_ROOT, all_pids, command, eventually
 from tests.tasks.test_cases import both_ways, wait_for_log
 
 import atoll as sky

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.pool.conftest import SOURCE_ROOT
+from tests.pools import SOURCE_ROOT
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import temporary_beside

@@ -16,7 +16,7 @@ import pytest
 
 import atoll as sky
 import leaks
-from atoll.pool.agent import leases
+from atoll.agent import leases
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.gpus import local_gpus
 from atoll.tasks.spec import JobStatus

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from tests.pool.conftest import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_work
-from tests.pool.talking import BASE_ENV, Talk
+from tests.pools import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_work
+from tests.talking import BASE_ENV, Talk
 
 import leaks
+from atoll.agent import orphans as host_remains
+from atoll.agent.process_tree import command_line
 from atoll.core.errors import AtollError, ProvisionError
-from atoll.pool.agent import remains as host_remains
-from atoll.pool.agent.procs import command_line
 from atoll.tasks import remains, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.nodes import LocalNodes, StartedNode

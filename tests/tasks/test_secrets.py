@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_cluster_commands import home
-from tests.pool.conftest import eventually
+from tests.pools import eventually
 
 from atoll.tasks import clusters, supervisor
 

@@ -407,7 +407,7 @@ def stopped(*hosts: Host) -> None:
         for pid in host.pids():
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"atoll.pool.agent" in line and not line.startswith(b"sshd"):
+                if b"atoll.agent" in line and not line.startswith(b"sshd"):
                     os.kill(pid, signal.SIGSTOP)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import leaks
-from atoll.pool.agent.procs import command_line, state
+from atoll.agent.process_tree import command_line, state
 from atoll.tasks import record, runner, supervisor
 from atoll.tasks.dispatcher import Dispatcher
 from atoll.tasks.nodes import LocalNodes

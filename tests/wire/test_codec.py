@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import SerializationError, UsageError
-from atoll.wire import culprits
+from atoll.wire import pickle_errors as culprits
 from atoll.wire.codec import INLINE_BYTES, Payload, dumps, loads
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

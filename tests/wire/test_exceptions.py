@@ -415,7 +415,7 @@ def test_the_text_has_source_lines_chains_and_groups() -> None:
 
 
 def test_frames_of_the_worker_are_removed_from_the_front() -> None:
-    """A worker's frames are those of files in atoll/pool; the standard library's between them go as well."""
+    """A worker's frames are those of files in atoll/worker; the standard library's between them go as well."""
     source = textwrap.dedent(
         """
         import contextlib

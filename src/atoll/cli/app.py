@@ -98,7 +98,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Say which Atol
 @pools.command("ls")
 def pools_ls(output: Output = "table") -> None:
     """List the named pools that are up."""
-    from atoll.pool.named import named_pools
+    from atoll.functions.named.registry import named_pools
 
     found = named_pools()
     if as_json(output):
@@ -126,7 +126,7 @@ def pools_down(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every named pool.")] = False,
 ) -> None:
     """End named pools, for every process that uses them."""
-    from atoll.pool.named import end_pool, named_pools
+    from atoll.functions.named.registry import end_pool, named_pools
 
     up = [pool["name"] for pool in named_pools()]
     wanted = up if everything else names or []
@@ -144,7 +144,7 @@ def pools_down(
 @images.command("ls")
 def images_ls(output: Output = "table") -> None:
     """List what was built on this machine, the one used last first."""
-    from atoll.pool.built_images import built_images
+    from atoll.images.built_images import built_images
 
     found = built_images()
     if as_json(output):
@@ -172,7 +172,7 @@ def images_prune(
     days: Annotated[float, typer.Option(min=0, help="Only those that were not used for so many days.")] = 0.0,
 ) -> None:
     """Remove images that no rank runs with. Those unused for 30 days, or beyond 64 GiB together, go by themselves."""
-    from atoll.pool.built_images import prune_images
+    from atoll.images.built_images import prune_images
 
     removed = prune_images(older_s=days * 86400.0)
     print(f"removed {len(removed)} images, {sum(each.size_bytes for each in removed) >> 20} MiB")
@@ -184,8 +184,8 @@ def result(
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait; as long as it runs by default.")] = None,
 ) -> None:
     """Wait for a detached call and print its result."""
-    from atoll.pool.detached import exists
-    from atoll.pool.detached import result as fetch
+    from atoll.functions.named.detached import exists
+    from atoll.functions.named.detached import result as fetch
 
     if not exists(job_id):
         print(f"atoll: no detached call {job_id!r}; its id is what pool.submit(..., detach=True) gave", file=sys.stderr)

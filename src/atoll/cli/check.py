@@ -128,7 +128,7 @@ def _ssh(infra: str) -> list[_Finding]:
 
 
 def _preflight(infra: str, num_hosts: int) -> list[_Finding]:
-    from atoll.pool.hosts_check import check_hosts
+    from atoll.gang.host_checks import check_hosts
     from atoll.tasks.ssh_clusters import place
     from atoll.tasks.ssh_nodes import plans_of, provider_of
 
@@ -169,7 +169,7 @@ def gpus(
 
 
 def _local_gpus(infra: str, quiet: bool) -> list[dict[str, Any]]:
-    from atoll.pool.agent.leases import holders
+    from atoll.agent.leases import holders
     from atoll.providers.gpus import gpu_report
 
     if infra != "local":

@@ -326,7 +326,7 @@ class _Place:
         if kind == "program":
             return ()
         if self.local:
-            from atoll.pool.interpreters import user_python
+            from atoll.images.interpreters import user_python
 
             python = user_python()
         else:

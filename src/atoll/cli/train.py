@@ -23,7 +23,7 @@ from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
 if TYPE_CHECKING:
     from atoll.cli.train_hosts import TrainHosts
     from atoll.core.events import Event as PoolEvent
-    from atoll.pool.logs import LogLine
+    from atoll.gang.log_router import LogLine
     from atoll.train.events import Event
     from atoll.train.metrics.console import Console
     from atoll.train.recipe.load import Loaded
@@ -158,7 +158,7 @@ def _run(
     from rich.console import Console as Terminal
 
     from atoll.cli.rank import train_rank
-    from atoll.pool.compute_pool import ComputePool
+    from atoll.functions.compute_pool import ComputePool
     from atoll.train.events import Note, RunStarted, decode
     from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console

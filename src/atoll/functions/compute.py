@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, ca
 
 from atoll.core.errors import NeverDispatched, UsageError
 from atoll.core.hints import MOST_TRIES, check_seconds, check_truth, check_whole, suggests_keywords
-from atoll.pool.calls import CallFuture, RankResults
-from atoll.pool.compute_pool import ComputePool
-from atoll.pool.shipping import importable, name_of
+from atoll.functions.compute_pool import ComputePool
+from atoll.functions.serialize import importable, name_of
+from atoll.gang.futures import CallFuture, RankResults
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.hints import checks_arguments
 from atoll.functions.sampler import loaded_type, permutation, place, resolve_seed
-from atoll.wire.culprits import article
+from atoll.wire.pickle_errors import article
 
 __all__ = ["shard"]
 

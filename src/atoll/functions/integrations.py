@@ -15,7 +15,7 @@ from atoll.core.context import current
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.hints import check_seconds, nearest, suggests_keywords
 from atoll.functions.compute import ComputeFunction
-from atoll.pool.shipping import importable, name_of
+from atoll.functions.serialize import importable, name_of
 
 __all__ = ["torch", "transformers"]
 
@@ -39,7 +39,7 @@ class Integrated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is None:
             return self.function(*args, **kwargs)
-        from atoll.pool.worker.torch_group import disarm, explicit
+        from atoll.worker.process_group import disarm, explicit
 
         disarm()  # the group asked for here is the only one to make
         import torch

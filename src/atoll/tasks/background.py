@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO
 
 import atoll
+from atoll.agent.orphans import VARIABLE
 from atoll.core.hints import is_secret
-from atoll.pool.agent.remains import VARIABLE
 
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "SSH_AUTH_SOCK", "TZ")
 

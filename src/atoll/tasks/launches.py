@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.hints import command_line, is_secret
-from atoll.pool.interpreters import user_path
+from atoll.images.interpreters import user_path
 from atoll.tasks import clusters, lifecycle, record
 from atoll.tasks.jobs import Job
 from atoll.tasks.lifecycle import Say, silent

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from atoll.agent.orphans import VARIABLE
+from atoll.agent.process_tree import kill_tree
 from atoll.core.errors import ConfigError, ProvisionError
-from atoll.pool.agent.procs import kill_tree
-from atoll.pool.agent.remains import VARIABLE
-from atoll.pool.members import agent_command, sweep_stale
+from atoll.gang.members import agent_command, sweep_stale
 from atoll.providers.base import Node, NodePlace, NodePlan
 from atoll.providers.gpus import VISIBLE, Gpu, machine_gpus
 from atoll.providers.local import Local, in_turn, isolation

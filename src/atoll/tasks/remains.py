@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.agent import orphans
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.pool.agent import remains
 from atoll.tasks import background, record
 from atoll.tasks.spec import ClusterSpec
 
@@ -30,7 +30,7 @@ _ID = "id"  # in ATOLL_HOME: no other state folder has the same
 _DRIVER = "driver"  # in a cluster's folder: the owner of what its last supervisor started on hosts
 _PATIENCE_S = 3.0
 _ANSWER_S = 20.0
-_HOST_BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.pool.agent.remains import main; main()"
+_HOST_BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.agent.orphans import main; main()"
 _BOOT = """import os, sys
 if os.fork(): os._exit(0)
 sys.path.insert(0, sys.argv[1])
@@ -92,7 +92,7 @@ def end_here(folder: Path) -> list[str]:
     """End what local nodes of the cluster left. For whoever holds the supervisor's lock. Returns what does not end."""
     if not os.path.lexists(folder.absolute().parent.parent / _ID):  # nothing was ever started
         return []
-    return [f"{each} on {os.uname().nodename}" for each in remains.end(owner_of(folder), patience_s=_PATIENCE_S)]
+    return [f"{each} on {os.uname().nodename}" for each in orphans.end(owner_of(folder), patience_s=_PATIENCE_S)]
 
 
 def end_all(folder: Path) -> list[str]:

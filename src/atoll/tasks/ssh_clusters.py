@@ -16,7 +16,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home
-from atoll.pool.hosts_check import check_hosts, forget, passed_lately, remember
+from atoll.gang.host_checks import check_hosts, forget, passed_lately, remember
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh import bundle
 from atoll.providers.ssh.connection import Connection, connections

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.errors import AtollError, SerializationError
-from atoll.wire.culprits import PLAIN_SCALARS, locate, refusal
 from atoll.wire.definitions import reduce_cached_property, reduce_class, reduce_function, reduce_named, reduce_weak_dict
-from atoll.wire.tensors import TORCH_HANDLERS, same
+from atoll.wire.pickle_errors import PLAIN_SCALARS, locate, refusal
+from atoll.wire.torch_tensors import TORCH_HANDLERS, same
 
 INLINE_BYTES = 16 * 1024
 """Buffers smaller than this travel inside the head: a segment of their own would cost more than the copy."""

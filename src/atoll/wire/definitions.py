@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atoll.core.errors import SerializationError
-from atoll.wire.tensors import same
+from atoll.wire.torch_tensors import same
 
 Name = tuple[str, str]
 """Module and qualified name."""

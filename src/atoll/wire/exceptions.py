@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.errors import RemoteError, RemoteTraceback
-from atoll.wire import codec, culprits
+from atoll.wire import codec, pickle_errors
 from atoll.wire.codec import Payload
 
 _MAX_DEPTH = 64
@@ -155,7 +155,7 @@ class _Packer:
                 continue
             piece = self._piece(value)
             if piece is None:
-                kind = culprits.type_name(type(value))
+                kind = pickle_errors.type_name(type(value))
                 record.notes.append(f"its attribute '{name}' ({kind}) could not travel and was left out")
             else:
                 record.fields.append((name, piece))
@@ -163,10 +163,10 @@ class _Packer:
     def _argument(self, record: _Record, position: int, value: object) -> tuple[Piece | None, str]:
         piece = self._piece(value)
         if piece is None:
-            kind = culprits.type_name(type(value))
+            kind = pickle_errors.type_name(type(value))
             record.notes.append(f"args[{position}] ({kind}) could not travel; its repr stands in for it")
         plain = type(value) in (str, int, float, bool, type(None))
-        return piece, "" if plain else culprits.brief(value)
+        return piece, "" if plain else pickle_errors.brief(value)
 
     def _piece(self, value: object) -> Piece | None:
         try:
@@ -229,11 +229,11 @@ def _reduces_itself(cls: type) -> bool:
 
 
 def _type_name(exc: BaseException) -> str:
-    return culprits.type_name(type(exc))
+    return pickle_errors.type_name(type(exc))
 
 
 def _message(exc: BaseException) -> str:
-    text = culprits.message_of(exc)
+    text = pickle_errors.message_of(exc)
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
 
 

@@ -22,9 +22,9 @@ from atoll.providers.ssh import bundle, facts
 from atoll.providers.ssh.connection import Connection, connections, on_each
 from atoll.providers.ssh.facts import Facts, python_command
 from atoll.providers.ssh.hosts import GRACE_S, HERE, Target, targets
-from atoll.wire.linked import LinkedChannel
+from atoll.wire.resumable_client import LinkedChannel
 
-_BOOT = "import sys; sys.path.insert(0, {bundle!r}); from atoll.pool.agent.{module} import main; main()"
+_BOOT = "import sys; sys.path.insert(0, {bundle!r}); from atoll.agent.{module} import main; main()"
 
 
 class AcceleratorsLacking(ConfigError):
@@ -252,12 +252,13 @@ class SSHNode:
         code = plan.import_path[0]
         arguments = ["attach", self._folder]
         if first:
-            boot = _BOOT.format(bundle=code, module="main")
+            boot = _BOOT.format(bundle=code, module="node")
             agent = {"argv": [plan.python, "-I", "-S", "-c", boot], "pid_namespace": True}
             arguments = ["start", self._folder, f"{plan.grace_s:g}", json.dumps(agent)]
         if self._connection.target.host == HERE:
             arguments.append("here")
-        return self._connection.open(python_command(plan.python, _BOOT.format(bundle=code, module="link"), *arguments))
+        boot = _BOOT.format(bundle=code, module="session")
+        return self._connection.open(python_command(plan.python, boot, *arguments))
 
     def _silence(self, seconds: float) -> None:
         who = f"{self._plan.host} (node {self._plan.node})"

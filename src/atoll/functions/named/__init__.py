@@ -1,0 +1,1 @@
+"""Pools with a name, which outlive the process that made them, and calls that outlive their caller."""

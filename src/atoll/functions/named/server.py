@@ -1,0 +1,421 @@
+"""The process behind a named pool: holds the gang, serves the processes that attach, and outlives them.
+
+It listens on a Unix socket in a folder that only the user can enter, and ends when it has been idle for long enough,
+when it is told to, or when its gang can't go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import queue
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from atoll.core import events
+from atoll.core.errors import AtollError, PoolClosed
+from atoll.core.paths import short_path, write_atomic
+from atoll.functions.named import detached
+from atoll.functions.named.config import difference
+from atoll.functions.named.registry import SOCKET
+from atoll.gang.call import Failure, Job, Request, Sink
+from atoll.gang.gang import Gang
+from atoll.gang.members import GangSpec
+from atoll.wire import frames
+from atoll.wire.codec import dumps, loads
+from atoll.wire.exceptions import packed, unpacked
+from atoll.wire.frames import Frame, Parser, WireError, close_all, pack, receive, send_all
+from atoll.wire.payloads import Segment
+
+_BACKLOG_BYTES = 64 << 20  # log output waiting for a client that doesn't read; more is dropped, the files have it
+_LAST_WORDS_S = 0.5  # a pool that ends gives its clients this long to take how their calls ended
+# What reading a frame may raise that another version of Atoll sent, or no Atoll at all.
+_NOT_OURS = (WireError, LookupError, TypeError, ValueError, AttributeError, ImportError, EOFError, pickle.PickleError)
+_PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
+GO = b"+"  # what the process that asked answers once it has heard that the pool is up
+
+
+class Client:
+    """A process that is attached: frames to it go through a thread of its own, so that a slow one blocks nobody."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.parser = Parser()
+        self.jobs: dict[int, Job] = {}
+        self.attached = False
+        self.wants_events = False
+        self._closed = False
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()  # the keeper's loop and the gang's reader both send
+        self._queue: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="atoll-client", daemon=True)
+        self._writer.start()
+
+    def send(self, data: bytes, fds: tuple[int, ...] = (), *, droppable: bool = False) -> None:
+        """Queue a frame; owns its descriptors."""
+        with self._lock:
+            wanted = not self._closed and not (droppable and self._waiting_bytes > _BACKLOG_BYTES)
+            if wanted:
+                self._waiting_bytes += len(data)
+                self._queue.put((data, fds))
+        if not wanted:
+            close_all(fds)
+
+    def _write(self) -> None:
+        alive = True
+        while (item := self._queue.get()) is not None:
+            data, fds = item
+            if alive:
+                try:
+                    send_all(self.sock, data, fds)
+                except OSError:
+                    alive = False
+            with self._lock:
+                self._waiting_bytes -= len(data)
+            close_all(fds)
+
+    def close(self, *, last_words_s: float = 0.0) -> None:
+        """Stop sending and hang up, after what waits to be sent where it is taken in time."""
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+        self._writer.join(last_words_s)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self._writer.join(2.0)
+        self.sock.close()
+        self.parser.close()
+
+
+class ClientSink(Sink):
+    """Passes what a job says on to the client that asked for it."""
+
+    def __init__(self, client: Client, number: int) -> None:
+        self.client = client
+        self.number = number
+        self.job: Job | None = None  # set before the gang has it
+
+    def started(self, ranks: tuple[int, ...]) -> None:
+        """Tell which ranks run it."""
+        self.client.send(pack(frames.ACCEPTED, 0, self.number, {"ranks": list(ranks)}))
+
+    def frame(self, frame: Frame, rank: int, node: int) -> None:
+        """Pass a frame on under the client's own number."""
+        data = pack(frame.kind, rank, self.number, frame.meta, [frame.rest], len(frame.fds), frame.flags)
+        self.client.send(data, frame.fds)
+
+    def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
+        """Pass every result on, then how it ended."""
+        for rank, frame in results.items():
+            self.frame(frame, rank, 0)
+        for failure in failures:
+            if failure.frame is not None:
+                self.frame(failure.frame, failure.rank, failure.node)
+        ends = [(f.rank, f.node, packed(f.error)) for f in failures if f.error is not None]
+        payload = pickle.dumps((ends, packed(error)))
+        meta = {"kept": bool(self.job is None or self.job.kept), "failed": [f.rank for f in failures]}
+        self.client.jobs.pop(self.number, None)
+        self.client.send(pack(frames.DONE, 0, self.number, meta, [payload]))
+
+
+class Clients:
+    """The audience of a keeper's gang: what happens goes to the clients it concerns, each of which has a queue."""
+
+    wants_events = True
+
+    def __init__(self, clients: dict[socket.socket, Client]) -> None:
+        self._clients = clients
+
+    def log(self, job: Job | None, rank: int, is_stderr: bool, data: bytes) -> None:
+        """Output goes to the client whose call the rank runs; files have all of it."""
+        sink = job.sink if job is not None else None
+        if isinstance(sink, ClientSink):
+            sink.client.send(pack(frames.LOG, rank, 0, None, [data], flags=int(is_stderr)), droppable=True)
+
+    def event(self, event: events.Event | Callable[[], events.Event]) -> None:
+        """What happens to a call goes to the client that made it, what happens to the pool to all that listen."""
+        always = isinstance(event, events.CallRetried | events.HangSuspected)  # told to the user without on_event too
+        listening = [client for client in list(self._clients.values()) if client.wants_events or always]
+        job_id = getattr(event, "job_id", None)
+        if job_id is not None:
+            listening = [c for c in listening if any(j.request.job_id == job_id for j in list(c.jobs.values()))]
+        if listening:
+            data = pack(frames.EVENT, rest=[dumps(event).head])
+            for client in listening:
+                client.send(data, droppable=True)
+
+    def flush(self, rank: int | None = None) -> None:
+        """Clients know themselves when a call has ended."""
+
+    def note(self, text: str, rank: int | None = None) -> None:
+        """Clients get the events that it tells of."""
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """There is no code of a user's here."""
+
+    def is_full(self) -> bool:
+        """Each client's queue has its own bound."""
+        return False
+
+    def catch_up(self) -> None:
+        """Nobody waits here for a client."""
+
+    def close(self) -> None:
+        """The keeper closes its clients."""
+
+
+class Keeper:
+    """Serves one gang."""
+
+    def __init__(self, folder: Path, spec: GangSpec, wanted: dict[str, Any]) -> None:
+        self.folder = folder
+        self.log: str = wanted["log"]
+        self.config: dict[str, str] = wanted["config"]
+        self.wishes: dict[str, str] = wanted["wishes"]  # those that were given when it was started
+        self.idle_s: float = wanted["idle_s"]
+        self.name: str = wanted["name"]
+        self.extra_path: list[str] = wanted["extra_path"]
+        self.node_of = [node.node for node in spec.plan.nodes for _ in range(node.num_ranks)]
+        self.clients: dict[socket.socket, Client] = {}
+        self.detached: dict[Job, detached.StoreSink] = {}
+        self._ending = False
+        self._quiet_since = time.monotonic()
+        self.gang = Gang(spec, Clients(self.clients))
+        self._selector = selectors.DefaultSelector()
+
+    def start(self) -> None:
+        """Bring the gang up, then listen."""
+        self.gang.start()
+        about = {"pid": os.getpid(), "pool_id": self.gang.spec.pool_id, "world_size": self.gang.world_size}
+        about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "wishes": self.wishes}
+        write_atomic(self.folder / "pool.json", json.dumps(about).encode())
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with short_path(self.folder, SOCKET) as path:
+            self._listener.bind(path)
+        self._listener.listen(64)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._quiet_since = time.monotonic()
+
+    def serve(self) -> None:
+        """Until idle for long enough, told to end, or the gang breaks."""
+        try:
+            while not self._ending and self.gang.usable:
+                for key, _ in self._selector.select(min(0.5, self.idle_s / 4)):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                if self.detached or any(client.attached for client in list(self.clients.values())):
+                    self._quiet_since = time.monotonic()
+                elif time.monotonic() - self._quiet_since > self.idle_s:
+                    return
+        finally:
+            self._close()
+
+    def end(self, *_: object) -> None:
+        """Leave the loop at its next turn."""
+        self._ending = True
+
+    def _close(self) -> None:
+        # Moved away in one step and while it still answers: who finds nothing here makes a folder of his own, which
+        # is never this one.
+        gone = self.folder.with_name(f".{self.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self.folder.rename(gone)
+        self._listener.close()
+        shutil.rmtree(gone, ignore_errors=True)
+        self.gang.stop()
+        for sink in list(self.detached.values()):
+            sink.join()
+        for client in list(self.clients.values()):
+            client.close(last_words_s=_LAST_WORDS_S)
+        self._selector.close()
+
+    # -- clients --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it went away meanwhile, or there is no descriptor left for it
+            return
+        if _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1] != os.getuid():
+            sock.close()
+            return
+        client = Client(sock)
+        self.clients[sock] = client
+        self._selector.register(sock, selectors.EVENT_READ, client)
+
+    def _read(self, client: Client) -> None:
+        try:
+            data, fds = receive(client.sock)
+            received = client.parser.feed(data, fds) if data else []
+        except (OSError, WireError):
+            data, received = b"", []
+        if not data:
+            self._gone(client)
+            return
+        for raw in received:
+            try:
+                self._handle(client, raw.parsed())
+            except _NOT_OURS as error:  # another Atoll's: not this pool's end
+                print(f"a client sent what is no frame of ours: {type(error).__name__}: {error}", file=sys.stderr)
+                self._gone(client)
+                return
+
+    def _gone(self, client: Client) -> None:
+        self._selector.unregister(client.sock)
+        self.clients.pop(client.sock, None)
+        for job in list(client.jobs.values()):
+            self.gang.cancel(job, PoolClosed("the process that made the call went away"))
+        client.close()
+
+    def _handle(self, client: Client, frame: Frame) -> None:
+        job = client.jobs.get(frame.call)
+        match frame.kind:
+            case frames.ATTACH:
+                client.send(self._greeting(client, frame.meta))
+            case frames.SUBMIT:
+                self._submit(client, frame)
+            case frames.CANCEL if job is not None:
+                self.gang.cancel(job, unpacked(pickle.loads(frame.rest)) or CancelledError())
+            case frames.CREDIT if job is not None:
+                self.gang.credit(job, frame.rank, frame.meta["n"])
+            case frames.CLOSE if job is not None:
+                self.gang.close_stream(job, frame.rank)
+            case frames.PING:
+                client.send(pack(frames.PING))
+            case frames.DOWN:
+                self._ending = True
+
+    def _greeting(self, client: Client, meta: dict[str, Any]) -> bytes:
+        if meta.get("version") != frames.VERSION:
+            return pack(frames.REFUSED, meta={"why": f"it speaks wire version {frames.VERSION}, this Atoll another"})
+        if why := difference(self.config, meta["wishes"]):
+            return pack(frames.REFUSED, meta={"why": why})
+        client.attached, client.wants_events = True, meta["events"]
+        spec = self.gang.spec
+        about = {"pool_id": spec.pool_id, "node_of": self.node_of, "log_dir": spec.log_dir, "pid": os.getpid()}
+        return pack(frames.ATTACHED, meta=about | {"python": spec.python, "extra_path": self.extra_path})
+
+    def _submit(self, client: Client, frame: Frame) -> None:
+        request = request_from(frame)
+        if frame.meta["detach"]:
+            sink = detached.StoreSink(request, self.node_of, self._forget_detached)
+            job = Job(request, sink)
+            sink.job = job
+            sink.grant = lambda rank: self.gang.credit(job, rank, 1)
+            try:
+                detached.begin(request, self.name, self.log)
+            except OSError as error:
+                request.release(None)
+                client.send(pack(frames.DONE, 0, frame.call, {"kept": True}, [pickle.dumps(([], packed(error)))]))
+                return
+            self.detached[job] = sink
+            client.send(pack(frames.ACCEPTED, 0, frame.call, {"ranks": [], "detached": True}))
+        else:
+            passing = ClientSink(client, frame.call)
+            job = passing.job = Job(request, passing)
+            client.jobs[frame.call] = job
+        try:
+            self.gang.submit(job)
+        except AtollError as error:
+            job.done = True
+            job.sink.done({}, [], error)
+
+    def _forget_detached(self, job: Job) -> None:
+        self.detached.pop(job, None)
+
+
+def request_parts(request: Request) -> tuple[bytes, list[int]]:
+    """A request as the bytes and descriptors of a SUBMIT frame."""
+    fds = [encoded.segment.fd for encoded in request.encoded if encoded.segment is not None]
+    return pickle.dumps(request, protocol=5), fds
+
+
+def request_from(frame: Frame) -> Request:
+    """The request of a SUBMIT frame; takes its descriptors over."""
+    request: Request = pickle.loads(frame.rest)
+    fds = list(frame.fds)
+    for encoded in request.encoded:
+        if encoded.table.get("m"):
+            fd = fds.pop(0)
+            encoded.segment = Segment(fd, os.fstat(fd).st_size, foreign=True)
+    return request
+
+
+def main() -> None:
+    """Entry: reads what to keep from standard input, says on standard output how the start went, then serves.
+
+    Standard input stays open meanwhile: if it ends before ``GO`` came, the process that asked is gone and so is its
+    wish, and nothing is left.
+    """
+    if os.fork():  # the process that asked collects this one at once, and never the keeper
+        os._exit(0)
+    asked, report = os.dup(0), os.fdopen(os.dup(1), "wb")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    wanted = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8))))
+    log = _own_streams(wanted["log"])
+    keeper: Keeper | None = None
+    try:
+        go = threading.Event()
+        threading.Thread(target=_await_go, args=(asked, go), name="atoll-go", daemon=True).start()
+        keeper = Keeper(Path(wanted["folder"]), loads(wanted["spec"]), wanted)
+        keeper.start()
+        _answer(report, None)
+        go.wait()
+        signal.signal(signal.SIGTERM, keeper.end)
+        signal.signal(signal.SIGINT, keeper.end)
+    except BaseException as error:  # noqa: BLE001 - the process that asked raises it
+        if keeper is not None:
+            keeper.gang.stop()
+        shutil.rmtree(wanted["folder"], ignore_errors=True)
+        if not isinstance(error, AtollError | KeyboardInterrupt):
+            traceback.print_exception(error)
+        _answer(report, error)
+        return
+    keeper.serve()
+    os.close(log)
+
+
+def _own_streams(path: str) -> int:
+    """Nothing of the starter's stays open; what is said goes to the log, which is locked as long as this runs."""
+    for flags, number in ((os.O_RDONLY, 0), (os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1)):
+        fd = os.open(os.devnull if number == 0 else path, flags | os.O_CLOEXEC, 0o600)
+        os.dup2(fd, number)
+        os.close(fd)
+    os.dup2(1, 2)
+    log = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file of its own: what children inherit must not hold the lock
+    fcntl.flock(log, fcntl.LOCK_EX)
+    return log
+
+
+def _await_go(asked: int, go: threading.Event) -> None:
+    try:
+        if os.read(asked, 1) == GO:
+            go.set()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.close(asked)
+
+
+def _answer(report: BinaryIO, error: BaseException | None) -> None:
+    with contextlib.suppress(OSError):  # who asked may be gone
+        report.write(pickle.dumps(packed(error)))
+    with contextlib.suppress(OSError):
+        report.close()

@@ -1,0 +1,1 @@
+"""A gang of ranks on nodes: their calls, their failures, their output."""

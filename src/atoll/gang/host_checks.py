@@ -1,0 +1,203 @@
+"""The preflight over all hosts of a pool or a cluster, driven from this machine: seconds, before any rank starts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from atoll.agent.preflight import Finding, judge, unreachable
+from atoll.core.errors import ProvisionError
+from atoll.core.paths import atoll_home, write_atomic
+from atoll.providers.remote import RemotePlan
+from atoll.providers.ssh import bundle
+from atoll.providers.ssh.connection import Connection, connections, on_each
+from atoll.providers.ssh.facts import python_command
+from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.output import parsed_object, skip_login_text
+
+_BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.agent.preflight import main; main(sys.argv[1:])"
+_ANSWER_S = 60.0  # with the start of a Python from a cold or shared disk
+_LISTEN_S = 30.0  # where it was asked just now, and answered
+_REACH_S = 5.0
+_SUM_S = 60.0  # its ranks wait so long for one another, whose torch may come from such a disk too
+_FRESH_S = 600.0  # hosts whose all-reduce passed so lately are not asked for another
+_PASSED = "ssh-preflight.json"
+
+
+def check_hosts(
+    targets: Sequence[Target],
+    plans: Sequence[RemotePlan],
+    say: Callable[[str], object],
+    *,
+    again: bool = True,
+) -> None:
+    """Judge what every host said of itself, try the way from each to the head, and add numbers up over all of them.
+
+    Args:
+        targets, plans: the hosts, head first, and what they said about themselves.
+        say: called with one line for each thing that is not as it should be, and with one at the end.
+        again: look also at hosts that were found well in the last ten minutes.
+
+    Raises:
+        ProvisionError: something would make the ranks fail; all such things are listed, one line each, with the fix.
+    """
+    began = time.monotonic()
+    if not again and passed_lately("well", plans):
+        return
+    findings = judge({plan.host: plan.seen for plan in plans})
+    over = summed = ""
+    if len(plans) == 1:
+        _refuse(findings, say)
+    else:
+        with connections.used(targets) as logins:
+            over, summed = _together(list(map(_Host, logins, plans)), findings, say)
+    remember("well", plans)
+    say(f"preflight: {_counted(len(plans))} well{over}{summed} ({time.monotonic() - began:.1f} s)")
+
+
+class _Host:
+    """One host during the preflight."""
+
+    def __init__(self, connection: Connection, plan: RemotePlan) -> None:
+        self.connection = connection
+        self.plan = plan
+
+    def command(self, operation: str, arguments: dict[str, Any]) -> str:
+        code = _BOOT.format(code=self.plan.import_path[0])
+        return python_command(self.plan.python, code, operation, json.dumps(arguments))
+
+    def ask(self, operation: str, *, limit_s: float = _ANSWER_S, **arguments: Any) -> dict[str, Any]:
+        answer = self.connection.run(self.command(operation, arguments), limit_s=limit_s)
+        if answer.returncode != 0:
+            lines = answer.stderr.decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else f"exit code {answer.returncode}"
+            raise ProvisionError(f"{self.plan.host}: the preflight failed there: {last}")
+        return parsed_object(self.plan.host, answer.stdout)
+
+
+def _together(hosts: Sequence[_Host], findings: list[Finding], say: Callable[[str], object]) -> tuple[str, str]:
+    """Try what ranks will do with each other; what is to be said of it: over which interface, and how fast."""
+    plans = [host.plan for host in hosts]
+    on_each([host.connection for host in hosts], lambda each: _ship(hosts, each))
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        reached, interfaces, port = _reach(hosts[0], hosts[1:], threads)
+        _refuse([*findings, *reached], say)
+        over = f", over {interfaces[0]}" if interfaces[0] else ""
+        if not all(plan.seen.get("torch") for plan in plans) or passed_lately("sum", plans):
+            return over, ""
+        took_ms = _all_reduce(hosts, interfaces, port, threads)
+    remember("sum", plans)
+    return over, f", all-reduce of 4 MiB {took_ms:.1f} ms"
+
+
+def _ship(hosts: Sequence[_Host], connection: Connection) -> None:
+    plan = next(host.plan for host in hosts if host.connection is connection)
+    bundle.put(connection, plan, plan.bundles[0])
+
+
+def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) -> tuple[list[Finding], list[str], int]:
+    """Can every host connect to a port of the head's? Each one's interface on that way, the head's first; the port."""
+    wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": _ANSWER_S}
+    server = head.connection.open(head.command("listen", wish), subprocess.PIPE)
+    assert server.stdout is not None
+    limit = threading.Timer(_LISTEN_S, server.kill)
+    limit.start()
+    try:
+        skip_login_text(server.stdout)
+        said = server.stdout.readline()
+        limit.cancel()
+        if not said:
+            why = "the preflight did not begin there: does something in ~/.bashrc there read standard input?"
+            return [Finding(head.plan.host, why, True)], [], 0
+        port = parsed_object(head.plan.host, said).get("port", 0)
+        if not port:
+            return [Finding(head.plan.host, "could not listen on any TCP port", True)], [], 0
+        asked = [
+            threads.submit(host.ask, "reach", address=head.plan.addr, port=port, wait_s=_REACH_S) for host in others
+        ]
+        findings, interfaces = [], [""]
+        for host, each in zip(others, asked, strict=True):
+            answer = each.result()
+            interfaces.append(answer.get("interface", ""))
+            if "error" in answer:
+                peer, error = head.plan, answer["error"]
+                findings.append(unreachable(host.plan.host, peer.host, peer.addr, port, host.plan.addr, error))
+        if not findings:
+            own = parsed_object(head.plan.host, server.stdout.readline() or b"{}")
+            interfaces[0] = own.get("interface", "")
+        return findings, interfaces, port
+    finally:
+        limit.cancel()
+        limit.join()
+        server.kill()
+        server.communicate()
+
+
+def _all_reduce(hosts: Sequence[_Host], interfaces: Sequence[str], port: int, threads: ThreadPoolExecutor) -> float:
+    """Sum over all hosts, at the port that all of them have just reached; how long it took, in ms."""
+    address, asked = hosts[0].plan.addr, []
+    for rank, (host, interface) in enumerate(zip(hosts, interfaces, strict=True)):
+        env = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+        wish = {"python": host.plan.python, "rank": rank, "world_size": len(hosts), "address": address, "port": port}
+        asked.append(threads.submit(host.ask, "all_reduce", limit_s=3 * _SUM_S, **wish, wait_s=_SUM_S, env=env))
+    said = [each.result() for each in asked]
+    wrong = [f"{host.plan.host}: {each['error']}" for host, each in zip(hosts, said, strict=True) if "error" in each]
+    if wrong:
+        raise ProvisionError(
+            "hosts can reach the head, but not add numbers up together: open TCP 1024-65535 between all of them, or "
+            "name the interface they share with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME:\n"
+            + "\n".join(f"  {line}" for line in wrong)
+        )
+    return max(float(each.get("ms", 0.0)) for each in said)
+
+
+def _refuse(findings: Sequence[Finding], say: Callable[[str], object]) -> None:
+    fatal = [finding for finding in findings if finding.fatal]
+    for finding in findings:
+        if not finding.fatal:
+            say(str(finding))
+    if len(fatal) == 1:
+        raise ProvisionError(str(fatal[0]))
+    if fatal:
+        raise ProvisionError(f"{len(fatal)} things are in the way:\n" + "\n".join(f"  {each}" for each in fatal))
+
+
+def passed_lately(what: str, plans: Sequence[RemotePlan]) -> bool:
+    """Have these hosts passed a check in the last ten minutes?"""
+    return _key(what, plans) in _passed()
+
+
+def remember(what: str, plans: Sequence[RemotePlan]) -> None:
+    """These hosts have passed a check."""
+    passed = {**_passed(), _key(what, plans): time.time()}
+    write_atomic(atoll_home() / _PASSED, json.dumps(passed).encode())
+
+
+def forget(what: str) -> None:
+    """Whoever has passed this check is looked at again: something of the kind has failed since."""
+    passed = _passed()
+    left = {key: when_s for key, when_s in passed.items() if json.loads(key)[0] != what}
+    if len(left) < len(passed):
+        write_atomic(atoll_home() / _PASSED, json.dumps(left).encode())
+
+
+def _passed() -> dict[str, float]:
+    """When which hosts passed what, where that is not long ago."""
+    with contextlib.suppress(OSError, ValueError):
+        passed: dict[str, float] = json.loads((atoll_home() / _PASSED).read_bytes())
+        return {key: when_s for key, when_s in passed.items() if 0 <= time.time() - when_s < _FRESH_S}
+    return {}
+
+
+def _key(what: str, plans: Sequence[RemotePlan]) -> str:
+    return json.dumps([what, *([plan.host, plan.addr, plan.python] for plan in plans)])
+
+
+def _counted(num_hosts: int) -> str:
+    return "1 host is" if num_hosts == 1 else f"{num_hosts} hosts are"

@@ -1,0 +1,176 @@
+"""The nodes and ranks of a gang as the driver knows them, and what it tells their agents to start."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atoll.agent.send_queue import Outbox
+from atoll.core.errors import ConfigError
+from atoll.providers.base import Node, NodePlan, Plan, Provider
+from atoll.providers.gpus import VISIBLE, lease_wish, visible_gpus
+from atoll.providers.remote import RemotePlan
+from atoll.wire.frames import Parser
+
+SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
+"""The folder that Atoll is imported from."""
+
+_BOOT = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+_REMOTE_BOOT = "import sys; sys.path[:0] = {path!r}; from atoll.worker.call_loop import main; main()"
+_STARTING_S = 60.0  # a folder younger than this may be one whose agent has yet to lock it
+
+
+@dataclass(frozen=True, slots=True)
+class GangSpec:
+    """Everything a gang is started from."""
+
+    provider: Provider
+    plan: Plan
+    pool_id: str
+    python: str
+    env: Mapping[str, str]
+    path: tuple[str, ...]
+    cwd: str
+    log_dir: str
+    job_dir: str
+    tmp_root: str
+    hang_timeout_s: float | None = None
+    ttl_s: float | None = None
+    start_timeout_s: float = 60.0
+    name: str | None = None
+
+    def tmp_dir(self, plan: NodePlan) -> str:
+        """The folder of a node's temporary files; it goes with the node."""
+        root = plan.tmp if isinstance(plan, RemotePlan) else self.tmp_root
+        return os.path.join(root, f"atoll-{self.pool_id}-n{plan.node}")
+
+    def node_tag(self, plan: NodePlan) -> str:
+        """What every process of a node has in its environment."""
+        return f"ATOLL_POOL_TAG={self.pool_id}.{plan.node}"
+
+
+@dataclass(slots=True)
+class RankState:
+    """What the driver knows of a rank."""
+
+    rank: int
+    node: int
+    pid: int = 0
+    port: int = 0
+    ready: bool = False
+    has_torch: bool = False
+    spent: bool = False  # it said that it can't take another call, or was ordered to be killed
+    starts: int = 0
+    early_deaths: int = 0
+    sent: dict[str, None] = field(default_factory=dict)  # functions that it keeps, the latest last
+    path: tuple[str, ...] | None = None
+
+
+@dataclass(slots=True)
+class NodeState:
+    """A node and the channel to its agent."""
+
+    plan: NodePlan
+    handle: Node | None = None
+    parser: Parser = field(default_factory=Parser)
+    out: Outbox | None = None  # what waits to be sent
+    ended: str | None = None  # why its agent said it ends
+    restarts: int = 0  # since a rank of it last came up
+    asked_s: float = 0.0  # since when it owes an answer
+    silent: str | None = None  # why it was given up
+    stop_start: Callable[[], None] | None = None  # has a start that is on its way fail soon
+
+
+def sweep_stale(tmp_root: str) -> None:
+    """Remove folders of nodes whose agents were killed together with their drivers: nobody was left to do it.
+
+    An agent holds a lock on its folder as long as it lives.
+    """
+    for path in glob.glob(os.path.join(glob.escape(tmp_root), "atoll-????????-n*")):
+        with contextlib.suppress(OSError):
+            if time.time() - os.stat(path).st_mtime < _STARTING_S or os.stat(path).st_uid != os.getuid():
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def agent_command(source_root: str) -> list[str]:
+    """How an agent is started on this machine. It needs nothing but the standard library."""
+    return [sys.executable, "-I", "-S", "-c", _BOOT.format(root=source_root, module="atoll.agent.node")]
+
+
+def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> dict[str, Any]:
+    """What an agent is told to start: the body of its SETUP frame."""
+    mine = [state for state in ranks if state.node == plan.node]
+    tmp_dir = spec.tmp_dir(plan)
+    if isinstance(plan, RemotePlan):
+        boot = _REMOTE_BOOT.format(path=plan.import_path)
+        place = {"python": plan.python, "cwd": plan.home, "log_dir": None}  # the driver writes what it is sent
+        env = {**plan.base_env, **spec.env, **plan.env}
+    else:
+        boot = _BOOT.format(root=SOURCE_ROOT, module="atoll.worker.call_loop")
+        place = {"python": spec.python, "cwd": spec.cwd, "log_dir": spec.log_dir}
+        env = {**spec.env, **plan.env}
+    return {
+        "node": plan.node,
+        "tag": spec.pool_id,
+        **place,
+        "argv": ["-c", boot],
+        "env": env,
+        "tmp_dir": tmp_dir,
+        "ttl_s": spec.ttl_s,
+        "lease": _lease(spec, plan, env.get(VISIBLE)) if plan.gpus else None,
+        "ranks": [
+            {"rank": state.rank, "local_rank": local, "env": _rank_env(spec, plan, state.rank, local, len(mine))}
+            for local, state in enumerate(mine)
+        ],
+    }
+
+
+def _lease(spec: GangSpec, plan: NodePlan, visible: str | None) -> dict[str, Any]:
+    """What an agent leases before it starts ranks: some of the plan's GPUs that ``CUDA_VISIBLE_DEVICES`` leaves."""
+    gpus = plan.gpus if visible is None else tuple(gpu for gpu in plan.gpus if gpu in visible_gpus(plan.gpus, visible))
+    if len(gpus) < plan.num_accelerators:
+        raise ConfigError(
+            f"{VISIBLE}={visible!r} leaves {len(gpus)} of its GPUs, and {plan.num_accelerators} are asked for"
+        )
+    return lease_wish(gpus, plan.num_accelerators, f"pool {spec.name or spec.pool_id}")
+
+
+def _rank_env(spec: GangSpec, plan: NodePlan, rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:
+    setup = {
+        "rank": rank,
+        "local_rank": local_rank,
+        "node": plan.node,
+        "addr": plan.addr,
+        "head_addr": spec.plan.nodes[0].addr,
+        "world_size": spec.plan.world_size,
+        "local_world_size": local_world_size,
+        "total_nodes": len(spec.plan.nodes),
+        "peers": [node.addr for node in spec.plan.nodes],
+        "accelerator": plan.accelerator,
+        "accelerators": plan.num_accelerators,
+        "simulated": spec.plan.simulated,
+        "pool_id": spec.pool_id,
+        "path": list(spec.path),
+        "job_dir": os.path.join(plan.folder, "jobs") if isinstance(plan, RemotePlan) else spec.job_dir,
+    }
+    tmp = spec.env.get("TMPDIR")
+    own = not isinstance(plan, RemotePlan) and tmp == os.environ.get("TMPDIR")  # not what the user gave the pool
+    if tmp is None or own:
+        tmp = spec.tmp_dir(plan)  # removed at the end
+    return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}

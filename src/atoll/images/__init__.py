@@ -1,0 +1,1 @@
+"""Packages and files that ranks get beside what their interpreter has."""

@@ -1,0 +1,232 @@
+"""Builds an ``Image`` on the hosts of a pool: once for each content, from their own index, or with wheels from here."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from atoll.core.errors import AtollError, ImageError, ProvisionError
+from atoll.images.image import Image
+from atoll.images.installer import Installer, Progress
+from atoll.images.on_host import MARK, NAMES
+from atoll.images.requirements import constraint_lines, is_location, location_stamp, merge, without_cuda
+from atoll.providers.remote import RemotePlan
+from atoll.providers.ssh.connection import connections
+from atoll.providers.ssh.facts import python_command
+from atoll.providers.ssh.hosts import Target
+
+_BOOT = (
+    "import os, sys; sys.path.insert(0, {code!r}); os.environ['ATOLL_HOME'] = {home!r}; "
+    "from atoll.images.on_host import main; main()"
+)
+
+
+def build(
+    targets: Sequence[Target], plans: Sequence[RemotePlan], image: Image, pip: Sequence[str], say: Progress
+) -> list[RemotePlan]:
+    """The nodes with interpreter and import paths of the image, which is built where it is not there yet.
+
+    Args:
+        targets, plans: the hosts; Atoll's own code is there.
+        pip: requirements of the pool, which win over the image's.
+        say: called with a line for each step that takes time.
+
+    Raises:
+        ConfigError: a constraints file that can't be read.
+        ImageError: a package can't be installed there, or got here.
+    """
+    requirements = merge(image.pip, pip)
+    constraints = constraint_lines(image.constraints)
+    local = [text for text in requirements if is_location(text) and "://" not in text]
+    wish = {
+        "python": image.python,
+        "pip": requirements,
+        "apt": list(image.apt),
+        "constraints": constraints,
+        "local": {text: location_stamp(text) for text in local},
+    }
+    with tempfile.TemporaryDirectory(prefix="atoll-wheels-") as folder:
+        wheels = _Wheels(Path(folder), requirements, local, constraints, lambda line: say(f"here: {line}"))
+        hosts = [_Host(target, plan, wish, wheels, say) for target, plan in zip(targets, plans, strict=True)]
+        with ThreadPoolExecutor(len(hosts), thread_name_prefix="atoll-image") as threads:
+            futures = [threads.submit(host.run) for host in hosts]
+            try:
+                answers = [_answer(future.result) for future in futures]
+            except BaseException:
+                for host in hosts:
+                    host.end()
+                raise
+    failed: dict[str, list[str]] = {}
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, str):
+            failed.setdefault(answer, []).append(host.plan.host)
+    if failed:
+        raise ImageError("\n".join(f"{', '.join(names)}: {why}" for why, names in failed.items()))
+    made = [answer for answer in answers if not isinstance(answer, str)]
+    told: dict[str, list[str]] = {}
+    for host, answer in zip(hosts, made, strict=True):
+        for line in answer["lines"]:
+            told.setdefault(line, []).append(host.plan.host)
+    for line, names in told.items():
+        say(f"{', '.join(names)}: {line}")
+    return [_planned(host.plan, answer, image.python) for host, answer in zip(hosts, made, strict=True)]
+
+
+def _answer(ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
+    try:
+        return ask()
+    except AtollError as error:
+        return str(error)
+
+
+def _planned(plan: RemotePlan, made: Mapping[str, Any], python: str | None) -> RemotePlan:
+    version = plan.python_version
+    if made["python"] != plan.python and python is not None:
+        version = tuple(map(int, python.split(".")))
+    paths = tuple(made["paths"])
+    return dataclasses.replace(plan, python=made["python"], python_version=version, packages=paths)
+
+
+class _Host:
+    """One host while its image is built."""
+
+    def __init__(self, target: Target, plan: RemotePlan, wish: dict[str, Any], wheels: _Wheels, say: Progress) -> None:
+        self.plan = plan
+        self._target = target
+        self._wish = {**wish, "has_gpu": plan.num_accelerators > 0}
+        self._wheels = wheels
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def run(self) -> dict[str, Any]:
+        """What the host says in the end."""
+        connection = connections.hold(self._target)
+        try:
+            with tempfile.TemporaryFile() as said:
+                code = _BOOT.format(code=self.plan.import_path[0], home=self.plan.folder)
+                with self._lock:
+                    if self._ended:
+                        raise ProvisionError("interrupted")
+                    process = self._process = connection.open(python_command(self.plan.python, code), said)
+                try:
+                    done = self._converse(process)
+                finally:
+                    self.end()
+                if done is None:
+                    said.seek(0)
+                    lines = said.read().decode(errors="replace").strip().splitlines()
+                    raise ProvisionError(f"building the image ended early: {lines[-1] if lines else 'nothing said'}")
+                return done
+        finally:
+            connections.release(self._target)
+
+    def _converse(self, process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(self._wish).encode() + b"\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                _, mark, text = line.decode(errors="replace").partition(MARK)
+                message: dict[str, Any] = json.loads(text) if mark else {}
+                if "say" in message:
+                    self._say(f"{self.plan.host}: {message['say']}")
+                elif "wheels" in message:
+                    self._wheels.send(process.stdin, has_gpu=self._wish["has_gpu"], **message["wheels"])
+                elif "failed" in message:
+                    raise ImageError(message["failed"])
+                elif "done" in message:
+                    done: dict[str, Any] = message["done"]
+                    return done
+        except BrokenPipeError:
+            pass  # it says why
+        return None
+
+    def end(self) -> None:
+        """End it there too, where it still runs. Safe to call twice, from any thread."""
+        with self._lock:
+            self._ended = True
+            process = self._process
+            if process is None:
+                return
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None and not pipe.closed:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass  # what it had not read yet
+
+
+class _Wheels:
+    """Wheels for hosts that can't get them themselves, each kind got once."""
+
+    def __init__(
+        self, folder: Path, requirements: Sequence[str], local: Sequence[str], constraints: Sequence[str], say: Progress
+    ) -> None:
+        self._folder = folder
+        self._requirements = requirements
+        self._local = local
+        self._constraints = constraints
+        self._say = say
+        self._got: dict[str, Path] = {}
+        self._names: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def send(
+        self, stream: IO[bytes], *, has_gpu: bool, everything: bool, python: str, platforms: Sequence[str]
+    ) -> None:
+        """Write a tar of wheels for a host of this kind; ``everything`` is wanted there, or local projects only."""
+        with self._lock:
+            self._build_local()
+            folder = self._folder / "local"
+            if everything:
+                key = json.dumps([has_gpu, python, *platforms])
+                if key not in self._got:
+                    self._got[key] = self._download(has_gpu, python, platforms, f"wheels-{len(self._got)}")
+                folder = self._got[key]
+        with tarfile.open(fileobj=stream, mode="w|", bufsize=1 << 20) as tar:
+            names = json.dumps(self._names).encode()
+            about = tarfile.TarInfo(NAMES)
+            about.size = len(names)
+            tar.addfile(about, io.BytesIO(names))
+            for wheel in sorted(folder.iterdir()):
+                tar.add(wheel, wheel.name)
+        stream.flush()
+
+    def _build_local(self) -> None:
+        """Every local project as a wheel."""
+        folder = self._folder / "local"
+        folder.mkdir(exist_ok=True)
+        for text in self._local:
+            if text not in self._names:
+                path, bracket, extras = text.partition("[")
+                before = {each.name for each in folder.iterdir()}
+                with tempfile.TemporaryDirectory(prefix="atoll-pip-") as work:
+                    Installer.find_pip(sys.executable).wheel(path, folder, Path(work), self._say)
+                (made,) = {each.name for each in folder.iterdir()} - before
+                self._names[text] = f"{made}{bracket}{extras}"
+
+    def _download(self, has_gpu: bool, python: str, platforms: Sequence[str], name: str) -> Path:
+        folder = self._folder / name
+        shutil.copytree(self._folder / "local", folder)
+        wanted = [str(folder / self._names[text]) if text in self._names else text for text in self._requirements]
+        if not has_gpu:
+            wanted, _ = without_cuda(wanted)
+        with tempfile.TemporaryDirectory(prefix="atoll-pip-") as work:
+            installer = Installer.find_pip(sys.executable)
+            installer.download(wanted, self._constraints, python, platforms, folder, Path(work), self._say)
+        return folder

@@ -1,1 +1,0 @@
-"""Gang lifecycle: agents, ranks, failure detection, logs."""

@@ -1,0 +1,366 @@
+"""Carries frames, with their descriptors, between a local socket and a byte stream that may break and be replaced.
+
+Both ends of an ssh connection run one: the driver in a thread, the host in its link process. Everything arrives
+exactly once and in order, however often the link is replaced. One thread, no locks. Standard library only.
+
+Neither side ever stops reading its link, so two that send much at the same time can't block each other: what is on
+its way is bounded by the sender, who takes no more from its local socket while too much is not yet passed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from atoll.wire.frames import Parser, WireError, receive, send_some
+from atoll.wire.resumable_protocol import END, PING, Arrived, Inbox, Outbox
+
+_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
+_BROKEN = select.EPOLLERR | select.EPOLLHUP
+_TICK_S: Final = 1.0
+_PING_S: Final = 2.0
+_QUIET_S: Final = 4.0  # two pings did not come
+_SILENT_S: Final = 6.0  # the link is given up
+_PIPE_BYTES: Final = 1 << 20
+_ACK_BYTES: Final = 1 << 20  # passed on since the last acknowledgement: time for another
+
+
+class Loop:
+    """Descriptors, what to wait for on each, and who hears of it; named timers."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll()
+        self._heard_by: dict[int, tuple[int, Callable[[int], None]]] = {}
+        self._timers: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    def watch(self, fd: int, callback: Callable[[int], None], events: int = _READ) -> None:
+        """Call back with what happened; errors and hang-ups are always told."""
+        if fd in self._heard_by:
+            if self._heard_by[fd] != (events, callback):
+                self._poll.modify(fd, events)
+        else:
+            self._poll.register(fd, events)
+        self._heard_by[fd] = events, callback
+
+    def unwatch(self, fd: int) -> None:
+        """Forget it, before it is closed; does nothing where it is not watched."""
+        if self._heard_by.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
+        """Act once; a timer of the same name is replaced."""
+        self._timers[name] = time.monotonic() + delay_s, action
+
+    def cancel(self, name: str) -> None:
+        """Take a timer back."""
+        self._timers.pop(name, None)
+
+    def step(self) -> None:
+        """Wait for the next thing, and handle everything that is due."""
+        left = min((when for when, _ in self._timers.values()), default=time.monotonic() + _TICK_S) - time.monotonic()
+        for fd, events in self._poll.poll(max(0.0, left)):
+            if fd in self._heard_by:
+                self._heard_by[fd][1](events)
+        now = time.monotonic()
+        for name, (when, action) in list(self._timers.items()):
+            if when <= now and self._timers.get(name) == (when, action):
+                del self._timers[name]
+                action()
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._heard_by.clear()
+        self._timers.clear()
+        self._poll.close()
+
+
+class Link:
+    """Both directions of a byte stream, pipes or a socket. Owns the descriptors."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self.read_fd, self.write_fd = read_fd, write_fd
+        for fd in (read_fd, write_fd):
+            os.set_blocking(fd, False)
+            with contextlib.suppress(OSError):  # a socket, or more than this user may have
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    def end_writing(self) -> None:
+        """The other side sees the end of the stream."""
+        if self.write_fd >= 0:
+            if stat.S_ISSOCK(os.fstat(self.write_fd).st_mode):  # others may hold the same one, even for reading
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.write_fd)) as sock:
+                    sock.shutdown(socket.SHUT_WR)
+            os.close(self.write_fd)
+            self.write_fd = -1
+
+    def close(self) -> None:
+        """Close both directions. Safe to call twice."""
+        for fd in (self.read_fd, self.write_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.read_fd = self.write_fd = -1
+
+
+class Relay:
+    """One end. A subclass makes links and decides what their loss means.
+
+    Attributes:
+        loop: whatever else the subclass waits for goes here.
+        link: the one in use, or None.
+    """
+
+    def __init__(self, local: socket.socket) -> None:
+        self.loop = Loop()
+        self.link: Link | None = None
+        self._local: socket.socket | None = local
+        local.setblocking(False)
+        self._parser = Parser()
+        self._outbox = Outbox()
+        self._inbox = Inbox()
+        self._arrived: deque[Arrived] = deque()
+        self._sent_bytes = 0  # of the first record in ``_arrived``
+        self._passed_on_bytes = 0  # since the other side was told
+        self._heard_s = time.monotonic()
+        self._pinged_s = 0.0
+        self._quiet = False
+        self.loop.watch(local.fileno(), self._local_ready)
+        self.loop.after("tick", _TICK_S, self._tick)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything was heard of the other side."""
+        return time.monotonic() - self._heard_s
+
+    # -- what the subclass does -----------------------------------------------------------------------------------
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        """The link is of no more use; it is this method's to close."""
+
+    def local_ended(self) -> None:
+        """Whoever held the other end of the local socket closed it."""
+
+    def peer_ended(self, reason: str) -> None:
+        """The other side has nothing more to say, and everything it said was passed on."""
+
+    def silence(self, seconds: float) -> None:
+        """Nothing has been heard for so long, or with 0 something was again."""
+
+    # -- the link -------------------------------------------------------------------------------------------------
+
+    @property
+    def received(self) -> int:
+        """Number of the last record that arrived whole: what a greeting tells."""
+        return self._inbox.received
+
+    def adopt(self, link: Link, received: int, rest: bytes = b"", greeting: bytes = b"") -> None:
+        """Go on over this link.
+
+        Args:
+            link: where both sides have greeted each other, but for ``greeting``.
+            received: what the other side says it has.
+            rest: what was read behind its greeting.
+            greeting: what to write first.
+
+        Raises:
+            WireError: what it says can't be.
+        """
+        self._outbox.rewind(received)
+        self._outbox.greeting = greeting
+        self._outbox.ping_due = True
+        self._inbox.rewind(rest)
+        self.link = link
+        self.heard()
+        self.loop.watch(link.read_fd, self._link_readable)
+        try:
+            self._take_records()
+        except WireError as error:
+            self.give_up(str(error))
+        self.flush()
+
+    def give_up(self, reason: str) -> None:
+        """This link is of no more use."""
+        link, self.link = self.link, None
+        if link is not None:
+            self.loop.unwatch(link.read_fd)
+            self.loop.unwatch(link.write_fd)
+            self.link_lost(link, reason)
+
+    def flush(self) -> None:
+        """Write what the link takes, now and whenever it takes more."""
+        link = self.link
+        if link is None or link.write_fd < 0:
+            return
+        try:
+            done = self._outbox.write(link.write_fd)
+        except OSError:
+            self.end_writing()
+            return
+        if done:
+            self.loop.unwatch(link.write_fd)
+        else:
+            self.loop.watch(link.write_fd, self._link_writable, _WRITE)
+
+    def end_writing(self) -> None:
+        """Write nothing more. What is written to us still counts, and then comes the end of the stream."""
+        if self.link is not None and self.link.write_fd >= 0:
+            self.loop.unwatch(self.link.write_fd)
+            self.link.end_writing()
+
+    def say_end(self, reason: str) -> None:
+        """Tell the other side that nothing comes any more, once it has everything so far."""
+        self._outbox.end(reason)
+        self.flush()
+
+    @property
+    def all_passed_on(self) -> bool:
+        """Did the other side pass on everything that it was sent?"""
+        return self._outbox.empty
+
+    def _link_writable(self, _events: int) -> None:
+        self.flush()
+
+    def _link_readable(self, _events: int) -> None:
+        link = self.link
+        if link is None:
+            return
+        try:
+            if not self._inbox.read(link.read_fd):
+                self.give_up("")
+                return
+            self.heard()
+            self._take_records()
+        except BlockingIOError:
+            return
+        except (OSError, WireError) as error:
+            self.give_up(str(error))
+
+    def heard(self) -> None:
+        """The other side lives."""
+        self._heard_s = time.monotonic()
+        if self._quiet:
+            self._quiet = False
+            self.silence(0.0)
+
+    def _take_records(self) -> None:
+        try:
+            for record in self._inbox.cut():
+                if record.kind == PING:
+                    self._outbox.acknowledge(record.number)
+                    self._watch_local()
+                else:
+                    self._arrived.append(record)
+        finally:
+            self._deliver()
+
+    # -- the local socket -----------------------------------------------------------------------------------------
+
+    def _local_ready(self, events: int) -> None:
+        if events & _WRITE:
+            self._deliver()
+        if not events & ~_WRITE or self._local is None or (self._outbox.full and not events & _BROKEN):
+            return
+        try:
+            data, fds = receive(self._local)
+            received = self._parser.feed(data, fds)
+        except BlockingIOError:
+            return
+        except (OSError, WireError):
+            data, received = b"", []
+        if not data:
+            self.close_local()
+            self.local_ended()
+            return
+        self._outbox.add(received)
+        self.flush()
+        self._watch_local()
+
+    def _watch_local(self) -> None:
+        if self._local is not None:
+            events = (0 if self._outbox.full else _READ) | (_WRITE if self._arrived else 0)
+            self.loop.watch(self._local.fileno(), self._local_ready, events)
+
+    def _deliver(self) -> None:
+        """Pass on what has arrived, as far as the local socket takes it."""
+        ended: Arrived | None = None
+        urgent = False
+        while self._arrived and self._pass_on(self._arrived[0]):
+            record = self._arrived.popleft()
+            self._passed_on_bytes += len(record.data)
+            urgent = urgent or bool(record.blobs) or record.kind == END
+            ended = record if record.kind == END else None
+        self._outbox.passed_on = self._arrived[0].number - 1 if self._arrived else self._inbox.received
+        if urgent or self._passed_on_bytes > _ACK_BYTES:
+            self._passed_on_bytes = 0
+            self._outbox.ping_due = True
+            self.flush()
+        self._watch_local()
+        if ended is not None:
+            self.peer_ended(ended.data.decode(errors="replace"))
+
+    def _pass_on(self, record: Arrived) -> bool:
+        """Whether the whole record is out, or nobody is there to take it."""
+        if record.kind == END:
+            return True
+        view = memoryview(record.data)
+        try:
+            while self._local is not None and self._sent_bytes < len(view):
+                fds = [] if self._sent_bytes else [blob.fd for blob in record.blobs]
+                self._sent_bytes += send_some(self._local, view[self._sent_bytes :], fds)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # it is closed; reading it will say so
+        self._sent_bytes = 0
+        for blob in record.blobs:
+            blob.drop()
+        return True
+
+    def close_local(self) -> None:
+        """Whoever holds the other end sees its end."""
+        if self._local is not None:
+            self.loop.unwatch(self._local.fileno())
+            self._local.close()
+            self._local = None
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self.loop.after("tick", _TICK_S, self._tick)
+        silent = self.silent_s
+        if silent >= _QUIET_S and not self._quiet:
+            self._quiet = True
+            self.silence(silent)
+        if self.link is None:
+            return
+        if silent >= _SILENT_S:
+            self.give_up(f"nothing was heard for {silent:.0f} s")
+            return
+        now = time.monotonic()
+        if now - self._pinged_s >= _PING_S - _TICK_S / 2:
+            self._pinged_s = now
+            self._outbox.forget()
+            self._outbox.ping_due = True
+            self.flush()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.close_local()
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        for record in self._arrived:
+            for blob in record.blobs:
+                blob.drop()
+        self._arrived.clear()
+        self._parser.close()
+        self._outbox.close()
+        self._inbox.close()
+        self.loop.close()

@@ -1,0 +1,371 @@
+"""The loop of a rank: take a call, run it on the main thread, send back what came of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from atoll.agent.process_tree import PR_SET_PDEATHSIG, prctl
+from atoll.agent.rank import CHANNEL_FD, CONTROL_FD
+from atoll.core.context import CallContext, Peer, set_current
+from atoll.wire import definitions, frames
+from atoll.wire.codec import Payload, dumps, loads
+from atoll.wire.frames import Frame, Parser, close_all, pack, receive, send_all
+from atoll.wire.payloads import Arena, decode_parts
+from atoll.worker import probe
+from atoll.worker.children import DefinitionsSpec
+from atoll.worker.folder_locks import hold_folder, hold_images
+from atoll.worker.isolation import Isolation
+from atoll.worker.streams import is_stream, send_stream
+
+_CANCEL_SIGNAL = signal.SIGRTMIN + 1  # from this process to its own main thread
+_EXIT_S = 0.5  # for exit handlers
+_ASK_AGAIN_S = 0.02
+
+
+class Cancelled(BaseException):
+    """Raised in the main thread of a rank whose call was cancelled or whose gang is being stopped."""
+
+
+class Worker:
+    """One rank. ``call`` is the number of the call it runs, 0 between calls."""
+
+    def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
+        self.setup = setup
+        self.call = 0
+        self.broadcast = False
+        self.spent = False  # something half-done in this process can't be undone: a fresh one has to take over
+        self.at_end: list[Callable[[], None]] = []  # run after the result is on its way, newest first
+        self._sock = sock
+        self._parser = Parser()
+        self._frames: deque[Frame] = deque()
+        self._send_lock = threading.Lock()
+        self._sending = False
+        self._cancel_pending = False
+        self._arena = Arena()
+        self._functions: dict[str, tuple[bytes, Any]] = {}
+        self._peers = tuple(Peer(node, addr) for node, addr in enumerate(setup["peers"]))
+        self.port_socket = _reserve_port(setup["addr"])
+        self.port: int = self.port_socket.getsockname()[1]
+        self._place: tuple[bool, int] | None = None
+        self._stopped_call = 0
+        self._main_thread = threading.get_ident()
+        signal.signal(_CANCEL_SIGNAL, self._on_cancel)
+        probe.start(CONTROL_FD, self._stop)
+        self.isolation = Isolation()
+
+    # -- frames ---------------------------------------------------------------------------------------------------
+
+    def next_frame(self) -> Frame:
+        """The next frame for this rank; waits for it. Ends the process when the agent is gone."""
+        while not self._frames:
+            data, fds = receive(self._sock)
+            if not data:
+                os._exit(0)
+            self._frames.extend(raw.parsed() for raw in self._parser.feed(data, fds))
+        return self._frames.popleft()
+
+    def frame_waiting(self) -> bool:
+        """Is there a frame to read just now?"""
+        if self._frames:
+            return True
+        with contextlib.suppress(BlockingIOError):
+            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        return False
+
+    def send(
+        self, kind: int, meta: dict[str, Any] | None = None, payload: Payload | None = None, *, flags: int = 0
+    ) -> None:
+        """Send a frame of the running call. Safe from any thread."""
+        if payload is None:
+            self._send(pack(kind, self.setup["rank"], self.call, meta, flags=flags))
+        else:
+            self._send(*self._encode(kind, payload, meta))
+
+    def _encode(self, kind: int, payload: Payload, meta: dict[str, Any] | None = None) -> tuple[bytearray, list[int]]:
+        encoded = self._arena.encode(payload)
+        meta = {**(meta or {}), "r": encoded.table}
+        if payload.notes:
+            meta["notes"] = payload.notes
+        fds = [encoded.segment.fd] if encoded.segment else []
+        return bytearray(pack(kind, self.setup["rank"], self.call, meta, encoded.inline, len(fds))), fds
+
+    def _send(self, data: bytes | bytearray, fds: Sequence[int] = ()) -> None:
+        try:
+            with self._send_lock:
+                self._sending = True
+                send_all(self._sock, data, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(0)
+        finally:
+            self._sending = False
+            close_all(fds)
+        if self._cancel_pending and self.call and threading.current_thread() is threading.main_thread():
+            self._cancel_pending = False
+            raise Cancelled
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Announce this rank, then run calls until told to stop."""
+        self.send(
+            frames.HELLO,
+            {"port": self.port},
+        )
+        import cloudpickle  # noqa: F401 - the first call needs it; nobody waits for it now
+
+        while True:
+            frame = self.next_frame()
+            if frame.kind == frames.CALL:
+                self._run(frame)
+            elif frame.kind == frames.SHUTDOWN:
+                leave(0)
+
+    def _run(self, frame: Frame) -> None:
+        meta = frame.meta
+        self.broadcast = bool(meta.get("b"))
+        self._holds_job, self._job = False, meta["j"]
+        self._cancel_pending = False
+        self.isolation.before_call()
+        definitions.begin_call()
+        self._enter(meta, frame.call)
+        self.call = frame.call
+        try:
+            try:
+                data, fds = self._call(frame)
+            except Cancelled:
+                raise
+            except SystemExit as stop:
+                leave(_exit_code(stop))
+            except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes back to the driver
+                data, fds = self._failure(error)
+            flush_output()
+            self.call, call = 0, self.call  # from here on there is nothing to cancel
+        except Cancelled:
+            self.call, call = 0, frame.call
+            data, fds = bytearray(pack(frames.ERROR, self.setup["rank"], call, {"cancelled": 1})), []
+        data[frames.FLAGS_AT] |= frames.SPENT * self.spent
+        self.isolation.before_result()
+        self._send(data, fds)
+        if self.spent:
+            leave(0)
+        self._clean_up()
+
+    def _call(self, frame: Frame) -> tuple[bytearray, list[int]]:
+        function, arguments, mappings = self._unpack(frame)
+        args, kwargs = arguments
+        del arguments
+        self._around(frame.meta)
+        result = _settle(function(*args, **kwargs))
+        if is_stream(result):
+            send_stream(self, result)
+            result = None
+        payload = dumps(result, what="the result")
+        del result
+        data, fds = self._encode(frames.RESULT, payload)
+        del payload, args, kwargs, function
+        kept = any(mapping() is not None for mapping in mappings)
+        data[frames.FLAGS_AT] |= frames.KEPT * kept | frames.HAS_TORCH * ("torch" in sys.modules)
+        return data, fds
+
+    def _around(self, meta: dict[str, Any]) -> None:
+        """The gang's process group, for functions that import torch: see ``process_group``."""
+        from atoll.worker import process_group
+
+        process_group.before_call(self, bool(meta.get("g")))
+
+    def _failure(self, error: BaseException) -> tuple[bytearray, list[int]]:
+        from atoll.wire.exceptions import pack_exception
+
+        data, fds = self._encode(frames.ERROR, pack_exception(error))
+        data[frames.FLAGS_AT] |= frames.KEPT | frames.HAS_TORCH * ("torch" in sys.modules)
+        return data, fds
+
+    def _clean_up(self) -> None:
+        while self.at_end:
+            action = self.at_end.pop()
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - a group that cannot be left must not stop the next call
+                print(f"atoll: after the call: {type(error).__name__}: {error}", file=sys.stderr)
+        set_current(None)
+        self.isolation.restore()
+
+    # -- a call's parts -------------------------------------------------------------------------------------------
+
+    def _enter(self, meta: dict[str, Any], call: int) -> None:
+        setup = self.setup
+        if "path" in meta:
+            sys.path[:] = meta["path"]
+            self.isolation.moved()
+        broadcast = self.broadcast
+        rank = setup["rank"] if broadcast else 0
+        world = setup["world_size"] if broadcast else 1
+        local_world = setup["local_world_size"] if broadcast else 1
+        addr = setup["head_addr"] if broadcast else setup["addr"]
+        port = meta["hp"] if broadcast else self.port
+        if self._place != (broadcast, port):  # the variables stay from call to call
+            self._place = (broadcast, port)
+            self.isolation.set_variables(
+                RANK=str(rank),
+                WORLD_SIZE=str(world),
+                LOCAL_RANK=str(setup["local_rank"]),
+                LOCAL_WORLD_SIZE=str(local_world),
+                NODE_RANK=str(setup["node"]),
+                MASTER_ADDR=addr,
+                MASTER_PORT=str(port),
+            )
+        set_current(
+            CallContext(
+                job_id=meta["j"],
+                node=setup["node"],
+                total_nodes=setup["total_nodes"],
+                rank=rank,
+                local_rank=setup["local_rank"],
+                world_size=world,
+                local_world_size=local_world,
+                head_addr=addr,
+                head_port=port,
+                peers=self._peers,
+                accelerator=setup["accelerator"],
+                accelerators=setup["accelerators"],
+                seed=meta["s"],
+                simulated=setup["simulated"],
+                pool_id=setup["pool_id"],
+                # A folder for each attempt, in order.
+                checkpoint_dir=f"{setup['job_dir']}/{meta['j']}/checkpoints/{call:08d}",
+                send_report=self._report,
+            )
+        )
+
+    def _report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+        flush_output()
+        if checkpoint and not self._holds_job:
+            self._holds_job, held = True, hold_folder(f"{self.setup['job_dir']}/{self._job}")
+            self.at_end.append(lambda: os.close(held))
+        self.send(frames.REPORT, {"checkpoint": checkpoint} if checkpoint else {}, dumps(metrics, what="the metrics"))
+
+    def _unpack(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
+        meta, rest, fds = frame.meta, frame.rest, list(frame.fds)
+        digest = meta["f"]
+        self._functions.pop(meta.get("x", ""), None)
+        table = meta.get("ft")
+        function_mapping = None
+        if table is not None:
+            own = [fds.pop(0)] if table.get("m") else []
+            size = 0 if own else table["h"] + sum(table.get("b", ()))
+            head, buffers, function_mapping = decode_parts(table, rest[:size], own)
+            rest = rest[size:]
+            if meta.get("k"):
+                self._functions[digest] = (bytes(head), None)
+            function = loads(head, buffers)
+        else:
+            stored, function = self._functions[digest]
+            if function is None:
+                function = loads(stored)
+        if meta.get("p"):  # it holds nothing that a call could change: no need to rebuild it each time
+            self._functions[digest] = (self._functions[digest][0], function)
+        arg_head, arg_buffers, mapping = decode_parts(meta["a"], rest, fds)
+        mappings = [reference for reference in (function_mapping, mapping) if reference is not None]
+        return function, loads(arg_head, arg_buffers), mappings
+
+    def _stop(self, call: int) -> None:
+        """Interrupt the main thread, wherever it waits, if it runs this call."""
+        self._stopped_call = call
+        if self.call == call:
+            signal.pthread_kill(self._main_thread, _CANCEL_SIGNAL)
+
+    def _on_cancel(self, _signum: int, frame: FrameType | None) -> None:
+        if not self.call or self._stopped_call != self.call:
+            return
+        if self._sending:  # half a frame would be the end of this rank
+            self._cancel_pending = True
+        elif _importing(frame):  # so would half a module: torch can't be imported again. Killed if it takes too long
+            again = threading.Timer(_ASK_AGAIN_S, signal.pthread_kill, (self._main_thread, _CANCEL_SIGNAL))
+            again.daemon = True
+            again.start()
+        else:
+            raise Cancelled
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _settle(result: Any) -> Any:
+    """The value of a coroutine, for ``async def`` functions; anything else as it is."""
+    code = getattr(result, "cr_code", None)
+    if code is None:
+        return result
+    import asyncio
+
+    return asyncio.run(result)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF if -(2**31) <= stop.code < 2**31 else 255
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def flush_output() -> None:
+    """Push out what Python and the C library hold back, so that it arrives before the result does."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    ctypes = sys.modules.get("ctypes")
+    if ctypes is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).fflush(None)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process as Python would, without waiting for threads that never end."""
+    signal.signal(_CANCEL_SIGNAL, signal.SIG_IGN)
+    last = threading.Timer(_EXIT_S, os._exit, (code,))
+    last.daemon = True
+    last.start()  # a handler that joins a child which never ends must not keep the driver waiting
+    atexit._run_exitfuncs()
+    flush_output()
+    os._exit(code)
+
+
+def _reserve_port(addr: str) -> socket.socket:
+    """A port of our own, bound but not listening: nobody can connect before a store is made on it."""
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.bind((addr, 0))
+    return reserved
+
+
+def main() -> None:
+    """Entry of a rank's process."""
+    if os.environ.pop("ATOLL_PDEATHSIG", None):
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    setup: dict[str, Any] = json.loads(os.environ.pop("ATOLL_SETUP"))
+    if setup.get("path"):
+        sys.path[:] = setup["path"]
+    sys.argv[:] = [""]
+    for fd in (CHANNEL_FD, CONTROL_FD):
+        os.set_inheritable(fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    definitions.keep_definitions(DefinitionsSpec())
+    hold_images()
+    Worker(socket.socket(fileno=CHANNEL_FD), setup).serve()

@@ -1,0 +1,352 @@
+"""The gang's torch process group.
+
+A function that imports torch on a broadcast finds the group made. All ranks agree first, through the driver: the
+group exists when every rank of the call has imported torch, and does not when one has returned without it. Rank 0
+serves the store on the port it reserved when it started, so nothing can take the port in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from atoll.core import context
+from atoll.core.errors import ConfigError
+from atoll.wire import frames
+from atoll.worker import isolation
+
+if TYPE_CHECKING:
+    from atoll.worker.call_loop import Worker
+
+
+@dataclass(slots=True)
+class _State:
+    """What this process holds for groups; stores outlive calls, groups do not."""
+
+    worker: Worker | None = None
+    armed: bool = False  # the running call wants a group as soon as torch is there
+    ours: bool = False  # the present group was made by us
+    num_groups: int = 0
+    stores: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+
+_state = _State()
+
+
+def before_call(worker: Worker, all_have_torch: bool) -> None:
+    """Get ready for a broadcast: make the group now if torch is loaded everywhere, else when it is imported."""
+    _state.worker = worker
+    _state.armed = worker.broadcast and worker.setup["world_size"] > 1
+    _state.num_groups = 0  # counted within a call: a rank that started later has to come to the same names
+    worker.at_end.append(_after_call)
+    if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchFinder())
+    if "torch" in sys.modules:
+        _on_torch()
+    elif all_have_torch:
+        import torch  # noqa: F401 - some ranks have it from an earlier call: all must come to the same answer
+
+
+def disarm() -> None:
+    """Importing torch makes no group in this call."""
+    _state.armed = False
+
+
+def explicit(backend: str | None, timeout_s: float | None) -> None:
+    """Make the group that a framework decorator asks for, over one rank too; raises where it can't be had."""
+    ctx = context.current()
+    if ctx is None or _state.worker is None:
+        return
+    _state.armed = False
+    dist = _dist()
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _make(backend, timeout_s)
+
+
+def backend_for(asked: str | None, *, simulated: bool, local_world_size: int) -> str:
+    """NCCL where each rank has its own GPU, else Gloo. An explicit ``nccl`` becomes Gloo only in simulation."""
+    import torch
+
+    own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+    if asked is None:
+        return "nccl" if own_gpu else "gloo"
+    if "nccl" in asked and not own_gpu:
+        if simulated:
+            return "gloo"
+        raise ConfigError(
+            f"backend={asked!r} needs a GPU for each of the {local_world_size} ranks of this node, and "
+            f"{torch.cuda.device_count()} are visible; use backend='gloo' or leave it out"
+        )
+    return asked
+
+
+class _TorchFinder:
+    """Runs ``_on_torch`` after the top-level ``torch`` has been imported whole."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            # No subclass of importlib.abc's: importing that costs every rank half its start.
+            spec.loader = cast("Any", _AfterImport(spec.loader))
+        return spec
+
+
+class _AfterImport:
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        with _whole():
+            self._loader.exec_module(module)
+            isolation.note_torch(module)
+            _on_torch()
+
+
+def _on_torch() -> None:
+    """torch is loaded and a call runs: its device becomes current, and its group is made if the others come too."""
+    worker, ctx = _state.worker, context.current()
+    if worker is None or ctx is None:
+        return
+    import torch
+
+    if not torch.distributed.is_available():
+        return
+    _own_group_for_callers(torch)
+    _own_device(torch, ctx)
+    if not _state.armed or ctx.world_size == 1:
+        return
+    _state.armed = False
+    if not torch.distributed.is_initialized():
+        _make(None, None)
+
+
+def _own_device(torch: Any, ctx: context.CallContext) -> None:
+    """Make ``cuda:LOCAL_RANK`` current, where there is one."""
+    if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(ctx.local_rank)
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Importing torch and making a group are done whole or not at all: a rank that was stopped half-way is replaced.
+
+    torch can't be imported a second time, and what it counts groups by would no longer agree between ranks.
+    """
+    try:
+        yield
+    except BaseException:
+        if _state.worker is not None:
+            _state.worker.spent = True
+        raise
+
+
+def _make(backend: str | None, timeout_s: float | None) -> None:
+    worker, ctx = _state.worker, context.current()
+    assert worker is not None and ctx is not None
+    import torch
+
+    dist = _dist()
+
+    _own_device(torch, ctx)
+    store = _agreed_store(worker, ctx)
+    if store is None:
+        return
+    _own_group_for_callers(torch)
+    options: dict[str, Any] = {}
+    seconds = timeout_s if timeout_s is not None else _seconds(os.environ.get("NCCL_SOCKET_TIMEOUT"))
+    if seconds is not None:
+        options["timeout"] = timedelta(seconds=seconds)
+    chosen = backend_for(backend, simulated=ctx.simulated, local_world_size=ctx.local_world_size)
+    _state.num_groups += 1
+    prefixed = dist.PrefixStore(f"atoll/{worker.call}/{_state.num_groups}", store)
+    with _whole():
+        _original_init(dist)(chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options)
+        # One whose function is done at once would close what another is still connecting to.
+        if prefixed.add("made", 1) == ctx.world_size:
+            prefixed.set("all made", "")
+        prefixed.wait(["all made"])
+    _state.ours = True
+    _watch_late_settings()
+
+
+def _agreed_store(worker: Worker, ctx: context.CallContext) -> Any | None:
+    """The gang's store once every rank wants it; None when one has returned without."""
+    dist = _dist()
+
+    if ctx.world_size == 1:
+        return dist.HashStore()
+    if ctx.rank == 0:
+        _store(worker, ctx)  # serve before anybody is told to connect
+    worker.send(frames.WANT_GROUP)
+    while True:
+        frame = worker.next_frame()
+        if frame.kind == frames.GROUP and frame.call == worker.call:
+            return _store(worker, ctx) if frame.meta["go"] else None
+
+
+def _store(worker: Worker, ctx: context.CallContext) -> Any:
+    """Rank 0's store: the server there, a client elsewhere; kept between calls of the same gang."""
+    dist = _dist()
+
+    stores = _state.stores
+    key = (ctx.head_addr, ctx.head_port)
+    if key not in stores:
+        stores.clear()
+        timeout = timedelta(seconds=300)
+        if ctx.rank == 0:
+            # The store takes the descriptor over, so it gets one of its own.
+            fd = os.dup(worker.port_socket.fileno())
+            stores[key] = dist.TCPStore(
+                *key, ctx.world_size, True, timeout, wait_for_workers=False, master_listen_fd=fd
+            )
+        else:
+            stores[key] = dist.TCPStore(*key, ctx.world_size, False, timeout, wait_for_workers=False)
+    return stores[key]
+
+
+def _own_group_for_callers(torch: Any) -> None:
+    """A function that calls ``init_process_group`` gets its own group, also when ours was there before it.
+
+    Rank 0 already serves a store on MASTER_PORT, so a call that would make one there is given that store.
+    """
+    dist, c10d = torch.distributed, torch.distributed.distributed_c10d
+    if hasattr(dist.init_process_group, "_atoll_original"):
+        return
+    original = dist.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        worker, ctx = _state.worker, context.current()
+        if worker is None or ctx is None:
+            original(*args, **kwargs)
+            return
+        if _state.ours and dist.is_initialized():
+            dist.destroy_process_group()
+            _state.ours = False
+        _state.armed = False
+        by_environment = len(args) < 2 and kwargs.get("init_method") in (None, "env://") and not kwargs.get("store")
+        if by_environment and _environment_is_ours(ctx):
+            kwargs.pop("init_method", None)
+            _state.num_groups += 1
+            base = dist.HashStore() if ctx.world_size == 1 else _store(worker, ctx)
+            kwargs["store"] = dist.PrefixStore(f"caller/{worker.call}/{_state.num_groups}", base)
+            for name, mine in (("rank", ctx.rank), ("world_size", ctx.world_size)):
+                if kwargs.get(name, -1) == -1:
+                    kwargs[name] = mine
+        if ctx.simulated:
+            args, kwargs = _simulated_backend(args, kwargs)
+        with _whole():
+            original(*args, **kwargs)
+        _watch_late_settings()
+
+    init_process_group._atoll_original = original  # type: ignore[attr-defined]
+    init_process_group.__doc__ = original.__doc__
+    dist.init_process_group = c10d.init_process_group = init_process_group
+
+
+def _environment_is_ours(ctx: context.CallContext) -> bool:
+    wanted = {"MASTER_ADDR": ctx.head_addr, "MASTER_PORT": str(ctx.head_port), "WORLD_SIZE": str(ctx.world_size)}
+    return all(os.environ.get(key) == value for key, value in wanted.items())
+
+
+def _simulated_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Explicit ``nccl`` becomes Gloo where the GPUs are simulated."""
+    if args and args[0] == "nccl":
+        return ("gloo", *args[1:]), kwargs
+    if kwargs.get("backend") == "nccl":
+        return args, {**kwargs, "backend": "gloo"}
+    return args, kwargs
+
+
+def _original_init(dist: Any) -> Any:
+    return getattr(dist.init_process_group, "_atoll_original", dist.init_process_group)
+
+
+def _after_call() -> None:
+    """Leave whatever group the call left behind."""
+    _state.armed = False
+    _state.ours = False
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        _has_communicator(torch.distributed)  # later calls have to know, and can't see it once the group is gone
+        torch.distributed.destroy_process_group()
+
+
+def _dist() -> Any:
+    """``torch.distributed``, untyped: it does not declare the stores it exports."""
+    import torch.distributed
+
+    return torch.distributed
+
+
+def _seconds(text: str | None) -> float | None:
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"NCCL_SOCKET_TIMEOUT={text!r} is no number of seconds; write e.g. 600") from error
+
+
+class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # a class like any other, typed as a variable
+    """``os.environ`` that says when a setting of NCCL's comes too late. An audit hook slows every training step."""
+
+    def __setitem__(self, key: str, value: str) -> None:
+        super().__setitem__(key, value)
+        if key.startswith("NCCL_"):
+            _nccl_set(key, value)
+
+
+def _watch_late_settings() -> None:
+    """Notice ``os.environ["NCCL_…"] = …`` inside a function, once groups are in play."""
+    os.environ.__class__ = _WatchedEnviron
+
+
+def _nccl_set(name: str, value: str) -> None:
+    if _state.worker is None or not _state.worker.call:
+        return
+    dist = _dist()
+    if not dist.is_initialized():
+        return
+    if name == "NCCL_SOCKET_TIMEOUT":
+        seconds = _seconds(value)
+        if seconds is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    elif _has_communicator(dist):
+        print(
+            f"atoll: {name} was set after NCCL had made a communicator in this process, so it has no effect; "
+            f"pass it as env={{'{name}': …}} of the pool",
+            file=sys.stderr,
+        )
+
+
+_communicator_seen = False
+
+
+def _has_communicator(dist: Any) -> bool:
+    """Has this process made an NCCL communicator? NCCL reads its variables then, and never again."""
+    global _communicator_seen
+    if not _communicator_seen and dist.get_backend() == "nccl":
+        import torch
+
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+        _communicator_seen = bool(backend._is_initialized())
+    return _communicator_seen
