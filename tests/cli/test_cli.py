@@ -132,6 +132,9 @@ finally:
         (["pools", "ls", "-o", "xml"], 2, "xml"),
         (["pools", "ls", "--jsn"], 2, "--jsn"),
         (["pools", "down"], 2, "--all"),
+        (["train", "--help"], 0, "[RECIPE]"),
+        (["train", "--help"], 0, "--nproc-per-node N"),
+        (["pools", "down", "nope"], 102, "`atoll pools ls`"),
         (["pools", "down", "../up"], 100, "name='../up'"),
         (["pools", "down", "absent"], 102, "absent"),
         (["result"], 2, "Missing argument"),
@@ -163,7 +166,11 @@ def test_pools() -> None:
     assert rows[1][-1] == "nodes=2"
     found = json.loads(atoll("pools", "ls", "--output", "json")[1])
     assert [(pool["name"], pool["world_size"]) for pool in found] == [("one", 2), ("two", 1)]
-    assert atoll("pools", "down", "one", "absent") == (102, "one: ended\nabsent: no such pool is up\n", "")
+    assert atoll("pools", "down", "one", "absent") == (
+        102,
+        "one: ended\nabsent: no such pool is up; `atoll pools ls` lists those that are\n",
+        "",
+    )
     assert atoll("pools", "down", "-a") == (0, "two: ended\n", "")
     assert named_pools() == []
 

@@ -374,6 +374,7 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
     assert "cluster t-2 was stopped and is taken up again" in out
     assert atoll("down", "t-1", "absent")[0] == 102
     assert atoll("down", "t-1", "t-2", "-y")[0] == 0
+    assert atoll("down", "t-1")[1].startswith("Cluster t-1 is down already; its jobs' logs are kept")
     assert atoll("down", "t-1", "--all")[0] == 2  # one of them was not meant
     assert "no cluster is up" in atoll("status")[1]
     assert [row["status"] for row in json.loads(atoll("status", "-a", "-o", "json")[1])] == ["DOWN", "DOWN"]
@@ -430,6 +431,12 @@ def test_two_launches_at_once_on_one_name(atoll: Atoll) -> None:
     assert [(each.communicate(timeout=60), each.returncode)[1] for each in both] == [0, 0]
     rows = json.loads(atoll("queue", "t", "-o", "json")[1])
     assert [(row["job_id"], row["status"]) for row in rows] == [(2, "SUCCEEDED"), (1, "SUCCEEDED")]
+
+
+def test_a_job_without_gpus_on_a_simulated_cluster_says_the_same_everywhere(atoll: Atoll) -> None:
+    assert atoll("launch", "-c", "t", "--gpus", "L4:1", "true")[0] == 0
+    assert "it sees 1." in atoll("exec", "t", "echo it sees $ATOLL_SIMULATED.")[1]
+    assert [row["simulated"] for row in json.loads(atoll("queue", "t", "-o", "json")[1])] == [True, True]
 
 
 def test_dryrun_does_nothing(atoll: Atoll, home: Path) -> None:

@@ -223,6 +223,10 @@ def test_what_an_entrypoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert load_entrypoint("./run.sh", none)[0].run == "./run.sh"
     with pytest.raises(ConfigError, match=r"there is no file trian\.yaml: did you mean 'train.yaml'"):
         load_entrypoint("trian.yaml", none)
+    (tmp_path / "demo").mkdir()
+    write(tmp_path / "demo", TRAIN, "task.yaml")
+    with pytest.raises(ConfigError, match=r"there is no file demo/tsk\.yaml: did you mean 'demo/task.yaml'"):
+        load_entrypoint("demo/tsk.yaml", none)
     with pytest.raises(ConfigError, match="there is no folder nowhere"):
         load_entrypoint("nowhere/train.yaml", none)
     (tmp_path / "folder.yaml").mkdir()

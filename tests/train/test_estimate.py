@@ -395,6 +395,15 @@ def test_a_dry_run_by_the_name_of_a_card():
     assert "4 ranks on 2 nodes, each H100" in "\n".join(dryrun(wanted, nodes=2, nproc=2, gpus="H100:8"))
 
 
+def test_a_dry_run_tells_of_data_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    listed = ["a.txt", "*.txt", "hf://a/b", "no/*.jsonl"]
+    for path in ("no/*.jsonl", listed, [{"path": "no/*.jsonl"}, {"path": ["a.txt"]}]):
+        told = [line for line in dryrun(llama_8b(data={"path": path}), gpus="H100:8") if line.startswith("data")]
+        assert told == ["data: no/*.jsonl matches no file here: the run would refuse it"]
+
+
 def test_a_dry_run_on_this_machine_takes_the_vocabulary_of_the_tokenizer():
     for tokenizer, rows in (("bytes", 260), ("bpe:4096", 4096)):
         wanted = recipe(

@@ -210,6 +210,10 @@ def test_a_resume_counts_this_session_only() -> None:
     assert next(line for line in lines if line.startswith("loss:")) == f"loss: {2 + 4 / 41:.3f} → {LAST_20}"
 
 
+def test_a_finished_run_typed_again_says_whose_loss_it_has() -> None:
+    assert "loss: 2.250  (of the last step)" in as_log([started(first_step=STEPS), ended()])
+
+
 def test_a_restart_in_the_same_terminal_begins_anew() -> None:
     session_lines = as_log([*a_run()[:20], *a_run(first_step=10), ended()])
     assert sum(line.startswith("austen: ") for line in session_lines) == 2

@@ -338,7 +338,7 @@ def test_what_is_missing_or_no_data_is_told(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "emma.txt").write_text("Emma")
     (tmp_path / "picture").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (tmp_path / "nothing").mkdir()
-    assert "did you mean 'emma.txt'" in refused(tmp_path / "ema.txt")
+    assert f"did you mean '{tmp_path / 'emma.txt'}'" in refused(tmp_path / "ema.txt")
     assert "does not exist" in refused(tmp_path / "*.csv") or "nothing matches" in refused(tmp_path / "*.csv")
     assert "the folder holds no files" in refused(tmp_path / "nothing")
     assert "picture is no text and no format known here" in refused(tmp_path / "picture")

@@ -513,6 +513,13 @@ def test_sources_that_are_none(make: Any, message: str, tmp_path: Path) -> None:
         pass
 
 
+def test_a_source_that_is_misspelt_is_named_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outputs/austen").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean 'outputs/austen'"), open_source("outputs/asten"):
+        pass
+
+
 def test_files_that_are_cut_short(tmp_path: Path) -> None:
     folder = export_model(model_of(section_for("llama")), tmp_path / "hf", max_shard_bytes=20_000)
     first, second, *_ = sorted(folder.glob("*.safetensors"))

@@ -136,7 +136,9 @@ def pools_down(
         print("no named pool is up")
     missing = [name for name in wanted if not end_pool(name)]
     for name in wanted:
-        print(f"{name}: " + ("no such pool is up" if name in missing else "ended"))
+        print(
+            f"{name}: " + ("no such pool is up; `atoll pools ls` lists those that are" if name in missing else "ended")
+        )
     if missing:
         raise typer.Exit(_NOT_FOUND)
 

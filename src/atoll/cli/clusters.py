@@ -320,16 +320,20 @@ def down(
         atoll down 'train-*' other
         atoll down --all
     """
-    from atoll.tasks import lifecycle
+    from atoll.tasks import clusters, lifecycle
+
+    already: set[str] = set()
 
     def take_down(name: str, say: Say) -> list[int]:
         if purge:
             return lifecycle.purge(name, lambda line: shown.note(f"atoll: {line}"), on_line=say)
+        if clusters.load(name).status is ClusterStatus.DOWN:
+            already.add(name)
         return lifecycle.down(name, on_line=say)
 
     def said(name: str) -> str:
         kept = f"; its jobs' logs are kept ({command_line('atoll', 'logs', name)})"
-        return "down and forgotten" if purge else f"down{kept}"
+        return "down and forgotten" if purge else f"down{' already' if name in already else ''}{kept}"
 
     _each(names, everything, output, take_down, said, find=lifecycle.left if purge else None)
 

@@ -272,7 +272,7 @@ class _Place:
         """The script as the nodes call it."""
         here = self.workdir / path
         if not here.is_file():
-            near = nearest(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
+            near = nearest(here.name, os.listdir(here.parent), os.path.dirname(path)) if here.parent.is_dir() else ""
             raise typer.BadParameter(
                 f"{path}: no such script{near or '.'} A module is run with -m, any command after --"
             )

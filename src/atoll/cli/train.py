@@ -34,11 +34,15 @@ _SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Nodes = Annotated[
     int,
-    typer.Option("--nodes", "--num-nodes", "--nnodes", "--num_nodes", min=1, help="Nodes; local ones by default."),
+    typer.Option(
+        "--nodes", "--num-nodes", "--nnodes", "--num_nodes", min=1, metavar="N", help="Nodes; local ones by default."
+    ),
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option("--nproc", "--nproc-per-node", min=1, help="Ranks a node; one for each GPU, or one, by default."),
+    typer.Option(
+        "--nproc", "--nproc-per-node", min=1, metavar="N", help="Ranks a node; one for each GPU, or one, by default."
+    ),
 ]
 
 
@@ -51,7 +55,10 @@ def train(
     context: typer.Context,
     recipe: Annotated[
         str | None,
-        typer.Argument(help="A shipped recipe (atoll recipes ls), a TOML file, or nothing where CONFIG_FILE is set."),
+        typer.Argument(
+            metavar="RECIPE",
+            help="A shipped recipe (atoll recipes ls), a TOML file, or nothing where CONFIG_FILE is set.",
+        ),
     ] = None,
     nodes: Nodes = 1,
     nproc: Ranks = None,

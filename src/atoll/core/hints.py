@@ -171,15 +171,15 @@ def command_line(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``: did you mean 'nodes'?``, or nothing where no known name is near."""
+def nearest(name: str, known: Iterable[str], folder: str = "") -> str:
+    """``: did you mean 'nodes'?``, or nothing where no known name is near; files are named with their folder."""
     import difflib  # only where something went wrong: it is slow to import
 
     names = list(known)
     near = difflib.get_close_matches(name, names)
     # Of several as near, the one that is listed first.
     best = max(names, key=lambda each: (each in near, difflib.SequenceMatcher(None, each, name).ratio()), default="")
-    return f": did you mean {best!r}?" if near else ""
+    return f": did you mean {os.path.join(folder, best)!r}?" if near else ""
 
 
 def check_seconds(name: str, value: object) -> float | None:

@@ -43,7 +43,7 @@ class RankResults(list[R], Generic[R]):
 
     Attributes:
         metrics: every ``sky.report`` of the call, in order of arrival.
-        checkpoint: path of the last checkpoint reported, or None.
+        checkpoint: path of the last checkpoint reported, or None; with ``sharded=True`` it is one rank's part only.
         job_id: id of the call.
     """
 

@@ -153,5 +153,7 @@ def _missing(file: Path, shown: str) -> str:
     if not folder.is_dir():
         return f"{shown}: there is no folder {folder}"
     others = sorted(each.name for each in folder.iterdir() if each.suffix.lower() in _SUFFIXES)
-    near = nearest(file.name, others) or (f": {folder} holds {', '.join(others[:8])}" if others else "")
+    near = nearest(file.name, others, os.path.dirname(shown)) or (
+        f": {folder} holds {', '.join(others[:8])}" if others else ""
+    )
     return f"there is no file {shown}{near}"

@@ -301,7 +301,7 @@ def _submit(
             setup=spec.setup if setup else None,
             accelerator=decision.accelerator,
             num_accelerators=decision.num_accelerators,
-            simulated=cluster.simulated and decision.num_accelerators > 0,
+            simulated=cluster.simulated,  # what the job sees as ATOLL_SIMULATED, with no GPU asked for too
             restarts=dataclasses.replace(spec.restarts, on_lost_nodes=most),
             strict=options.strict,
             base_env={} if cluster.hosts else base_env,  # other machines have paths of their own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections.abc import Sequence
 
@@ -97,7 +99,7 @@ def requirements(
             f"does not fit: {size(needed.total - memory_bytes)} too much a rank",
             f"first change that would make it fit: {fix}" if fix else "no change that is known would make it fit",
         ]
-    return [*lines, *_length(recipe), *_checkpoint(recipe, device)]
+    return [*lines, *_no_data(recipe), *_length(recipe), *_checkpoint(recipe, device)]
 
 
 def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
@@ -105,6 +107,20 @@ def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
     ranks = re.search(r" on (\d+) ranks instead of ", fix or "")
     needed = -(-int(ranks[1]) // ranks_per_node) if ranks else nodes
     return f"{fix} (--nodes {needed})" if needed > nodes else fix
+
+
+def _no_data(recipe: Recipe) -> list[str]:
+    """The paths of this machine's files that lead nowhere."""
+    given = recipe.data.path or []
+    parts = [given] if isinstance(given, str) else [part if isinstance(part, str) else part.path for part in given]
+    asked = [path for part in parts for path in ([part] if isinstance(part, str) else part)]
+    return [
+        f"data: {path} matches no file here: the run would refuse it"
+        for path in asked
+        if "://" not in path
+        and not os.path.lexists(found := os.path.expanduser(path))
+        and not glob.glob(found, recursive=True)
+    ]
 
 
 def _length(recipe: Recipe) -> list[str]:

@@ -6,6 +6,7 @@ Each is read one tensor at a time, by Atoll's names, whatever the names, fusions
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
+from atoll.core.hints import nearest
 from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.models import gguf, hf
@@ -211,10 +213,13 @@ def _open(spec: str, section: ModelSection | None, progress: Progress | None, st
     if hub.is_hub_name(spec):
         folder = hub.fetch(spec, patterns=hub.WEIGHTS + hub.TOKENIZER, progress=progress)
         return _open_folder(folder, spec, section, stack)
-    first = spec.partition("/")[0]
+    first, beside = spec.partition("/")[0], path.parent
+    near = nearest(path.name, os.listdir(beside), os.path.dirname(spec)) if beside.is_dir() else ""
     if hub.reads_as_name(spec) and Path(first).is_dir():
-        raise ConfigError(f"{spec}: no such folder; {first} is a folder here, so that this is no name on a hub")
-    raise ConfigError(f"{spec}: no such file or folder, and no owner/name on a hub; {_EXPECTED}")
+        raise ConfigError(
+            f"{spec}: no such folder{near or f'; {first} is a folder here, so that this is no name on a hub'}"
+        )
+    raise ConfigError(f"{spec}: no such file or folder, and no owner/name on a hub{near or f'; {_EXPECTED}'}")
 
 
 def _path_of(spec: str) -> Path:

@@ -174,7 +174,9 @@ def _find_local(asked: str, left_out: list[str]) -> list[SourceFile]:
         if glob.has_magic(asked):
             matches = (Path(each) for each in sorted(glob.glob(str(path), recursive=True)))
             return _regular((each for each in matches if not each.is_dir()), asked, left_out)
-    near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
+    near = nearest(
+        path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [], os.path.dirname(asked)
+    )
     where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
     raise ConfigError(f"[data] path = {asked!r} does not exist{where}{near}")
 

@@ -149,7 +149,7 @@ def end_rows(ended: RunEnded, session: Session) -> list[tuple[str, str]]:
         # As the last line about a step: the mean of the last ones, where this session had any.
         last = ended.loss if math.isnan(session.loss) else session.loss
         mean = "" if math.isnan(session.loss) else f"  (mean of the last {session.num_recent} steps)"
-        rows.append(("loss", f"{last:.3f}" if first is None else f"{first:.3f} → {last:.3f}{mean}"))
+        rows.append(("loss", f"{last:.3f}  (of the last step)" if first is None else f"{first:.3f} → {last:.3f}{mean}"))
     if ended.validation_loss is not None:
         rows.append(("validation loss", f"{ended.validation_loss:.3f}"))
     if session.last is not None:
