@@ -35,7 +35,7 @@ ON_BARE_HOSTS = (
     *("atoll.tasks.logs", "atoll.tasks.loop", "atoll.tasks.channel", "atoll.tasks.runner", "atoll.tasks.schedule"),
     *("atoll.tasks.ports", "atoll.tasks.record", "atoll.tasks.dispatcher", "atoll.tasks.supervisor"),
     *("atoll.tasks.control", "atoll.tasks.remote_control", "atoll.tasks.environment", "atoll.tasks.nodes"),
-    *("atoll.tasks.ssh_nodes", "atoll.tasks.tarball"),
+    *("atoll.tasks.ssh_nodes", "atoll.tasks.sync.receive"),
     *(
         "atoll.wire.frames",
         "atoll.wire.resumable_protocol",

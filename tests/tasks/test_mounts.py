@@ -17,13 +17,14 @@ import fsspec
 import pytest
 
 from atoll.core.errors import ConfigError, ProvisionError
-from atoll.tasks import launches, tarball
-from atoll.tasks.mounts import Mount, apply_mount, fetch_mount, place, resolve_mounts
+from atoll.tasks import launches
 from atoll.tasks.nodes import TARGETS
-from atoll.tasks.shipping import check_sources
-from atoll.tasks.survey import survey
+from atoll.tasks.sync import receive
+from atoll.tasks.sync.mounts import Mount, apply_mount, fetch_mount, place, resolve_mounts
+from atoll.tasks.sync.select import survey
+from atoll.tasks.sync.send import changed, write_tar
+from atoll.tasks.sync.task_files import check_sources
 from atoll.tasks.task import Task
-from atoll.tasks.workdir import changed, write_tar
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_fetched_once_for_hosts_elsewhere(tmp_path, home, bucket):
     with open(wrote, "wb") as stream:
         write_tar(seen, changed(seen, {}), stream)
     with open(read, "rb") as stream:
-        tarball.apply(stream, home / "data")
+        receive.apply(stream, home / "data")
     assert (home / "data/deep/b.txt").read_text() == "22"
     local = Mount("file_mounts.~/x", "~/x", str(tmp_path))
     assert fetch_mount(local, tmp_path / "cache") is local
@@ -236,7 +237,8 @@ def test_over_http(tmp_path, home):
         try:
             # In a process of its own: fsspec keeps a thread and connections for the life of one.
             code = (
-                "import sys; from pathlib import Path; from atoll.tasks.mounts import apply_mount, resolve_mounts\n"
+                "import sys\nfrom pathlib import Path\n"
+                "from atoll.tasks.sync.mounts import apply_mount, resolve_mounts\n"
                 "try: print(apply_mount(resolve_mounts({'~/f': sys.argv[1]})[0], Path(sys.argv[2])))\n"
                 "except Exception as error: print(type(error).__name__, error)"
             )

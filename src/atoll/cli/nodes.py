@@ -133,17 +133,17 @@ def _remote(text: str) -> tuple[str, str, str] | None:
 
 def _on_host(cluster: ClusterSpec, node: int, path: str) -> str:
     """Where a host has ``path``: its workdir is that of this cluster, whichever one ``~/sky_workdir`` is."""
-    from atoll.tasks import ssh_files
     from atoll.tasks.spec import WORKDIR
+    from atoll.tasks.sync import host_files
 
     first, slash, rest = path.removeprefix("~/").partition("/")
-    return ssh_files.workdir_on(cluster, node) + slash + rest if first == WORKDIR else path
+    return host_files.workdir_on(cluster, node) + slash + rest if first == WORKDIR else path
 
 
 def _on_node(cluster: ClusterSpec, node: int, path: str) -> Path:
     """Where a local node has ``path``; it begins at the node's home."""
     from atoll.tasks import clusters
-    from atoll.tasks.tarball import MOUNTS
+    from atoll.tasks.sync.receive import MOUNTS
 
     inner = path.removeprefix("~/") if path != "~" else ""
     if inner == "/tmp" or inner.startswith("/tmp/"):

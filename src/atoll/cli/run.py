@@ -444,7 +444,7 @@ def _submit(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], wor
         cluster = clusters.make_ready(cluster, _say, from_here=True)
         clusters.save(cluster)
         if cluster.hosts:
-            from atoll.tasks.shipping import ship
+            from atoll.tasks.sync.task_files import ship
 
             ship(cluster, str(workdir), {}, say=_say, progress=shown.CopyProgress())
         return Job(cluster.name, clusters.control_of(cluster).submit(spec, secrets))

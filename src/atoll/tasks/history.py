@@ -19,7 +19,7 @@ from typing import IO
 
 from atoll.core.errors import AtollError
 from atoll.tasks.store import VARIABLES
-from atoll.tasks.tarball import BUFFER_BYTES
+from atoll.tasks.sync.receive import BUFFER_BYTES
 
 STORE, JOBS = "jobs.db", "jobs"  # in a cluster's folder
 _STORE_FILES = (STORE, f"{STORE}-wal", f"{STORE}-shm")

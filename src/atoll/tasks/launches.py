@@ -90,7 +90,7 @@ def plan(tasks: Sequence[Task], name: str, options: Options) -> list[Decision]:
     for task in tasks:
         workdir, mounts = _files([task], options)
         if workdir is not None or mounts:
-            from atoll.tasks.shipping import check_sources
+            from atoll.tasks.sync.task_files import check_sources
 
             check_sources(workdir, mounts)
     return decisions
@@ -272,7 +272,7 @@ def _files(tasks: Sequence[Task], options: Options) -> tuple[str | dict[str, str
 def _ship(cluster: ClusterSpec, tasks: Sequence[Task], options: Options) -> None:
     workdir, mounts = _files(tasks, options)
     if workdir is not None or mounts:
-        from atoll.tasks.shipping import ship
+        from atoll.tasks.sync.task_files import ship
 
         ship(cluster, workdir, mounts, say=options.say, progress=options.progress)
 

@@ -182,9 +182,9 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
             for line in lines:
                 tell(line)
         if cluster.hosts:
-            from atoll.tasks import ssh_files
+            from atoll.tasks.sync import host_files
 
-            ssh_files.remove_files(cluster)
+            host_files.remove_files(cluster)
         clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
         clusters.change(cluster, status=status)

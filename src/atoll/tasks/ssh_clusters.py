@@ -28,8 +28,8 @@ from atoll.tasks.control import LocalControl
 from atoll.tasks.remote_control import ProgramControl, tell, what_then
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
-from atoll.tasks.ssh_files import program, remove_files
 from atoll.tasks.ssh_nodes import check_size, plans_of, provider_of
+from atoll.tasks.sync.host_files import program, remove_files
 
 Say = Callable[[str], object]
 _HOP_S = 20.0

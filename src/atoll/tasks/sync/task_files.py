@@ -12,7 +12,7 @@ from atoll.tasks import clusters
 from atoll.tasks.spec import WORKDIR, ClusterSpec
 
 if TYPE_CHECKING:
-    from atoll.tasks.mounts import Mount
+    from atoll.tasks.sync.mounts import Mount
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -40,7 +40,7 @@ def ship(
         ConfigError: a source can't be read.
         ProvisionError: a node can't be written to.
     """
-    from atoll.tasks.mounts import fetch_mount, resolve_mounts
+    from atoll.tasks.sync.mounts import fetch_mount, resolve_mounts
 
     source = None if workdir is None else _source(cluster, workdir, say)
     resolved = resolve_mounts(mounts, workdir=workdir is not None)
@@ -50,10 +50,10 @@ def ship(
     if not cluster.hosts:
         _to_local_nodes(cluster, source, resolved, say, progress)
         return
-    from atoll.tasks import ssh_files
+    from atoll.tasks.sync import host_files
 
     paths = {mount.target: None if mount.source is None else Path(mount.source) for mount in resolved}
-    ssh_files.ship(cluster, source, paths, say, progress)
+    host_files.ship(cluster, source, paths, say, progress)
 
 
 def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, object]) -> None:
@@ -62,8 +62,8 @@ def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, 
     Raises:
         ConfigError: a source can't be read.
     """
-    from atoll.tasks.git import check_git
-    from atoll.tasks.mounts import resolve_mounts
+    from atoll.tasks.sync.git import check_git
+    from atoll.tasks.sync.mounts import resolve_mounts
 
     if isinstance(workdir, str):
         _folder(workdir)
@@ -83,7 +83,7 @@ def _source(cluster: ClusterSpec, workdir: str | Mapping[str, str], say: Callabl
     """The folder of this machine that is to be every node's workdir."""
     if isinstance(workdir, str):
         return _folder(workdir)
-    from atoll.tasks.git import fetch_git
+    from atoll.tasks.sync.git import fetch_git
 
     source = clusters.folder_of(cluster.name) / _CHECKOUT
     commit = fetch_git(workdir["url"], workdir.get("ref"), source)
@@ -98,9 +98,9 @@ def _to_local_nodes(
     say: Callable[[str], None],
     progress: Progress | None,
 ) -> None:
-    from atoll.tasks.mounts import apply_mount
-    from atoll.tasks.survey import survey
-    from atoll.tasks.workdir import mirror
+    from atoll.tasks.sync.mounts import apply_mount
+    from atoll.tasks.sync.select import survey
+    from atoll.tasks.sync.send import mirror
 
     seen = None if source is None else survey(source)
     there = {each.target: survey(Path(each.source)) for each in mounts if each.source is not None and not each.is_url}

@@ -23,9 +23,9 @@ from atoll.providers.ssh.output import parsed
 from atoll.tasks.remote_control import tell
 from atoll.tasks.spec import WORKDIR, ClusterSpec
 from atoll.tasks.ssh_nodes import plans_of, provider_of, workdir_of
-from atoll.tasks.survey import Survey, survey
-from atoll.tasks.tarball import MOUNTS, entries_from, lock_file, state_file
-from atoll.tasks.workdir import changed, write_tar
+from atoll.tasks.sync.receive import MOUNTS, entries_from, lock_file, state_file
+from atoll.tasks.sync.select import Survey, survey
+from atoll.tasks.sync.send import changed, write_tar
 
 Say = Callable[[str], object]
 Progress = Callable[[int, int], None]  # bytes sent, bytes in all
@@ -237,7 +237,7 @@ class _Files:
             raise ProvisionError(f"{self._plan.host}: {lines[-1] if lines else f'exit code {done.returncode}'}")
 
     def _command(self, operation: str, *arguments: str) -> str:
-        return program(self._plan, "tarball", operation, *arguments)
+        return program(self._plan, "sync.receive", operation, *arguments)
 
     def _place(self, target: str) -> tuple[str, str | None]:
         parts = PurePosixPath(target).parts

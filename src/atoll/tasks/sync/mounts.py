@@ -21,10 +21,10 @@ from atoll.core.hints import nearest, redact
 from atoll.core.paths import write_atomic
 from atoll.tasks.nodes import TARGETS
 from atoll.tasks.spec import WORKDIR
-from atoll.tasks.survey import Survey
-from atoll.tasks.tarball import MOUNTS, SELF, Entry, Receiver, manifest, unwritable
+from atoll.tasks.sync.receive import MOUNTS, SELF, Entry, Receiver, manifest, unwritable
+from atoll.tasks.sync.select import Survey
+from atoll.tasks.sync.send import Progress, mirror
 from atoll.tasks.variables import substitute
-from atoll.tasks.workdir import Progress, mirror
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

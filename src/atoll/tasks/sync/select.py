@@ -15,8 +15,8 @@ from pathlib import Path
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home
-from atoll.tasks.git import GitError, run_git
-from atoll.tasks.tarball import SELF, Entry, below, entry_of
+from atoll.tasks.sync.git import GitError, run_git
+from atoll.tasks.sync.receive import SELF, Entry, below, entry_of
 
 Note = Callable[[str], None]  # gets a line for the user
 _NUM_NAMED = 3  # paths that a note spells out

@@ -1,9 +1,10 @@
 """Where files arrive: puts what a client sends into a folder, one whole file at a time, and nowhere else.
 
-Standard library only: on an ssh host it reads a tar from the connection, and for local nodes ``workdir`` uses the same
-``Receiver``. As a program it answers for one folder: ``python -m atoll.tasks.tarball manifest|apply|expose PATH …``.
-Beside a folder ``x`` it keeps ``.atoll-x.json``: the paths that transfers brought, which are the only
-ones that a later transfer may delete. Paths are relative, with ``/``; bytes that are not UTF-8 are surrogates.
+Standard library only: on an ssh host it reads a tar from the connection, and for local nodes ``send`` uses the same
+``Receiver``. As a program it answers for one folder:
+``python -m atoll.tasks.sync.receive manifest|apply|expose PATH …``. Beside a folder ``x`` it keeps ``.atoll-x.json``:
+the paths that transfers brought, which are the only ones that a later transfer may delete. Paths are relative, with
+``/``; bytes that are not UTF-8 are surrogates.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def manifest(dest: Path) -> dict[str, Entry]:
 
 
 def apply(stream: IO[bytes], dest: Path) -> int:
-    """Read a tar that ``workdir.write_tar`` wrote and make ``dest`` what it says; the number of files deleted.
+    """Read a tar that ``send.write_tar`` wrote and make ``dest`` what it says; the number of files deleted.
 
     ``stream`` is read to its end.
 

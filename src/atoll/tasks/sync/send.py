@@ -1,6 +1,6 @@
 """How a folder travels: a copy to a node of this machine, or a tar to a host, of what is not there yet.
 
-What an earlier transfer brought and the source no longer has is deleted; what a job wrote stays (``tarball``).
+What an earlier transfer brought and the source no longer has is deleted; what a job wrote stays (``receive``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from atoll.core.errors import ConfigError
-from atoll.tasks.survey import Survey, printable, survey, unreadable
-from atoll.tasks.tarball import BUFFER_BYTES, END, LISTING, Entry, Receiver, below, manifest, unwritable
+from atoll.tasks.sync.receive import BUFFER_BYTES, END, LISTING, Entry, Receiver, below, manifest, unwritable
+from atoll.tasks.sync.select import Survey, printable, survey, unreadable
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _PIECE_BYTES = 1 << 24
@@ -35,7 +35,7 @@ class Mirrored:
 
 
 def changed(source: Survey, there: Mapping[str, Entry]) -> list[Entry]:
-    """The files of ``source`` that have to be sent to where ``there`` (a ``tarball.manifest``) lies."""
+    """The files of ``source`` that have to be sent to where ``there`` (a ``receive.manifest``) lies."""
     return [entry for entry in source.entries if entry.kind == "file" and there.get(entry.path) != entry]
 
 
@@ -69,7 +69,7 @@ def mirror(source: Path | Survey, dest: Path, progress: Progress | None = None) 
 
 
 def write_tar(source: Survey, send: Iterable[Entry], stream: IO[bytes], progress: Progress | None = None) -> Mirrored:
-    """Write a tar with the files ``send`` of ``source``, for ``tarball.apply`` on the other side.
+    """Write a tar with the files ``send`` of ``source``, for ``receive.apply`` on the other side.
 
     Raises:
         ConfigError: a file cannot be read.

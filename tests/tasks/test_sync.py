@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import ConfigError, ProvisionError
-from atoll.tasks import tarball
-from atoll.tasks.git import fetch_git
-from atoll.tasks.survey import listing, survey
-from atoll.tasks.workdir import changed, mirror, write_tar
+from atoll.tasks.sync import receive
+from atoll.tasks.sync.git import fetch_git
+from atoll.tasks.sync.select import listing, survey
+from atoll.tasks.sync.send import changed, mirror, write_tar
 
-SOURCE = Path(tarball.__file__).resolve().parents[2]
-PROGRAM = "from atoll.tasks.tarball import main; sys.exit(main(sys.argv[1:]))"
+SOURCE = Path(receive.__file__).resolve().parents[3]
+PROGRAM = "from atoll.tasks.sync.receive import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +79,12 @@ def send(source: Path, dest: Path) -> int:
 
     def host() -> None:
         with open(read, "rb") as stream:
-            deleted.append(tarball.apply(stream, dest))
+            deleted.append(receive.apply(stream, dest))
 
     thread = threading.Thread(target=host)
     thread.start()
     with open(wrote, "wb") as stream:
-        write_tar(seen, changed(seen, tarball.manifest(dest)), stream)
+        write_tar(seen, changed(seen, receive.manifest(dest)), stream)
     thread.join(60)
     return deleted[0]
 
@@ -284,7 +284,7 @@ def test_what_may_not_be_read_is_named(tmp_path, closed, in_git):
     (tmp_path / "dest").mkdir()
     os.chown(tmp_path / "dest", 65534, 65534)
     code = (
-        "import os, sys; from atoll.tasks.workdir import mirror; os.setuid(65534)\n"
+        "import os, sys; from atoll.tasks.sync.send import mirror; os.setuid(65534)\n"
         "from pathlib import Path\n"
         "try: mirror(Path(sys.argv[1]), Path(sys.argv[2]))\n"
         "except Exception as error: print(type(error).__name__, error)"
@@ -412,7 +412,7 @@ def test_files_that_vanish_grow_and_shrink_meanwhile(tmp_path, carry, monkeypatc
         stream = io.BytesIO()
         done = write_tar(seen, changed(seen, {}), stream)
         stream.seek(0)
-        tarball.apply(stream, dest)
+        receive.apply(stream, dest)
     else:
         done = mirror(seen, dest)
     assert tree(dest) == {"grown": "2" * 9, "shrunk": "4", "still": "5"}
@@ -462,17 +462,17 @@ def test_two_gigabytes_do_not_go_through_memory(tmp_path, carry):
         file.write(b"end")
     code = (
         "import os, resource, sys, threading\nfrom pathlib import Path\n"
-        "from atoll.tasks import tarball, workdir\nfrom atoll.tasks.survey import survey\n"
+        "from atoll.tasks.sync import receive, send\nfrom atoll.tasks.sync.select import survey\n"
         "source, dest = Path(sys.argv[1]), Path(sys.argv[2])\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "if sys.argv[3] == 'copy':\n"
-        "    workdir.mirror(source, dest)\n"
+        "    send.mirror(source, dest)\n"
         "else:\n"
         "    read, wrote = os.pipe()\n"
-        "    thread = threading.Thread(target=lambda: tarball.apply(open(read, 'rb'), dest))\n"
+        "    thread = threading.Thread(target=lambda: receive.apply(open(read, 'rb'), dest))\n"
         "    thread.start()\n"
         "    seen = survey(source)\n"
-        "    with open(wrote, 'wb') as stream: workdir.write_tar(seen, seen.entries, stream)\n"
+        "    with open(wrote, 'wb') as stream: send.write_tar(seen, seen.entries, stream)\n"
         "    thread.join()\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
@@ -520,7 +520,7 @@ def test_a_full_disk_is_told(tmp_path):
     source.mkdir()
     (source / "big").write_bytes(b"x" * 3_000_000)
     code = (
-        "import sys; from pathlib import Path; from atoll.tasks.workdir import mirror\n"
+        "import sys; from pathlib import Path; from atoll.tasks.sync.send import mirror\n"
         "try: mirror(Path(sys.argv[1]), Path(sys.argv[2]) / 'wd')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
@@ -542,9 +542,9 @@ def hostile(*members: tuple[str, bytes], entries: list[list[object]], end: bool 
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w|") as tar:
         for name, content in (
-            (tarball.LISTING, json.dumps(entries).encode()),
+            (receive.LISTING, json.dumps(entries).encode()),
             *members,
-            *([(tarball.END, b"")] if end else []),
+            *([(receive.END, b"")] if end else []),
         ):
             member = tarfile.TarInfo(name)
             member.size = len(content)
@@ -557,13 +557,13 @@ def hostile(*members: tuple[str, bytes], entries: list[list[object]], end: bool 
 def test_names_that_leave_the_folder_are_refused(tmp_path, name):
     dest = tmp_path / "in/dest"
     with pytest.raises(ConfigError, match="a path below"):
-        tarball.apply(hostile((name, b"x"), entries=[[name, "file", 1, 0, 0o644, ""]]), dest)
+        receive.apply(hostile((name, b"x"), entries=[[name, "file", 1, 0, 0o644, ""]]), dest)
     assert not dest.exists()
 
 
 def test_a_member_that_was_not_listed_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not in its listing"):
-        tarball.apply(hostile(("b", b"x"), entries=[["a", "file", 1, 0, 0o644, ""]]), tmp_path / "dest")
+        receive.apply(hostile(("b", b"x"), entries=[["a", "file", 1, 0, 0o644, ""]]), tmp_path / "dest")
     assert tree(tmp_path / "dest") == {}
 
 
@@ -572,11 +572,11 @@ def test_no_file_goes_through_a_link_of_the_same_tar(tmp_path):
     outside.mkdir()
     entries: list[list[object]] = [["l", "link", 0, 0, 0, str(outside)], ["l/x", "file", 1, 0, 0o644, ""]]
     with pytest.raises(ConfigError):
-        tarball.apply(hostile(("l/x", b"x"), entries=entries), tmp_path / "dest")
+        receive.apply(hostile(("l/x", b"x"), entries=entries), tmp_path / "dest")
     (tmp_path / "dest2").mkdir()
     (tmp_path / "dest2/l").symlink_to(outside)
     with pytest.raises(ConfigError, match="outside"):
-        tarball.apply(hostile(("l/x", b"x"), entries=entries[1:]), tmp_path / "dest2")
+        receive.apply(hostile(("l/x", b"x"), entries=entries[1:]), tmp_path / "dest2")
     assert not list(outside.iterdir())
 
 
@@ -586,11 +586,11 @@ def test_a_tar_that_is_cut_is_noticed_and_taken_up_again(tmp_path, cut):
     seen, stream = survey(source), io.BytesIO()
     write_tar(seen, seen.entries, stream)
     with pytest.raises(ConfigError, match=r"ended early|begins with"):
-        tarball.apply(io.BytesIO(stream.getvalue()[:cut]), dest)
+        receive.apply(io.BytesIO(stream.getvalue()[:cut]), dest)
     send(source, dest)
     assert tree(dest) == {"a": "1" * 3000, "b": "2"}
     with pytest.raises(ConfigError, match="ended early"):
-        tarball.apply(hostile(("a", b"1"), entries=[["a", "file", 1, 0, 0o644, ""]], end=False), dest)
+        receive.apply(hostile(("a", b"1"), entries=[["a", "file", 1, 0, 0o644, ""]], end=False), dest)
 
 
 # ------------------------------------------------------------------------------------------------ as a program
@@ -601,7 +601,7 @@ def test_the_program_of_a_bare_host(tmp_path):
         there = host("manifest", dest)
         assert there.returncode == 0, there.stderr
         seen, stream = survey(source), io.BytesIO()
-        send_these = changed(seen, tarball.entries_from(there.stdout))
+        send_these = changed(seen, receive.entries_from(there.stdout))
         assert len(send_these) == (2 if text == "1" else 1)
         write_tar(seen, send_these, stream)
         done = host("apply", dest, stream=stream.getvalue())
@@ -668,10 +668,10 @@ def test_unwritable_is_a_provision_error(tmp_path):
 
 
 def test_a_secret_file_is_private_from_its_first_byte(tmp_path: Path) -> None:
-    entry = tarball.Entry(".env", "file", 6, 1, 0o600)
+    entry = receive.Entry(".env", "file", 6, 1, 0o600)
     before = os.umask(0)
     try:
-        with tarball.Receiver(tmp_path / "dest", {".env": entry}) as receiver, receiver.file(entry) as file:
+        with receive.Receiver(tmp_path / "dest", {".env": entry}) as receiver, receiver.file(entry) as file:
             assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
     finally:
         os.umask(before)
@@ -686,4 +686,4 @@ def test_hosts_that_share_a_home_make_one_link(tmp_path: Path, monkeypatch: pyte
         real(self, target)
 
     monkeypatch.setattr(Path, "symlink_to", other_was_faster)
-    assert tarball.expose(at, path) is None
+    assert receive.expose(at, path) is None
