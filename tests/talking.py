@@ -44,7 +44,7 @@ class Talk:
             self.channel.settimeout(max(0.01, deadline - time.monotonic()))
             data, fds = receive(self.channel)
             if not data:
-                raise EOFError(f"the channel ended before {frames.NAMES[kind]} came")
+                raise EOFError(f"the channel ended before {frames.name_of(kind)} came")
             self._got += [raw.parsed() for raw in self._parser.feed(data, fds)]
 
     def send(self, kind: int, number: int = 0, meta: dict[str, Any] | None = None) -> None:

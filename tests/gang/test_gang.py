@@ -74,7 +74,7 @@ class Agents:
 
     def raises(self, rank: int, call: int, error: Exception) -> None:
         encoded = Arena().encode(pack_exception(error))
-        send_all(self.talk.channel, pack(frames.ERROR, rank, call, {"r": encoded.table}, encoded.inline))
+        send_all(self.talk.channel, pack(frames.ERROR, rank, call, {"payload": encoded.table}, encoded.inline))
 
     def hang_up(self) -> None:
         self._theirs.close()
@@ -104,7 +104,7 @@ class Gangs:
     def call(self, *, retries: int = 0) -> tuple[CallFuture[Any], int]:
         """Start a broadcast; its number, once the ranks have it."""
         payload = dumps(None)
-        encoded = Encoded({"h": len(payload.head)}, [payload.head])
+        encoded = Encoded({"head": len(payload.head)}, [payload.head])
         request = Request(Shipped("digest", encoded, False, False), encoded, True, "played", retries=retries)
         num_ranks = self.gang.world_size
         future: CallFuture[Any] = CallFuture(self.gang, request, [0] * num_ranks)
@@ -160,7 +160,7 @@ def test_a_repetition_that_never_starts_takes_nothing_of_the_first_attempt(playe
     future, number = gang.call(retries=1)
     result = os.memfd_create("result")
     try:
-        gang.agents.send(frames.RESULT, 0, number, {"r": {"h": 0, "m": 1}}, [result])
+        gang.agents.send(frames.RESULT, 0, number, {"payload": {"head": 0, "file": 1}}, [result])
     finally:
         os.close(result)
     gang.agents.send(frames.EXIT, 1, number, DIED)  # the others returned: the call is started again as a whole

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from atoll.wire import frames
 from atoll.wire.frames import HEADER, Frame, Parser, RawFrame, WireError, pack, receive, send_all, send_some, split_body
 
-kinds = st.sampled_from(sorted(frames.NAMES))
+kinds = st.sampled_from(sorted(frames.KINDS))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -183,8 +183,8 @@ def test_the_end_of_a_channel_is_empty_bytes(channel: tuple[socket.socket, socke
 
 
 def test_names_are_unique() -> None:
-    assert len(set(frames.NAMES.values())) == len(frames.NAMES)
-    assert frames.NAMES[frames.CALL] == "CALL"
+    assert len({kind.name for kind in frames.KINDS.values()}) == len(frames.KINDS)
+    assert frames.KINDS[frames.CALL].name == "CALL"
     assert "RESULT" in repr(Parser().feed(pack(frames.RESULT, 3, 4, {"x": 1}))[0].parsed())
 
 

@@ -145,7 +145,7 @@ def test_nothing_leaks_where_mapping_fails() -> None:
     fd = os.memfd_create("test")  # empty: shorter than its table says
     before = open_files()
     with pytest.raises((OSError, ValueError)):
-        decode_parts({"h": 10, "b": [BIG], "m": 1}, memoryview(b""), [fd])
+        decode_parts({"head": 10, "buffers": [BIG], "file": 1}, memoryview(b""), [fd])
     assert open_files() == before - 1
 
 

@@ -96,7 +96,7 @@ def _shipped(payload: Payload, arena: Arena, *, pure: bool) -> Shipped:
     cacheable = not payload.buffers and len(payload.head) <= _CACHEABLE_BYTES
     digest = hashlib.blake2b(payload.head, digest_size=12).hexdigest() if cacheable else f"#{next(_unique)}"
     # In line: what may be sent again, to a rank that is new, must not lie in a file that goes with its first call.
-    encoded = Encoded({"h": payload.head_bytes}, [payload.head]) if cacheable else encode(payload, arena)
+    encoded = Encoded({"head": payload.head_bytes}, [payload.head]) if cacheable else encode(payload, arena)
     return Shipped(digest, encoded, cacheable, pure and cacheable)
 
 

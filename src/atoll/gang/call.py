@@ -8,10 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.gang.timers import Timer
-from atoll.wire.frames import Frame
+from atoll.wire.frames import CallHeader, Frame
 from atoll.wire.payloads import Arena, Encoded
 
 if TYPE_CHECKING:
@@ -171,18 +171,15 @@ class Job:
         if rank in self.progress:
             self.progress[rank].quiet_since = time.monotonic()
 
-    def meta(self, head_port: int) -> dict[str, Any]:
+    def header(self, head_port: int) -> CallHeader:
         """The part of the CALL frame that is the same for every rank."""
         request = self.request
-        meta: dict[str, Any] = {
-            "j": request.job_id,
-            "s": request.seed,
-            "f": request.function.digest,
-            "a": request.arguments.table,
-        }
-        if request.whole_gang:
-            meta["b"] = 1
-            meta["hp"] = head_port
-        if request.function.pure:
-            meta["p"] = 1
-        return meta
+        return CallHeader(
+            job_id=request.job_id,
+            seed=request.seed,
+            function=request.function.digest,
+            arguments=request.arguments.table,
+            broadcast=request.whole_gang,
+            head_port=head_port if request.whole_gang else 0,
+            is_pure=request.function.pure,
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 from atoll.gang.call import Job
 from atoll.gang.members import RankState
 from atoll.wire import frames
-from atoll.wire.frames import pack
+from atoll.wire.frames import CallHeader, pack
 
 _RANK_FIELD = struct.Struct("<I")
 _RANK_AT = 8
@@ -19,9 +19,9 @@ _KEPT_FUNCTIONS = 64  # by a rank, each at most 1 MiB: the driver says which one
 def call_frames(job: Job, states: Sequence[RankState]) -> Iterator[tuple[int, bytes, tuple[int, ...]]]:
     """Node, bytes and descriptors of each write that sends a job to its ranks; notes what the ranks have then."""
     request = job.request
-    base = job.meta(states[0].port)
-    if job.whole_gang and any(state.has_torch for state in states):
-        base["g"] = 1  # where only some have torch from an earlier call, the others import it: all have to agree
+    base = job.header(states[0].port)
+    # Where only some have torch from an earlier call, the others import it: all have to agree.
+    base.all_have_torch = job.whole_gang and any(state.has_torch for state in states)
     packed: dict[tuple[bool, bool, str | None], tuple[bytearray, tuple[int, ...]]] = {}
     batches: dict[int, list[bytes]] = {}
     for rank in job.ranks:
@@ -50,10 +50,10 @@ def call_frames(job: Job, states: Sequence[RankState]) -> Iterator[tuple[int, by
 
 
 def _pack_call(
-    job: Job, base: dict[str, Any], with_function: bool, with_path: bool, forget: str | None
+    job: Job, base: CallHeader, with_function: bool, with_path: bool, forget: str | None
 ) -> tuple[bytearray, tuple[int, ...]]:
     request = job.request
-    meta = dict(base)
+    header = replace(base)
     parts: list[bytes | memoryview] = []
     fds: list[int] = []
     for encoded in ([request.function.encoded] if with_function else []) + [request.arguments]:
@@ -61,11 +61,9 @@ def _pack_call(
         if encoded.segment is not None:
             fds.append(encoded.segment.fd)
     if with_function:
-        meta["ft"] = request.function.encoded.table
-        if request.function.cacheable:
-            meta["k"] = 1
-    if forget is not None:
-        meta["x"] = forget
-    if with_path and request.path is not None:
-        meta["path"] = list(request.path)
-    return bytearray(pack(frames.CALL, 0, job.number, meta, parts, len(fds))), tuple(fds)
+        header.function_payload = request.function.encoded.table
+        header.keep_function = request.function.cacheable
+    header.forget = forget
+    if with_path:
+        header.path = request.path
+    return bytearray(pack(frames.CALL, 0, job.number, header.to_wire(), parts, len(fds))), tuple(fds)

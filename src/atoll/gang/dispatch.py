@@ -111,7 +111,7 @@ class Dispatch:
 
     def credit(self, job: Job, rank: int, num: int) -> None:
         """Let a streaming rank produce that many values more."""
-        self._to_rank(job, rank, frames.CREDIT, {"n": num})
+        self._to_rank(job, rank, frames.CREDIT, {"num": num})
 
     def close_stream(self, job: Job, rank: int) -> None:
         """The consumer wants no more: the rank's generator is closed."""

@@ -200,7 +200,7 @@ class Received:
     @classmethod
     def of(cls, frame: Frame) -> Received:
         """The payload of a frame; takes its descriptor over."""
-        head, buffers, _ = decode_parts(frame.meta["r"], frame.rest, frame.fds)
+        head, buffers, _ = decode_parts(frame.meta["payload"], frame.rest, frame.fds)
         return cls(head, buffers)
 
     def load(self) -> Any:

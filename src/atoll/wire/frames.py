@@ -17,46 +17,143 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-VERSION: Final = 2
+VERSION: Final = 3
 HEADER: Final = struct.Struct("<IBBHIQ")
 FLAGS_AT: Final = 5
-# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again.
+EVERY: Final = 0xFFFFFFFF  # as the rank of TERM and KILL: all of them
+# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again;
+# it wrote to its standard streams, so what it printed has to be shown first.
 KEPT: Final = 2
 HAS_TORCH: Final = 4
 SPENT: Final = 8
+PRINTED: Final = 16
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FDS: Final = 64
 _MAX_BODY_BYTES: Final = 1 << 28  # large payloads travel in memory files: a body beyond this is no frame of ours
 _CHUNK: Final = 1 << 16  # a larger buffer would be mapped and unmapped by the allocator at every read
 
-# Driver to agent.
-SETUP, SPAWN, KILL, STACKS, SHUTDOWN = 1, 2, 3, 4, 5
-START, TERM, LEASE = 6, 7, 8  # processes of a task, and its GPUs
-EVERY: Final = 0xFFFFFFFF  # as the rank of TERM and KILL: all of them
-# Driver to rank, through the agent. CANCEL is the agent's to carry out: it sends the rank a signal.
-CALL, CANCEL, CREDIT, CLOSE, GROUP = 10, 11, 12, 13, 14
-# Rank to driver, through the agent.
-HELLO, RESULT, ERROR, VALUE, STREAM, REPORT, WANT_GROUP = 20, 21, 22, 23, 24, 25, 26
-# Agent to driver.
-AGENT, LOG, EXIT, STARTED, LEASED = 30, 31, 32, 33, 34
-# Client to keeper and back (named pools).
-ATTACH, ATTACHED, REFUSED, SUBMIT, ACCEPTED, DONE, EVENT, DOWN, PING = 40, 41, 42, 43, 44, 45, 46, 47, 48
 
-NAMES: Final = {
-    value: name
-    for name, value in list(globals().items())
-    if type(value) is int
-    and name.isupper()
-    and name[0] != "_"
-    and name not in ("VERSION", "FLAGS_AT", "KEPT", "HAS_TORCH", "SPENT", "EVERY")
-}
+class Kind(NamedTuple):
+    """One kind of frame: who sends it to whom, and the fields of its JSON object. A field may be left out."""
+
+    name: str
+    direction: str
+    fields: tuple[str, ...]
+
+
+KINDS: Final[dict[int, Kind]] = {}
+
+
+def _kind(number: int, name: str, direction: str, *fields: str) -> int:
+    KINDS[number] = Kind(name, direction, fields)
+    return number
+
+
+_EXIT = ("exit_code", "signal", "oom", "tail", "killed", "fault")
+# What a node's agent is told.
+SETUP: Final = _kind(
+    1, "SETUP", "driver → agent",
+    "node", "tag", "python", "argv", "env", "cwd", "log_dir", "tmp_dir", "ttl_s", "lease", "ranks", "task",
+)  # fmt: skip
+SPAWN: Final = _kind(2, "SPAWN", "driver → agent")  # beside it the rank's end of a channel, where that is direct
+KILL: Final = _kind(3, "KILL", "driver → agent", "fault")
+STACKS: Final = _kind(4, "STACKS", "driver → agent → driver", "ranks")
+SHUTDOWN: Final = _kind(5, "SHUTDOWN", "driver → agent", "busy")
+START: Final = _kind(6, "START", "driver → agent", "argv", "env", "cwd", "script", "shell")  # a task's process
+TERM: Final = _kind(7, "TERM", "driver → agent", "signal", "whole")
+LEASE: Final = _kind(8, "LEASE", "driver → agent", "gpus", "count", "holder", "round")
+DRAIN: Final = _kind(9, "DRAIN", "driver → agent")  # send what the rank has printed, then DRAINED
+CANCEL: Final = _kind(11, "CANCEL", "driver → agent")  # which interrupts the rank if it still runs that call
+# What a rank is told: over its own channel on this machine, else through its agent.
+CALL: Final = _kind(
+    10, "CALL", "driver → rank",
+    "job_id", "seed", "function", "arguments", "broadcast", "head_port", "all_have_torch", "is_pure",
+    "function_payload", "keep_function", "forget", "path",
+)  # fmt: skip
+CREDIT: Final = _kind(12, "CREDIT", "driver → rank", "num")
+CLOSE: Final = _kind(13, "CLOSE", "driver → rank")
+GROUP: Final = _kind(14, "GROUP", "driver → rank", "go")
+# What a rank says, the same way.
+HELLO: Final = _kind(20, "HELLO", "rank → driver", "port")
+RESULT: Final = _kind(21, "RESULT", "rank → driver", "payload", "notes")
+ERROR: Final = _kind(22, "ERROR", "rank → driver", "payload", "notes", "cancelled")
+VALUE: Final = _kind(23, "VALUE", "rank → driver", "payload", "notes", "end")
+STREAM: Final = _kind(24, "STREAM", "rank → driver")
+REPORT: Final = _kind(25, "REPORT", "rank → driver", "payload", "notes", "checkpoint")
+WANT_GROUP: Final = _kind(26, "WANT_GROUP", "rank → driver")
+# What an agent says.
+AGENT: Final = _kind(30, "AGENT", "agent → driver", "version", "pid", "place", "ended")
+LOG: Final = _kind(31, "LOG", "agent → driver")
+EXIT: Final = _kind(32, "EXIT", "agent → driver", *_EXIT)
+STARTED: Final = _kind(33, "STARTED", "agent → driver", "pid")
+LEASED: Final = _kind(34, "LEASED", "agent → driver", "round", "gpus", "why")
+DRAINED: Final = _kind(35, "DRAINED", "agent → driver")
+# Between a named pool's server and its clients, beside those of calls above.
+ATTACH: Final = _kind(40, "ATTACH", "client → server", "version", "wishes", "events")
+ATTACHED: Final = _kind(
+    41, "ATTACHED", "server → client", "pool_id", "node_of", "log_dir", "pid", "python", "extra_path"
+)
+REFUSED: Final = _kind(42, "REFUSED", "server → client", "why")
+SUBMIT: Final = _kind(43, "SUBMIT", "client → server", "detach")
+ACCEPTED: Final = _kind(44, "ACCEPTED", "server → client", "ranks", "detached")
+DONE: Final = _kind(45, "DONE", "server → client", "kept", "failed")
+EVENT: Final = _kind(46, "EVENT", "server → client")
+DOWN: Final = _kind(47, "DOWN", "client → server")
+PING: Final = _kind(48, "PING", "client → server → client")
+
+
+@dataclass(slots=True)
+class CallHeader:
+    """The fields of a CALL frame.
+
+    Attributes:
+        function: digest of the function; its payload comes along where the rank lacks it.
+        arguments, function_payload: tables of the payloads that follow, see ``payloads``.
+        is_pure: the function holds nothing that a call could change: the rank may keep it rebuilt.
+        keep_function: the rank may keep the payload, under the digest.
+        forget: digest of a kept function that it may drop.
+        path: its import path from now on.
+        all_have_torch: some ranks have torch loaded, so all import it.
+    """
+
+    job_id: str
+    seed: int
+    function: str
+    arguments: dict[str, Any]
+    broadcast: bool = False
+    head_port: int = 0
+    all_have_torch: bool = False
+    is_pure: bool = False
+    function_payload: dict[str, Any] | None = None
+    keep_function: bool = False
+    forget: str | None = None
+    path: Sequence[str] | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Its fields for the frame, less those that say nothing."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
+
+    @classmethod
+    def from_wire(cls, fields: dict[str, Any]) -> CallHeader:
+        """The header that a frame has.
+
+        Raises:
+            TypeError: another version's.
+        """
+        return cls(**{"seed": 0, **fields})
 
 
 # Made once: json.dumps would make an encoder a frame, and json.loads would look for encodings and white space.
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 _decode_json = json.JSONDecoder().raw_decode
+
+
+def name_of(kind: int) -> str:
+    """What to call a kind of frame."""
+    return KINDS[kind].name if kind in KINDS else str(kind)
 
 
 class WireError(Exception):
@@ -75,7 +172,7 @@ class Frame(NamedTuple):
     flags: int = 0
 
     def __repr__(self) -> str:
-        return f"<{NAMES.get(self.kind, self.kind)} rank={self.rank} call={self.call} {self.meta}>"
+        return f"<{name_of(self.kind)} rank={self.rank} call={self.call} {self.meta}>"
 
 
 class RawFrame(NamedTuple):
@@ -145,7 +242,7 @@ class Parser:
         buffer = self._data
         while len(buffer) - offset >= HEADER.size:
             length, kind, flags, num_fds, rank, call = HEADER.unpack_from(buffer, offset)
-            if kind not in NAMES or num_fds > _MAX_FDS or length > _MAX_BODY_BYTES:
+            if kind not in KINDS or num_fds > _MAX_FDS or length > _MAX_BODY_BYTES:
                 if frames:
                     break
                 raise WireError(f"kind {kind}, {num_fds} descriptors, {length} bytes: this is no frame")

@@ -69,7 +69,7 @@ class Arena:
         """Lay a payload out for sending; large ones are copied once, into a memory file."""
         sizes = [len(buffer) for buffer in payload.buffers]
         head_bytes = payload.head_bytes
-        table: dict[str, Any] = {"h": head_bytes, "b": sizes} if sizes else {"h": head_bytes}
+        table: dict[str, Any] = {"head": head_bytes, "buffers": sizes} if sizes else {"head": head_bytes}
         total = head_bytes + sum(sizes)
         if total <= _INLINE_BYTES:
             return Encoded(table, [payload.head, *payload.buffers])
@@ -88,7 +88,7 @@ class Arena:
         except BaseException:
             segment.close()
             raise
-        table["m"] = 1
+        table["file"] = 1
         return Encoded(table, [], segment)
 
     def give_back(self, segment: Segment) -> None:
@@ -148,8 +148,8 @@ def decode_parts(
 
     Takes ownership of the descriptor.
     """
-    sizes = [table["h"], *table.get("b", ())]
-    if not table.get("m"):
+    sizes = [table["head"], *table.get("buffers", ())]
+    if not table.get("file"):
         # Frames are immutable bytes; buffers are copied so that arrays built on them can be written to.
         parts = []
         offset = 0

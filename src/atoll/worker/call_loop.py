@@ -20,7 +20,7 @@ from atoll.agent.rank import CHANNEL_FD, CONTROL_FD
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.wire import definitions, frames
 from atoll.wire.codec import Payload, dumps, loads
-from atoll.wire.frames import Frame, Parser, close_all, pack, receive, send_all
+from atoll.wire.frames import CallHeader, Frame, Parser, close_all, pack, receive, send_all
 from atoll.wire.payloads import Arena, decode_parts
 from atoll.worker import probe
 from atoll.worker.children import DefinitionsSpec
@@ -94,7 +94,7 @@ class Worker:
 
     def _encode(self, kind: int, payload: Payload, meta: dict[str, Any] | None = None) -> tuple[bytearray, list[int]]:
         encoded = self._arena.encode(payload)
-        meta = {**(meta or {}), "r": encoded.table}
+        meta = {**(meta or {}), "payload": encoded.table}
         if payload.notes:
             meta["notes"] = payload.notes
         fds = [encoded.segment.fd] if encoded.segment else []
@@ -132,17 +132,17 @@ class Worker:
                 leave(0)
 
     def _run(self, frame: Frame) -> None:
-        meta = frame.meta
-        self.broadcast = bool(meta.get("b"))
-        self._holds_job, self._job = False, meta["j"]
+        header = CallHeader.from_wire(frame.meta)
+        self.broadcast = header.broadcast
+        self._holds_job, self._job = False, header.job_id
         self._cancel_pending = False
         self.isolation.before_call()
         definitions.begin_call()
-        self._enter(meta, frame.call)
+        self._enter(header, frame.call)
         self.call = frame.call
         try:
             try:
-                data, fds = self._call(frame)
+                data, fds = self._call(header, frame)
             except Cancelled:
                 raise
             except SystemExit as stop:
@@ -161,11 +161,11 @@ class Worker:
             leave(0)
         self._clean_up()
 
-    def _call(self, frame: Frame) -> tuple[bytearray, list[int]]:
-        function, arguments, mappings = self._unpack(frame)
+    def _call(self, header: CallHeader, frame: Frame) -> tuple[bytearray, list[int]]:
+        function, arguments, mappings = self._unpack(header, frame)
         args, kwargs = arguments
         del arguments
-        self._around(frame.meta)
+        self._around(header.all_have_torch)
         result = _settle(function(*args, **kwargs))
         if is_stream(result):
             send_stream(self, result)
@@ -178,11 +178,11 @@ class Worker:
         data[frames.FLAGS_AT] |= frames.KEPT * kept | frames.HAS_TORCH * ("torch" in sys.modules)
         return data, fds
 
-    def _around(self, meta: dict[str, Any]) -> None:
+    def _around(self, all_have_torch: bool) -> None:
         """The gang's process group, for functions that import torch: see ``process_group``."""
         from atoll.worker import process_group
 
-        process_group.before_call(self, bool(meta.get("g")))
+        process_group.before_call(self, all_have_torch)
 
     def _failure(self, error: BaseException) -> tuple[bytearray, list[int]]:
         from atoll.wire.exceptions import pack_exception
@@ -203,17 +203,17 @@ class Worker:
 
     # -- a call's parts -------------------------------------------------------------------------------------------
 
-    def _enter(self, meta: dict[str, Any], call: int) -> None:
+    def _enter(self, header: CallHeader, call: int) -> None:
         setup = self.setup
-        if "path" in meta:
-            sys.path[:] = meta["path"]
+        if header.path is not None:
+            sys.path[:] = header.path
             self.isolation.moved()
         broadcast = self.broadcast
         rank = setup["rank"] if broadcast else 0
         world = setup["world_size"] if broadcast else 1
         local_world = setup["local_world_size"] if broadcast else 1
         addr = setup["head_addr"] if broadcast else setup["addr"]
-        port = meta["hp"] if broadcast else self.port
+        port = header.head_port if broadcast else self.port
         if self._place != (broadcast, port):  # the variables stay from call to call
             self._place = (broadcast, port)
             self.isolation.set_variables(
@@ -227,7 +227,7 @@ class Worker:
             )
         set_current(
             CallContext(
-                job_id=meta["j"],
+                job_id=header.job_id,
                 node=setup["node"],
                 total_nodes=setup["total_nodes"],
                 rank=rank,
@@ -239,11 +239,11 @@ class Worker:
                 peers=self._peers,
                 accelerator=setup["accelerator"],
                 accelerators=setup["accelerators"],
-                seed=meta["s"],
+                seed=header.seed,
                 simulated=setup["simulated"],
                 pool_id=setup["pool_id"],
                 # A folder for each attempt, in order.
-                checkpoint_dir=f"{setup['job_dir']}/{meta['j']}/checkpoints/{call:08d}",
+                checkpoint_dir=f"{setup['job_dir']}/{header.job_id}/checkpoints/{call:08d}",
                 send_report=self._report,
             )
         )
@@ -255,27 +255,26 @@ class Worker:
             self.at_end.append(lambda: os.close(held))
         self.send(frames.REPORT, {"checkpoint": checkpoint} if checkpoint else {}, dumps(metrics, what="the metrics"))
 
-    def _unpack(self, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
-        meta, rest, fds = frame.meta, frame.rest, list(frame.fds)
-        digest = meta["f"]
-        self._functions.pop(meta.get("x", ""), None)
-        table = meta.get("ft")
+    def _unpack(self, header: CallHeader, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
+        rest, fds, digest = frame.rest, list(frame.fds), header.function
+        self._functions.pop(header.forget or "", None)
+        table = header.function_payload
         function_mapping = None
         if table is not None:
-            own = [fds.pop(0)] if table.get("m") else []
-            size = 0 if own else table["h"] + sum(table.get("b", ()))
+            own = [fds.pop(0)] if table.get("file") else []
+            size = 0 if own else table["head"] + sum(table.get("buffers", ()))
             head, buffers, function_mapping = decode_parts(table, rest[:size], own)
             rest = rest[size:]
-            if meta.get("k"):
+            if header.keep_function:
                 self._functions[digest] = (bytes(head), None)
             function = loads(head, buffers)
         else:
             stored, function = self._functions[digest]
             if function is None:
                 function = loads(stored)
-        if meta.get("p"):  # it holds nothing that a call could change: no need to rebuild it each time
+        if header.is_pure:  # it holds nothing that a call could change: no need to rebuild it each time
             self._functions[digest] = (self._functions[digest][0], function)
-        arg_head, arg_buffers, mapping = decode_parts(meta["a"], rest, fds)
+        arg_head, arg_buffers, mapping = decode_parts(header.arguments, rest, fds)
         mappings = [reference for reference in (function_mapping, mapping) if reference is not None]
         return function, loads(arg_head, arg_buffers), mappings
 

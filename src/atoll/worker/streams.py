@@ -34,7 +34,7 @@ def send_stream(worker: Worker, values: Any) -> None:
                 if frame.kind == frames.CLOSE:
                     return
                 if frame.kind == frames.CREDIT:
-                    credit += frame.meta["n"]
+                    credit += frame.meta["num"]
             try:
                 value = next(values)
             except StopIteration:

@@ -171,7 +171,7 @@ class Attached:
 
     def credit(self, job: Job, rank: int, num: int) -> None:
         """Let a streaming rank produce that many values more."""
-        self._send(pack(frames.CREDIT, rank, job.number, {"n": num}))
+        self._send(pack(frames.CREDIT, rank, job.number, {"num": num}))
 
     def close_stream(self, job: Job, rank: int) -> None:
         """The consumer wants no more."""

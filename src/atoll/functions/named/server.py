@@ -293,7 +293,7 @@ class Keeper:
             case frames.CANCEL if job is not None:
                 self.gang.cancel(job, unpacked(pickle.loads(frame.rest)) or CancelledError())
             case frames.CREDIT if job is not None:
-                self.gang.credit(job, frame.rank, frame.meta["n"])
+                self.gang.credit(job, frame.rank, frame.meta["num"])
             case frames.CLOSE if job is not None:
                 self.gang.close_stream(job, frame.rank)
             case frames.PING:
@@ -351,7 +351,7 @@ def request_from(frame: Frame) -> Request:
     request: Request = pickle.loads(frame.rest)
     fds = list(frame.fds)
     for encoded in request.encoded:
-        if encoded.table.get("m"):
+        if encoded.table.get("file"):
             fd = fds.pop(0)
             encoded.segment = Segment(fd, os.fstat(fd).st_size, foreign=True)
     return request
