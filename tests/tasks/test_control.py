@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -268,7 +267,7 @@ def test_everything_through_the_program(home: Path) -> None:
         with pytest.raises(AtollError, match=r"the head of cluster train.* can't be reached: no route"):
             ask()
     ends = ProgramControl(lambda operation: ["sh", "-c", "echo This account is not available.; exit 1"], "train", "h1")
-    for ask in (ends.cluster, lambda: ends.follow(1, got.append), lambda: ends.pack(["x"], io.BytesIO())):
+    for ask in (ends.cluster, lambda: ends.follow(1, got.append)):
         with pytest.raises(AtollError, match=r"train \(h1\): a login there ended .* printed 'This account is"):
             ask()
     odd = ProgramControl(lambda operation: ["sh", "-c", marked("cat >/dev/null; echo 17 files")], "train", "h1")

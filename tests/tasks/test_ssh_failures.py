@@ -471,20 +471,6 @@ def test_what_is_said_names_the_cause_and_what_helps(bed: Testbed, tmp_path: Pat
     assert re.search(r"atoll: c:nothing can't be copied to \S+: .*nothing.*: No such file or directory", said)
     assert "c:x/y/z: " in atoll("cp", dest, "c:x/y/z", code=100)
     assert "there is no such file" in atoll("cp", str(tmp_path / "nothing"), "c:there", code=100)
-    atoll("exec", "-d", "c", "sleep 1000")
-    trust(bed)
-    assert "the supervisor stays on this machine until job 2" in atoll(*words[:1], "-d", *words[1:])
-    atoll("cancel", "c", "-a", "-y")
-
-    def going() -> set[str]:
-        return {row["status"] for row in json.loads(atoll("queue", "c", "-o", "json"))} - {"SUCCEEDED", "CANCELLED"}
-
-    eventually(lambda: not going(), "what was cancelled has ended")
-    said = atoll(*words)
-    assert "the supervisor runs on h1" in said
-    assert "its past jobs and their logs move there with it" in said
-    assert [row["job_id"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == [4, 3, 2, 1]
-    assert "Job finished" in atoll("logs", "c", "1")
 
 
 def test_nodes_that_share_an_address_are_told_apart(bed: Testbed, tmp_path: Path) -> None:

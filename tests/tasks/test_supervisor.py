@@ -20,12 +20,13 @@ import pytest
 
 import leaks
 from atoll.agent.process_tree import command_line, state
-from atoll.tasks import record, runner, supervisor
+from atoll.core.errors import AtollError
+from atoll.tasks import control, record, runner, supervisor
 from atoll.tasks.dispatcher import Dispatcher
 from atoll.tasks.nodes import LocalNodes
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
 from atoll.tasks.store import Store, put_variables
-from local_cluster import LocalCluster, descendants, processes_with, until
+from local_cluster import LocalCluster, descendants, processes_with, stop, until
 
 SUCCEEDED, FAILED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED
 
@@ -752,3 +753,27 @@ def test_a_full_disk_does_not_end_the_job(home: Path) -> None:
     assert "bytes of output are missing here" in log
     with Store(cluster.folder) as store:
         assert "this log is incomplete" in " ".join(event.text for event in store.events(job))
+
+
+def test_a_supervisor_whose_store_was_removed_ends_its_jobs(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("exec sleep 1000")
+    cluster.wait_for_status(job, JobStatus.RUNNING)
+    for path in cluster.folder.glob("jobs.db*"):
+        path.unlink()
+    cluster.wait_until_idle()
+    assert "was removed or replaced" in cluster.log(job)
+    assert cluster.control.queue() == []
+
+
+def test_a_supervisor_that_does_not_end_is_killed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_END_S", 0.5)
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("exec sleep 1000")
+    cluster.wait_for_status(job, JobStatus.RUNNING)
+    stop(cluster.supervisor_pid())
+    with pytest.raises(AtollError, match="is stopped: kill -CONT"):
+        cluster.control.remove_nodes()
+    assert cluster.control.end() == [job]
+    assert not supervisor.is_running(cluster.folder)
+    assert cluster.control.job(job).status.ended

@@ -15,6 +15,7 @@ from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job, find_job
 from atoll.tasks.launches import Options, start_jobs
 from atoll.tasks.lifecycle import Say, silent
+from atoll.tasks.logs import RUN_LOG
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 from atoll.tasks.store import VARIABLES
 
@@ -221,9 +222,10 @@ def sync_down_logs(cluster_name: str, job_id: int) -> Path:
     find_job(cluster, job_id)
     dest = Path("sky_logs", cluster_name, str(job_id))
     if cluster.supervised_from != "here":
-        from atoll.tasks import ssh_clusters
-
-        ssh_clusters.fetch_logs(cluster, job_id, dest)
+        dest.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (dest / RUN_LOG).touch(0o600)
+        with open(dest / RUN_LOG, "wb") as file:
+            clusters.control_of(cluster).follow(job_id, file.write, follow=False)
         return dest
     source = clusters.folder_of(cluster_name) / "jobs" / str(job_id)
     shutil.copytree(source, dest, ignore=shutil.ignore_patterns(VARIABLES), dirs_exist_ok=True)

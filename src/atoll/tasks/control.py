@@ -2,14 +2,14 @@
 
 ``python -m atoll.tasks.control OP`` takes a JSON object on standard input, ``{"cluster": NAME, ...}``, and answers
 ``{"value": ...}`` or ``{"error": KIND, "message": ...}`` on standard output. ``follow`` answers with the log's bytes,
-and at its end with the job's status on standard error; its exit code says the same. ``pack`` answers with a tar, and
-``take`` is given one behind the line of the object. Standard library only.
+and at its end with the job's status on standard error; its exit code says the same. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -22,20 +22,20 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from signal import SIGTERM
-from typing import IO, Any
+from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home, user_name
-from atoll.tasks import history, record, remains, supervisor
+from atoll.tasks import record, remains, supervisor
 from atoll.tasks.clusters import is_stopped
 from atoll.tasks.environment import check_size, task_id
 from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import EXIT_NOT_FOUND, ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
-from atoll.tasks.store import NoRoom, Store, put_variables
+from atoll.tasks.store import STORE, NoRoom, Store, put_variables
 
-Write = Callable[[bytes], None]
+Write = Callable[[bytes], object]
 
 _END_S = 30.0  # cancelled jobs end in this time
 _ALIVE_S = 1.0  # whoever follows a job looks so often whether its supervisor lives
@@ -207,7 +207,7 @@ class LocalControl:
         """
         ended: list[int] = []
         with contextlib.suppress(AtollError):  # the store may be what is wrong
-            if (self._folder / history.STORE).exists():
+            if (self._folder / STORE).exists():
                 ended = self.cancel(None)
             self._wait_until_idle()
         if not supervisor.kill(self._folder):
@@ -234,27 +234,6 @@ class LocalControl:
         finally:
             os.close(lock)
 
-    def pack(self, names: Sequence[str], into: IO[bytes]) -> None:
-        """Write a tar of files and folders in the cluster's folder."""
-        history.pack(self._folder, names, into)
-
-    def take(self, tar: IO[bytes]) -> tuple[list[int], int, str | None]:
-        """Have past jobs that ``pack`` wrote, as ``history.take`` does, after what still ran here has ended.
-
-        Returns:
-            the jobs that were ended, how many files came, and where jobs were put aside.
-        """
-        ended = self.end()
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = supervisor.open_lock(self._folder)  # none starts meanwhile
-        try:
-            if not record.take_lock(lock, supervisor.PROBE_S):
-                raise AtollError(f"jobs of cluster {self._folder.name} were started there just now: try again")
-            num_files, aside = history.take(tar, self._folder)
-        finally:
-            os.close(lock)
-        return ended, num_files, None if aside is None else str(aside)
-
     def _end_jobs(self) -> None:
         self.cancel(None)
         if not self._wait_until_idle():
@@ -266,7 +245,7 @@ class LocalControl:
     def _wait_until_idle(self) -> bool:
         """Has the supervisor ended, within what its jobs have to end and a while more?"""
         deadline = time.monotonic() + _END_S
-        if (self._folder / history.STORE).exists():
+        if (self._folder / STORE).exists():
             with Store(self._folder) as store:
                 deadline += max((job.spec.grace_s or 0.0 for job in store.jobs(unfinished=True)), default=0.0)
         while supervisor.is_running(self._folder):
@@ -409,8 +388,6 @@ def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
             return control.position_of_tail(wish["job_id"], wish["tail"], wish["rank"])
         case "end":
             return control.end()
-        case "take":
-            return control.take(sys.stdin.buffer)
         case _:
             raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
 
@@ -443,26 +420,30 @@ def _wish(line: bytes) -> dict[str, Any]:
     raise AtollError("what it was asked arrived damaged: does something in ~/.bashrc there read standard input?")
 
 
+def _trouble(error: OSError | sqlite3.Error, folder: Path) -> str:
+    """What can't be read or written there, why, and what helps."""
+    what = f"{getattr(error, 'filename', None) or folder}: {getattr(error, 'strerror', None) or error}"
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error)
+    return f"{what}: free some space there" if is_full else what
+
+
 def main(arguments: Sequence[str]) -> int:
     """Entry of the program; returns its exit code."""
     (operation,), line = arguments, sys.stdin.buffer.readline()
-    stream = sys.stderr if operation in ("follow", "pack") else sys.stdout
+    stream = sys.stderr if operation == "follow" else sys.stdout
     try:
         wish = _wish(line)
         name = str(wish["cluster"])
         if not is_name(name):
             raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
         folder = atoll_home() / "clusters" / name
-        if operation not in ("create", "end", "take") and not (folder / record.RECORD).exists():
+        if operation not in ("create", "end") and not (folder / record.RECORD).exists():
             raise NothingLeft(
                 f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and their "
                 f"logs. `{command_line('atoll', 'launch', '-c', name, 'TASK')}` makes it anew, {record.removes(name)}"
             )
         if operation == "follow":
             return _stream(folder, wish)
-        if operation == "pack":
-            history.pack(folder, wish["names"], sys.stdout.buffer)
-            return 0
         answer = {"value": _answer(operation, folder, wish)}
         code = 0
     except BrokenPipeError:  # whoever asked is gone
@@ -474,7 +455,7 @@ def main(arguments: Sequence[str]) -> int:
         answer = {"error": next(kinds, "AtollError"), "message": str(error)}
         code = EXIT_NOT_FOUND if isinstance(error, LookupError) else _BROKEN
     except (OSError, sqlite3.Error) as error:
-        answer, code = {"error": "AtollError", "message": history.trouble(error, folder)}, _BROKEN
+        answer, code = {"error": "AtollError", "message": _trouble(error, folder)}, _BROKEN
     with contextlib.suppress(BrokenPipeError):
         stream.write(json.dumps(answer))
         stream.flush()

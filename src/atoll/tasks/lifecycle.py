@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -59,8 +58,7 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
 
     Args:
         cluster_name: the cluster.
-        purge: remove the record and the logs of its jobs from every head that has supervised it, too, and kill a
-            supervisor that does not end.
+        purge: remove the record and the logs of its jobs from its head, too, and kill a supervisor that does not end.
         on_line: called with a line about whom this waits for.
 
     Raises:
@@ -71,19 +69,17 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
 
     with clusters.locked(clusters.load(cluster_name).name, "down", on_line) as folder, connections.kept():
         cluster = clusters.load(cluster_name)
-        gone: str | None = None
         try:
             ended = clusters.control_of(cluster).end() if purge else []
             ended += [job for job in _end(cluster, ClusterStatus.DOWN) if job not in ended]
         except ProvisionError as error:
             if cluster.supervised_from == "here":
                 raise
-            ssh_clusters.give_up(cluster, error, for_good=purge)
+            ssh_clusters.clean_without_head(cluster, error, for_good=purge)
             record.change(folder, status=ClusterStatus.DOWN, autostop_minutes=None, autodown=False)
-            ended, gone = [], cluster.hosts[0]
-        finally:
-            if purge and cluster.hosts:
-                ssh_clusters.remove_records(cluster, without=gone)
+            return []
+        if purge and cluster.supervised_from != "here":
+            ssh_clusters.remove_record(cluster)
         return ended
 
 
@@ -152,14 +148,13 @@ def take_back(name: str, before: ClusterSpec | None) -> None:
         return
     with contextlib.suppress(AtollError, OSError):  # what stopped the launch may stop this, too
         _end(made, ClusterStatus.DOWN)
-    if before is not None:
-        heads = {name: value for name, value in made.ssh.items() if name == "heads"}  # something may lie there now
-        record.save(folder, dataclasses.replace(before, ssh={**before.ssh, **heads}))
-        return
-    if made.hosts:
+    if made.supervised_from not in ("here", before.supervised_from if before is not None else "here"):
         from atoll.tasks import ssh_clusters
 
-        ssh_clusters.remove_records(made, without=None)
+        ssh_clusters.remove_record(made)
+    if before is not None:
+        record.save(folder, before)
+        return
     for each in folder.iterdir() if folder.is_dir() else ():  # a head may have the same home
         if each.name != clusters.LOCK:
             remove_tree(each) if each.is_dir() else each.unlink(missing_ok=True)

@@ -384,7 +384,7 @@ def tail_start(fd: int, num_lines: int, only: re.Pattern[bytes] | None = None) -
 class Follower:
     """Reads a log that may not exist yet and may still grow, and hands on its bytes, or the lines that match."""
 
-    def __init__(self, path: Path, write: Callable[[bytes], None], only: re.Pattern[bytes] | None = None) -> None:
+    def __init__(self, path: Path, write: Callable[[bytes], object], only: re.Pattern[bytes] | None = None) -> None:
         self._path = path
         self._write = write
         self._only = only

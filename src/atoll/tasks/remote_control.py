@@ -9,7 +9,6 @@ import json
 import os
 import re
 import secrets as random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -193,32 +192,8 @@ class ProgramControl:
             return list(self._ask("remove_nodes"))
         return []
 
-    def pack(self, names: Sequence[str], into: IO[bytes]) -> None:
-        """Write a tar of files and folders in the cluster's folder."""
-        with tempfile.TemporaryFile() as said, self._started("pack", {"names": [*names]}, said) as process:
-            self._begin(process, said)
-            assert process.stdout is not None
-            shutil.copyfileobj(process.stdout, into, _BLOCK_BYTES)
-            if (code := process.wait()) != 0:
-                said.seek(0)
-                self._fail(said.read(), code)
-
-    def take(self, tar: IO[bytes]) -> tuple[list[int], int, str | None]:
-        """Have past jobs that ``pack`` wrote; the jobs ended, how many files came, where others were put aside."""
-        with tempfile.TemporaryFile() as said, self._started("take", {}, said, tar) as process:
-            self._begin(process, said)
-            assert process.stdout is not None
-            answer = process.stdout.read()
-            if (code := process.wait()) != 0:
-                said.seek(0)
-                self._fail(answer or said.read(), code)
-            ended, num_files, aside = self._value(answer)
-            return ended, num_files, aside
-
     @contextlib.contextmanager
-    def _started(
-        self, operation: str, wish: Mapping[str, Any], said: IO[bytes], data: IO[bytes] | None = None
-    ) -> Iterator[subprocess.Popen[bytes]]:
+    def _started(self, operation: str, wish: Mapping[str, Any], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
         """The program, with what it is asked; it has ended afterwards. What it starts over there notices that."""
         pipe = subprocess.PIPE
         command = [*self._command(operation)]
@@ -228,8 +203,6 @@ class ProgramControl:
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin:  # where it failed, it says why
                 process.stdin.write(json.dumps({"cluster": self._cluster, **wish}).encode() + b"\n")
-                if data is not None:
-                    shutil.copyfileobj(data, process.stdin, _BLOCK_BYTES)
             process.stdin = None
             yield process
         finally:

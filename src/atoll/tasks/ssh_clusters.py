@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 import shlex
-import sqlite3
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.hints import command_line
@@ -23,10 +20,8 @@ from atoll.providers.ssh.connection import Connection, connections
 from atoll.providers.ssh.errors import resolved
 from atoll.providers.ssh.hosts import HERE, Target, find_group
 from atoll.providers.ssh.provider import AcceleratorsLacking
-from atoll.tasks import history, record, remains
-from atoll.tasks.control import LocalControl
+from atoll.tasks import record, remains
 from atoll.tasks.remote_control import ProgramControl, tell, what_then
-from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 from atoll.tasks.ssh_nodes import check_size, plans_of, provider_of
 from atoll.tasks.sync.host_files import program, remove_files
@@ -35,7 +30,6 @@ Say = Callable[[str], object]
 _HOP_S = 20.0
 _PATIENCE_S = 300.0  # a connection to the head that was there may be gone for so long
 _REMOVE_S = 300.0
-_HEADS = "heads"  # in the record: hosts on which there is, or was, a folder of the cluster's, and how to log in
 
 
 def ask(cluster: ClusterSpec) -> None:
@@ -77,45 +71,62 @@ def place(cluster: ClusterSpec, accelerators: Sequence[tuple[str, int]]) -> tupl
 
 
 def make_ready(cluster: ClusterSpec, say: Say, *, from_here: bool) -> ClusterSpec:
-    """Look at the hosts before a job, decide where its supervisor runs, and bring the record and past jobs there.
+    """Checks the hosts before a job, and brings the cluster's record to the head if its supervisor runs there.
+
+    Where it runs is decided when the cluster is made, and stays: on the head if that can log in to the other hosts,
+    else on this machine.
 
     Args:
         from_here: it runs on this machine.
 
     Raises:
-        ProvisionError: something would make the ranks fail; one line for each such thing.
+        ProvisionError: something would make the ranks fail; one line for each such thing. Or its head has changed, or
+            can't log in to the other hosts any more.
     """
     provider, plans = provider_of(cluster), plans_of(cluster)
     targets = provider.targets()[: cluster.num_nodes]
     ssh = {**cluster.ssh, "addresses": [plan.addr for plan in plans], "bundle": plans[0].bundles[0].digest}
     ssh["owner"] = remains.owner_of(_folder_here(cluster.name))
-    cluster = dataclasses.replace(cluster, ssh=ssh)
     before = _before(cluster.name)
-    inside, why_not = _checked(targets, plans, say, from_here=from_here)
-    if why_not is not None:
-        if not from_here:
-            say(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
-        cluster = dataclasses.replace(cluster, supervised_from="here")
-    else:
-        head = plans[0]
-        ssh["folder"] = posixpath.join(head.folder, "clusters", cluster.name)
-        cluster = dataclasses.replace(cluster, supervised_from=head.host, ssh=ssh)
-        if before is not None and before.supervised_from == "here" and (job := _unfinished(before)) is not None:
-            say(f"the supervisor stays on this machine until job {job.id} and those after it have ended")
-            cluster = dataclasses.replace(cluster, supervised_from="here")
-        else:
-            say(f"the supervisor runs on {head.host}: this machine may sleep or leave meanwhile")
-    cluster = _with_heads(cluster, before)
-    moves = before is not None and before.supervised_from != cluster.supervised_from
-    if before is not None and moves:
-        _bring_history(before, cluster, say)
-    if cluster.supervised_from != "here":
-        own = {key: value for key, value in cluster.ssh.items() if key != _HEADS}
-        there = {**own, "key": None, "jump": None, "names": [plan.host for plan in plans]}
-        anew = before is None or moves or before.status is ClusterStatus.DOWN
+    is_new = before is None or before.status is ClusterStatus.DOWN
+    stays_here = before is not None and not is_new and before.supervised_from == "here"
+    inside, why_not = _checked(targets, plans, say, from_here=from_here or stays_here)
+    site = "here" if why_not is not None else plans[0].host
+    if before is not None and not is_new:
+        _check_site(before, plans[0].host, why_not)
+        site = before.supervised_from
+    if stays_here:
+        say("the supervisor runs on this machine. Keep it awake while jobs run")
+    elif site != "here":
+        say(f"the supervisor runs on {site}: this machine may sleep or leave meanwhile")
+        ssh["folder"] = posixpath.join(plans[0].folder, "clusters", cluster.name)
+    elif not from_here:
+        say(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
+    cluster = dataclasses.replace(cluster, ssh=ssh, supervised_from=site)
+    if before is not None and is_new and before.supervised_from != site:
+        say(f"earlier jobs of cluster {cluster.name} and their logs stay on {_shown(before)}; numbers begin anew")
+    if site != "here":
+        there = {**ssh, "key": None, "jump": None, "names": [plan.host for plan in plans]}
         record_there = dataclasses.replace(cluster, hosts=(HERE, *inside), ssh=there, supervised_from="here")
-        _tell_ended(cluster, control(cluster).create(record_there, anew=anew), say)
+        _tell_ended(cluster, control(cluster).create(record_there, anew=is_new), say)
     return cluster
+
+
+def _check_site(cluster: ClusterSpec, head: str, why_not: str | None) -> None:
+    """Refuses a cluster whose supervisor would have to move.
+
+    Raises:
+        ProvisionError: it would.
+    """
+    site = cluster.supervised_from
+    if site == "here" or (site == head and why_not is None):
+        return
+    why = why_not if site == head else f"{head} is its head now"
+    downs = command_line("atoll", "down", cluster.name)
+    raise ProvisionError(
+        f"cluster {cluster.name} is supervised from {site}, which can't go on: {why}. A supervisor does not move: "
+        f"mend that, or `{downs}` and launch it again"
+    )
 
 
 def _before(name: str) -> ClusterSpec | None:
@@ -152,81 +163,13 @@ def _checked(
             connections.release(targets[0])
 
 
-def _bring_history(before: ClusterSpec, cluster: ClusterSpec, say: Say) -> None:
-    """Past jobs, their numbers and logs go along where the supervisor has moved; what is where they were stays."""
-    if (job := _unfinished(before)) is not None:
-        raise ConfigError(
-            f"cluster {cluster.name}: job {job.id} has not ended, and is supervised from {_shown(before)}; the next "
-            f"one would be from {_shown(cluster)}. Wait for it, or "
-            f"`{command_line('atoll', 'cancel', cluster.name, job.id)}`"
-        )
-    folder = _folder_here(cluster.name)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as tar:
-            try:
-                source = _control_at(before)
-                _tell_ended(before, source.end(), say)
-                source.pack((history.STORE, history.JOBS), tar)
-            except LookupError:  # somebody removed it there
-                return
-            except ProvisionError as error:
-                why = _why(error, before.name)
-                say(f"{why}. Its jobs so far, and their logs, stay there; numbers go on without them")
-                return
-            tar.seek(0)
-            ended, num_files, aside = _control_at(cluster).take(tar)
-    except (OSError, sqlite3.Error) as error:
-        raise ProvisionError(
-            f"past jobs of cluster {cluster.name} can't be brought to {_shown(cluster)}: this machine: "
-            f"{history.trouble(error, folder)}"
-        ) from None
-    _tell_ended(cluster, ended, say)
-    if num_files:
-        say("its past jobs and their logs move there with it")
-    if aside is not None:
-        say(f"jobs of an earlier cluster {cluster.name} were there: they are in {aside} now")
-
-
 def _shown(cluster: ClusterSpec) -> str:
     """The machine that its supervisor runs on."""
     return "this machine" if cluster.supervised_from == "here" else cluster.supervised_from
 
 
-def _unfinished(cluster: ClusterSpec) -> JobRow | None:
-    """The newest job that has not ended, of a cluster that is up and whose supervisor can be asked."""
-    if cluster.status is not ClusterStatus.UP:
-        return None
-    try:
-        return next((row for row in _control_at(cluster).queue() if not row.status.ended), None)
-    except ProvisionError:
-        return None
-
-
-def _control_at(cluster: ClusterSpec) -> LocalControl | ProgramControl:
-    return LocalControl(_folder_here(cluster.name)) if cluster.supervised_from == "here" else control(cluster)
-
-
 def _folder_here(name: str) -> Path:
     return atoll_home() / "clusters" / name
-
-
-def _with_heads(cluster: ClusterSpec, before: ClusterSpec | None) -> ClusterSpec:
-    """With every head on which there is something of it, also in its record, before anything is written there."""
-    if not (heads := _heads_of(*([before] if before is not None else []), cluster)):
-        return cluster
-    if before is not None:
-        record.change(_folder_here(cluster.name), ssh={**before.ssh, _HEADS: heads})
-    return dataclasses.replace(cluster, ssh={**cluster.ssh, _HEADS: heads})
-
-
-def _heads_of(*records: ClusterSpec) -> list[dict[str, Any]]:
-    heads: dict[str, dict[str, Any]] = {}
-    for each in records:
-        heads |= {head["host"]: head for head in each.ssh.get(_HEADS, ())}
-        if each.supervised_from != "here":
-            settings = {name: each.ssh.get(name) for name in ("key", "jump", "python")}
-            heads[each.hosts[0]] = {"host": each.hosts[0], **settings}
-    return [*heads.values()]
 
 
 def _from_head(
@@ -310,61 +253,36 @@ def control(cluster: ClusterSpec) -> ProgramControl:
     return ProgramControl(command, cluster.name, plan.host, _PATIENCE_S, lambda: forget("hops"))
 
 
-def _why(error: AtollError, cluster_name: str) -> str:
-    """What is wrong, without the next step that ``control`` puts behind it."""
-    return str(error).removesuffix(f". {what_then(cluster_name)}")
+def remove_record(cluster: ClusterSpec) -> None:
+    """Removes what the head keeps of a cluster that is down: its record, jobs and logs. Tells where that fails."""
+    folder = cluster.ssh.get("folder") or f"~/.atoll/clusters/{cluster.name}"
+    try:
+        connection, _ = _head(cluster)
+        control(cluster).end()
+        answer = connection.run(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
+        if answer.returncode != 0:
+            raise ProvisionError(_last_words(answer))
+    except AtollError as error:
+        _tell_left(cluster, error, f"{folder} stays there, and jobs go on if any run")
 
 
-def fetch_logs(cluster: ClusterSpec, job_id: int, dest: Path) -> None:
-    """Copy the folder of a job from the head that supervises its cluster.
-
-    Raises:
-        ProvisionError: the head can't be reached.
-    """
-    name = f"{history.JOBS}/{job_id}"
-    with tempfile.TemporaryFile() as tar:
-        control(cluster).pack([name], tar)
-        tar.seek(0)
-        history.unpack(tar, dest, name)
-
-
-def remove_records(cluster: ClusterSpec, *, without: str | None) -> None:
-    """Remove what heads keep of a cluster that is down: its record, jobs and logs. Tells of those where that fails.
-
-    ``without``: a head that can't be reached, which has been told of.
-    """
-    for head in _heads_of(cluster):
-        host = head["host"]
-        if host == without:
-            continue
-        each = dataclasses.replace(cluster, hosts=(host,), num_nodes=1, supervised_from=host, ssh=head)
-        folder = f"~/.atoll/clusters/{cluster.name}"
-        try:
-            connection, plan = _head(each)
-            folder = posixpath.join(plan.folder, "clusters", each.name)
-            control(each).end()
-            answer = connection.run(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
-            if answer.returncode != 0:
-                raise ProvisionError(_last_words(answer))
-        except AtollError as error:
-            why = _why(error, cluster.name).removeprefix(f"{host}: ")
-            tell(f"{host}: {why}. So {folder} stays there, and jobs go on if any run")
-
-
-def give_up(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> None:
-    """Clean up after a cluster whose head can't be asked to, as far as that goes, and say what stays.
+def clean_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> None:
+    """Cleans up after a cluster whose head can't be asked to, as far as that goes, and says what stays.
 
     ``for_good``: its record goes, so that this can't be done again.
     """
     folder = cluster.ssh.get("folder") or f"~/.atoll/clusters/{cluster.name}"
-    why = _why(error, cluster.name).removeprefix(f"{cluster.supervised_from}: ")
     downs = command_line("atoll", "down", cluster.name)
     again = "" if for_good else f"; once it can be reached, `{downs}` again ends and removes that"
-    tell(
-        f"{cluster.supervised_from}: {why}. So jobs go on there as long as it runs, and {folder} stays there (jobs, "
-        f"logs, workdir){again}"
-    )
+    stays = f"jobs go on there as long as it runs, and {folder} stays there (jobs, logs, workdir){again}"
+    _tell_left(cluster, error, stays)
     left, lines = remains.end_on_hosts(cluster, _folder_here(cluster.name), first=1)
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
         tell(line)
     remove_files(cluster, first=1)
+
+
+def _tell_left(cluster: ClusterSpec, error: AtollError, what: str) -> None:
+    site = cluster.supervised_from
+    why = str(error).removesuffix(f". {what_then(cluster.name)}").removeprefix(f"{site}: ")
+    tell(f"{site}: {why}. So {what}")

@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import fcntl
 import functools
-import itertools
 import json
 import os
 import shlex
@@ -34,6 +33,7 @@ SCHEMA = 1
 _BUSY_S = 20.0  # other processes' transactions take milliseconds
 _RESERVE = "reserve"  # a file whose room is given up for what must be written on a disk that a job has filled
 _RESERVE_BYTES = 1 << 18
+STORE = "jobs.db"
 VARIABLES = "variables.json"
 IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)  # of what a cluster consists of
 
@@ -85,7 +85,7 @@ class Store:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "jobs.db"
+        self.path = folder / STORE
         self._folder = folder
         check_owner(folder)
         with self._explained():
@@ -384,9 +384,8 @@ def give_reserve(folder: Path) -> bool:
 
 
 def _last_number(folder: Path) -> int:
-    """The highest number of a job that has a folder, be it one that was put aside (``history.take``)."""
-    found = itertools.chain(folder.glob("jobs/*"), folder.glob("jobs-*/jobs/*"), folder.glob(".arriving/jobs/*"))
-    return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
+    """The highest number of a job that has a folder."""
+    return max((int(path.name) for path in folder.glob("jobs/*") if path.name.isdecimal()), default=0)
 
 
 @contextlib.contextmanager
