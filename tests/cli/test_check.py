@@ -76,7 +76,7 @@ def test_a_tool_that_is_missing_is_named_with_how_to_get_it(atoll, monkeypatch, 
 @pytest.mark.parametrize("command", [["check", "mars"], ["gpus", "--infra", "mars"]])
 def test_an_infra_that_nobody_knows(atoll, command):
     code, out, err = atoll(*command)
-    assert (code, out) == (100, "")
+    assert (code, out) == (2, "")
     assert "mars" in err
     assert "knows local and ssh/NAME" in err
 
@@ -94,7 +94,7 @@ def test_an_infra_that_nobody_knows(atoll, command):
 def test_a_mistake_in_the_config_is_one_line_that_says_where(atoll, home, text, said):
     (home / "config.toml").write_text(text)
     code, out, err = atoll("check")
-    assert code == 100
+    assert code == 2
     (line,) = [line for line in (out + err).splitlines() if "config.toml" in line and "no ssh hosts" not in line]
     assert said in line
 

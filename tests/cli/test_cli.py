@@ -135,7 +135,7 @@ finally:
         (["train", "--help"], 0, "[RECIPE]"),
         (["train", "--help"], 0, "--nproc-per-node N"),
         (["pools", "down", "nope"], 102, "`atoll pools ls`"),
-        (["pools", "down", "../up"], 100, "name='../up'"),
+        (["pools", "down", "../up"], 2, "name='../up'"),
         (["pools", "down", "absent"], 102, "absent"),
         (["result"], 2, "Missing argument"),
         (["result", "abc"], 102, "'abc'"),

@@ -126,14 +126,14 @@ def test_help_teaches_with_an_example(atoll: Atoll, command: str) -> None:
     ("arguments", "code", "said"),
     [
         (["launch"], 2, "Missing argument"),
-        (["launch", "-c", "a/b", "echo"], 100, "cluster name 'a/b'"),
-        (["launch", "-c", "t", "absent.yaml"], 100, "absent.yaml"),
-        (["launch", "-c", "t", "--numnodes", "2", "echo"], 2, "--num-nodes"),
-        (["launch", "-c", "t", "--infra", "locla", "echo"], 100, "did you mean 'local'"),
-        (["launch", "-c", "t", "--gpus", "L4:x", "echo"], 100, "L4:x"),
-        (["launch", "-c", "t", "--gpus", "L4", "--no-simulate", "echo"], 100, "this machine has no GPU"),
-        (["launch", "-c", "t", "--env", "NOT_SET_HERE", "echo"], 100, "NOT_SET_HERE is not set"),
-        (["launch", "-c", "t", "--sweep", "LR", "echo"], 100, "expected KEY=value,value"),
+        (["launch", "-c", "a/b", "echo"], 2, "cluster name 'a/b'"),
+        (["launch", "-c", "t", "absent.yaml"], 2, "absent.yaml"),
+        (["launch", "-c", "t", "--numnode", "2", "echo"], 2, "--nodes"),
+        (["launch", "-c", "t", "--infra", "locla", "echo"], 2, "did you mean 'local'"),
+        (["launch", "-c", "t", "--gpus", "L4:x", "echo"], 2, "L4:x"),
+        (["launch", "-c", "t", "--gpus", "L4", "--no-simulate", "echo"], 2, "this machine has no GPU"),
+        (["launch", "-c", "t", "--env", "NOT_SET_HERE", "echo"], 2, "NOT_SET_HERE is not set"),
+        (["launch", "-c", "t", "--sweep", "LR", "echo"], 2, "expected KEY=value,value"),
         (["launch", "-c", "t", "-o", "xml", "echo"], 2, "xml"),
         (["exec", "absent", "echo"], 102, "`atoll launch -c absent TASK` makes it"),
         (["logs", "absent"], 102, "no cluster 'absent'"),
@@ -145,13 +145,13 @@ def test_help_teaches_with_an_example(atoll: Atoll, command: str) -> None:
         (["start", "absent"], 102, "no cluster 'absent'"),
         (["down", "absent*"], 102, "no cluster matches"),
         (["down"], 2, "--all"),
-        (["launch", "-c", "t", "--cpus", "9" * 400, "echo"], 100, "--cpus"),
-        (["launch", "-c", "t", "--memory", "9" * 400, "echo"], 100, "--memory"),
-        (["launch", "-c", "t", "-i", "9" * 30, "echo"], 100, "idle minutes: expected"),
+        (["launch", "-c", "t", "--cpus", "9" * 400, "echo"], 2, "--cpus"),
+        (["launch", "-c", "t", "--memory", "9" * 400, "echo"], 2, "--memory"),
+        (["launch", "-c", "t", "-i", "9" * 30, "echo"], 2, "idle minutes: expected"),
         (["autostop", "absent"], 102, "no cluster 'absent'"),
         (["ssh", "absent"], 102, "no cluster 'absent'"),
         (["cp", "absent:a", "."], 102, "no cluster 'absent'"),
-        (["cp", "a", "b"], 100, "one of the two on a node"),
+        (["cp", "a", "b"], 2, "one of the two on a node"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -227,7 +227,7 @@ def test_logs_of_a_job_that_has_ended(atoll: Atoll) -> None:
     code, out, _ = atoll("logs", "t", "--status")
     assert (code, out) == (100, "Job 1: FAILED, rank 1 on worker1 exited with code 1\n")
     assert atoll("logs", "t", "7")[0] == 102
-    assert atoll("logs", "t", "--rank", "2")[0] == 100
+    assert atoll("logs", "t", "--rank", "2")[0] == 2
     code, out, _ = atoll("logs", "t", "-o", "json")
     assert code == 100
     assert json.loads(out)["exit_code"] == 1
@@ -346,11 +346,11 @@ def test_a_cluster_grows_when_idle_and_says_so(atoll: Atoll) -> None:
     ]
     atoll("launch", "-c", "t", "-d", "sleep 60")
     code, _, err = atoll("launch", "-c", "t", "--num-nodes", "4", "true")
-    assert code == 100
+    assert code == 2
     assert "can't be resized (3 → 4 nodes) while job 3 is on it" in err
     assert "atoll cancel t 3" in err
     code, _, err = atoll("exec", "t", "--num-nodes", "4", "true")
-    assert code == 100
+    assert code == 2
     assert "has less than the task asks for (3 → 4 nodes): `atoll launch -c t TASK` resizes it" in err
     code, out, _ = atoll("exec", "t", "--num-nodes", "2", "echo beside it")
     assert code == 0
@@ -366,7 +366,7 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
     assert [(row["status"], row["cancelled_jobs"]) for row in json.loads(out)] == [("STOPPED", []), ("STOPPED", [1])]
     assert re.findall(r"STOPPED", atoll("status")[1]) == ["STOPPED"] * 2
     code, _, err = atoll("exec", "t-1", "true")
-    assert code == 100
+    assert code == 2
     assert "cluster t-1 is stopped; `atoll start t-1` takes it up again" in err
     assert atoll("start", "t-1")[1] == "Cluster t-1 is up; `atoll exec {name} TASK` runs on it\n".format(name="t-1")
     assert "kept" in atoll("exec", "t-1", "cat ~/file")[1]
@@ -554,7 +554,7 @@ def test_tasks_of_a_pipeline_that_need_different_files_run_one_by_one(atoll: Ato
     steps = [f"workdir: {tmp_path}/{name}\nrun: cat file; echo $SKYPILOT_TASK_IDS" for name in ("one", "two")]
     task = task_file(tmp_path / "pipeline.yaml", "\n---\n".join(steps))
     code, _, err = atoll("launch", "-c", "t", "-d", task)
-    assert code == 100
+    assert code == 2
     assert "a pipeline of 2 tasks that can't be submitted at once: they have different workdirs" in err
     code, out, _ = atoll("launch", "-c", "t", task)
     assert (code, out.count("one\n"), out.count("two\n")) == (0, 1, 1)
@@ -599,7 +599,7 @@ def test_secrets_never_show(atoll: Atoll, home: Path, tmp_path: Path, monkeypatc
     assert "length 18 18 18" in said[0][1]
     assert secret not in repr(said)
     code, _, err = atoll("exec", "t", "--sweep", "MY_KEY=a,b", "true")
-    assert code == 100
+    assert code == 2
     assert "a secret can't be swept" in err
     files = contents(home / "clusters")
     assert any(path.name == "jobs.db" for path in files)
@@ -610,8 +610,8 @@ def test_secrets_never_show(atoll: Atoll, home: Path, tmp_path: Path, monkeypatc
 def test_ssh_and_cp(atoll: Atoll, tmp_path: Path) -> None:
     atoll("launch", "-c", "t", "--num-nodes", "2", "echo $SKYPILOT_NODE_RANK > ~/rank")
     assert ssh("t/worker1", "--", "sh", "-c", "cat rank; exit 5") == (5, "1\n")
-    assert atoll("ssh", "t/worker2")[0] == 100
-    assert atoll("ssh", "t", "-L", "80:80:80:80")[0] == 100
+    assert atoll("ssh", "t/worker2")[0] == 2
+    assert atoll("ssh", "t", "-L", "80:80:80:80")[0] == 2
     assert atoll("cp", "t/worker1:rank", "here")[0] == 0
     assert Path("here").read_text() == "1\n"
     Path("folder/inner").mkdir(parents=True)
@@ -620,7 +620,7 @@ def test_ssh_and_cp(atoll: Atoll, tmp_path: Path) -> None:
     assert atoll("cp", "t:copies/folder", "back")[1] == "t:copies/folder → back: 1 file\n"
     assert Path("back/inner/file").read_text() == "content"
     code, _, err = atoll("cp", "t:absent", ".")
-    assert code == 100
+    assert code == 2
     assert "t:absent: there is no such file" in err
 
 
@@ -781,14 +781,14 @@ def test_files_that_go_away_while_a_folder_is_removed(tmp_path: Path) -> None:
 )
 def test_a_launch_that_starts_nothing_leaves_nothing(atoll: Atoll, home: Path, words: list[str]) -> None:
     task_file(Path("task.yaml"), "file_mounts:\n  ~/data: ./absent\nrun: echo\n")
-    assert atoll("launch", "-c", "t", "--dryrun", *words)[0] == 100
-    assert atoll("launch", "-c", "t", *words)[0] == 100
+    assert atoll("launch", "-c", "t", "--dryrun", *words)[0] == 2
+    assert atoll("launch", "-c", "t", *words)[0] == 2
     assert not list(home.glob("clusters/*"))
     atoll("launch", "-c", "t", "true")
-    assert atoll("launch", "-c", "t", *words)[0] == 100
+    assert atoll("launch", "-c", "t", *words)[0] == 2
     assert clusters.load("t").status == "UP"
     atoll("down", "t")
-    assert atoll("launch", "-c", "t", *words)[0] == 100
+    assert atoll("launch", "-c", "t", *words)[0] == 2
     assert clusters.load("t").status == "DOWN"
     assert atoll("logs", "t")[0] == 0
 
@@ -883,7 +883,7 @@ def test_a_folder_that_was_removed(atoll: Atoll, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     code, _, err = atoll("run", "--", "echo", "x")
-    assert code == 100
+    assert code == 2
     assert "current folder is gone" in err
     monkeypatch.chdir(tmp_path)
 
@@ -892,16 +892,16 @@ def test_a_folder_that_was_removed(atoll: Atoll, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["launch", "x.py"], 100, "atoll run x.py, or atoll launch --workdir . python x.py"),
+        (["launch", "x.py"], 2, "atoll run x.py, or atoll launch --workdir . python x.py"),
         (["launch", "--dryrun", "python", "x.py"], 0, "x.py is in this folder, which is not sent to the nodes"),
         (["launch", "--dryrun", "--gpus", "0", "true"], 0, "no accelerator"),
         (["launch", "--dryrun", "--gpus", "", "true"], 0, "no accelerator"),
         (["launch", "--dryrun", "--gpus", "L4", "--gpus", "L4:2", "true"], 0, "the last one counts, --gpus L4:2"),
         (["launch", "--dryrun", "--gpus", "L4:0.5", "true"], 0, "L4:0.5: a job has whole accelerators"),
-        (["launch", "--dryrun", "--gpus", "L4:5000", "true"], 100, "at most 1024 accelerators"),
+        (["launch", "--dryrun", "--gpus", "L4:5000", "true"], 2, "at most 1024 accelerators"),
         (["launch", "--dryrun", "--gpus", "L44", "true"], 0, "did you mean L4? It is taken"),
-        (["launch", "--dryrun", "--num-nodes", "1001", "true"], 100, "1001 nodes on this machine alone"),
-        (["run", "--nodes", "1001", "x.py"], 100, "1001 nodes on this machine alone"),
+        (["launch", "--dryrun", "--num-nodes", "1001", "true"], 2, "1001 nodes on this machine alone"),
+        (["run", "--nodes", "1001", "x.py"], 2, "1001 nodes on this machine alone"),
         (["run", "--gpus", "none", "--nproc", "2", "--", "true"], 0, "--nproc-per-node 2 has no effect"),
         (["run", "--", "x.py"], 2, "leave the -- out"),
         (["run", "--no-python", "./x.py"], 2, "./x.py is not executable"),
@@ -934,7 +934,7 @@ def test_exec_and_ssh_take_a_script_as_one_word(atoll: Atoll) -> None:
     atoll("launch", "-c", "t", "true")
     code, out, _ = atoll("exec", "t", "--dryrun", "false")
     assert (code, out.splitlines()[-1]) == (0, "nothing was started (--dryrun)")
-    assert atoll("exec", "t", "--dryrun", "--num-nodes", "3", "false")[0] == 100
+    assert atoll("exec", "t", "--dryrun", "--num-nodes", "3", "false")[0] == 2
     assert len(sky.queue("t")) == 1
     assert ssh("t", "--", "echo a | wc -c") == (0, "2\n")
 

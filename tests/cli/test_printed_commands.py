@@ -236,22 +236,22 @@ def test_what_the_commands_of_clusters_print_can_be_typed(session: Session) -> N
     session.follows(session.types("atoll status absent", 102), "atoll status --all")
     session.follows(session.types("atoll logs my-cluster 9", 102), "atoll queue my-cluster")
     session.follows(
-        session.types("atoll launch 'my script.py'", 100),
+        session.types("atoll launch 'my script.py'", 2),
         "atoll run 'my script.py'",
         "atoll launch --workdir . python 'my script.py'",
     )
     session.follows(session.types("atoll launch -c t -d 'sleep 60'"), "atoll logs t 1", "atoll cancel t 1", logs=103)
     session.types("atoll exec t -d 'sleep 60'")
     session.follows(
-        session.types("atoll launch -c t --num-nodes 2 true", 100), "atoll logs t 2", "atoll cancel t 2", logs=103
+        session.types("atoll launch -c t --num-nodes 2 true", 2), "atoll logs t 2", "atoll cancel t 2", logs=103
     )
-    session.follows(session.types("atoll exec t --num-nodes 2 true", 100), "atoll launch -c t TASK")
+    session.follows(session.types("atoll exec t --num-nodes 2 true", 2), "atoll launch -c t TASK")
     sweep = session.types("atoll exec t -d --sweep N=1,2 'sleep 60'")
     session.follows(sweep, "atoll queue t", "atoll cancel t 4 5")
     session.follows(session.types("atoll queue t --skip-finished"), "atoll exec t TASK")
     session.follows(session.types("atoll stop t"), "atoll start t")
     session.types("atoll stop t")
-    session.follows(session.types("atoll exec t true", 100), "atoll start t")
+    session.follows(session.types("atoll exec t true", 2), "atoll start t")
     session.follows(session.types("atoll down t"), "atoll logs t")
     session.follows(session.types("atoll exec t true", 102), "atoll launch -c t TASK")
     ran = session.types("atoll run 'my script.py'")

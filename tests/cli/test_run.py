@@ -434,8 +434,8 @@ def test_an_infra_that_is_not_there_is_named(tmp_path, monkeypatch):
     Path("work").mkdir()
     monkeypatch.chdir("work")
     script("", "train.py")
-    assert "--infra mars" in run("--infra", "mars", "train.py", code=100)[1]
-    assert "[ssh.lab]" in run("--infra", "ssh/lab", "train.py", code=100)[1]
+    assert "--infra mars" in run("--infra", "mars", "train.py", code=2)[1]
+    assert "[ssh.lab]" in run("--infra", "ssh/lab", "train.py", code=2)[1]
     assert not clusters.all_names()
 
 
@@ -445,7 +445,7 @@ def test_simulated_gpus_give_ranks_and_may_be_refused():
     )
     assert [line.endswith("2 1") for line in out.splitlines()] == [True, True]
     assert "simulated on CPU" in err
-    assert "can't be had" in run("--gpus", "L4:2", "--no-simulate", "script.py", code=100)[1]
+    assert "can't be had" in run("--gpus", "L4:2", "--no-simulate", "script.py", code=2)[1]
 
 
 def test_a_rank_for_each_gpu_that_the_nodes_share(monkeypatch, tmp_path):

@@ -83,10 +83,10 @@ def test_a_mistake_is_told_before_anything_is_copied(lab):
     words = ("run", "--infra", "ssh/lab", "--nodes", "2")
     assert "--nproc-per-node gpu: ssh/lab has no GPU" in atoll(*words, "--nproc", "gpu", "train.py", code=2)[1]
     assert "trian.py: no such script" in atoll(*words, "trian.py", code=2)[1]
-    assert "ssh/lab has 2 hosts" in atoll("run", "--infra", "ssh/lab", "--nodes", "3", "train.py", code=100)[1]
+    assert "ssh/lab has 2 hosts" in atoll("run", "--infra", "ssh/lab", "--nodes", "3", "train.py", code=2)[1]
     asked = ("launch", "--infra", "ssh/lab", "--gpus", "L4:2", "true")
     lacking = "atoll: L4:2 can't be had on h1: it has no GPU; --gpus none asks for none\n"
-    assert atoll(*asked, code=100)[1] == lacking
+    assert atoll(*asked, code=2)[1] == lacking
     assert "no cluster is up" in atoll("status", "-a")[0]
 
 

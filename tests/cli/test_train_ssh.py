@@ -108,10 +108,10 @@ def test_hosts_without_a_shared_folder_are_refused_at_the_start(make_bed: MakeBe
 
 
 def test_what_can_not_be_meant_is_refused_before_anything_is_sent(lab: Testbed, project: Path) -> None:
-    assert "--num-nodes 3: ssh/lab has 2 (h1, h2)" in train(project, "tiny.toml", "--nodes", "3", code=100)
-    said = train(project, "tiny.toml", "--gpus", "L4:2", code=100)
+    assert "--num-nodes 3: ssh/lab has 2 (h1, h2)" in train(project, "tiny.toml", "--nodes", "3", code=2)
+    said = train(project, "tiny.toml", "--gpus", "L4:2", code=2)
     assert "--gpus L4:2 can't be had on h1: it has no GPU; leave --gpus out to use what is there" in said
-    assert "ssh/lob: no group of that name" in train(project, "tiny.toml", "--infra", "ssh/lob", code=100)
+    assert "ssh/lob: no group of that name" in train(project, "tiny.toml", "--infra", "ssh/lob", code=2)
 
 
 @pytest.mark.long

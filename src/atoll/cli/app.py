@@ -18,11 +18,12 @@ import typer
 from atoll import __version__
 from atoll.cli import check, clusters, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
+from atoll.cli.options import Output, as_json, normalized
 from atoll.cli.recipes import recipes_app
-from atoll.cli.shown import Output, as_json, duration, print_json, print_table
+from atoll.cli.shown import duration, print_json, print_table
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
+from atoll.core.exit_codes import ExitCode, exit_code_of
 
-_FAILED, _NOT_FINISHED, _NOT_FOUND = 100, 101, 102
 _SAME_S = 1.0  # a Ctrl-C so soon after another is the same wish
 
 _HELP = """Train one model on any hardware you can reach.
@@ -45,7 +46,7 @@ what can be used from here          → atoll check,  atoll gpus
 """
 
 app = typer.Typer(
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": normalized},
     help=_HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -140,7 +141,7 @@ def pools_down(
             f"{name}: " + ("no such pool is up; `atoll pools ls` lists those that are" if name in missing else "ended")
         )
     if missing:
-        raise typer.Exit(_NOT_FOUND)
+        raise typer.Exit(ExitCode.NOT_FOUND)
 
 
 @images.command("ls")
@@ -191,14 +192,14 @@ def result(
 
     if not exists(job_id):
         print(f"atoll: no detached call {job_id!r}; its id is what pool.submit(..., detach=True) gave", file=sys.stderr)
-        raise typer.Exit(_NOT_FOUND)
+        raise typer.Exit(ExitCode.NOT_FOUND)
     try:
         shown = repr(fetch(job_id, timeout))
     except Exception as error:  # noqa: BLE001 - whatever the user's function raised
         print(f"atoll: {type(error).__name__}: {error}", file=sys.stderr)
         if isinstance(error.__cause__, RemoteTraceback):
             print(error.__cause__, file=sys.stderr)
-        raise typer.Exit(_NOT_FINISHED if isinstance(error, CallTimeout) else _FAILED) from None
+        raise typer.Exit(ExitCode.NOT_FINISHED if isinstance(error, CallTimeout) else ExitCode.FAILED) from None
     print(shown)
 
 
@@ -247,13 +248,13 @@ def run_command() -> None:
                 sys.stdout.flush()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
-        sys.exit(_NOT_FOUND if isinstance(error, LookupError) else _FAILED)
+        sys.exit(exit_code_of(error))
     except OSError as error:  # a full disk, a state folder that can't be
         where = f"{error.filename}: " if error.filename else ""
         print(f"atoll: {where}{error.strerror or error}", file=sys.stderr)
         if error.errno == errno.ENOSPC:
             output.drop(sys.stdout.fileno())  # what is left of it can't be written at the end either
-        sys.exit(_FAILED)
+        sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli import shown
+from atoll.cli import options, shown
 from atoll.core.errors import AtollError, ConfigError
-from atoll.tasks.spec import EXIT_FAILED, ClusterSpec
+from atoll.core.exit_codes import ExitCode
+from atoll.tasks.spec import ClusterSpec
 
 _TOOLS = {"bash": "tasks' scripts need it", "git": "a workdir's .gitignore needs it", "ssh": "ssh hosts need it"}
 
@@ -32,7 +33,7 @@ def check(
     infras: Annotated[
         list[str] | None, typer.Argument(metavar="[INFRA]...", help="local, ssh/NAME; by default all that is declared.")
     ] = None,
-    output: shown.Output = "table",
+    output: options.Output = "table",
 ) -> None:
     """Look at what jobs could run on, and say what is missing. Each line that begins with ✗ says how to get it.
 
@@ -46,7 +47,7 @@ def check(
     """
     from atoll.providers.ssh.hosts import declared_groups
 
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     found: list[_Finding] = []
     for infra in infras or ["local", *(f"ssh/{name}" for name in declared_groups())]:
         if infra == "local":
@@ -64,7 +65,7 @@ def check(
         if not infras and not any(each.infra.startswith("ssh/") for each in found):
             print('no ssh hosts are declared: [ssh.lab] hosts = ["user@gpu-1"] in config.toml under ATOLL_HOME')
     if not all(each.ok for each in found):
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _local() -> list[_Finding]:
@@ -145,7 +146,7 @@ def _preflight(infra: str, num_hosts: int) -> list[_Finding]:
 def gpus(
     place: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, or ssh/NAME.")] = None,
     infra: Annotated[str, typer.Option(help="The same as a flag.")] = "local",
-    output: shown.Output = "table",
+    output: options.Output = "table",
 ) -> None:
     """Show the GPUs that jobs can use, and who holds them.
 
@@ -156,7 +157,7 @@ def gpus(
     if place is not None and place != "local" and not place.startswith("ssh/"):
         raise typer.BadParameter(f"{place}: expected local or ssh/NAME")
     infra = place or infra
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     rows = _remote_gpus(infra) if infra.startswith("ssh/") else _local_gpus(infra, as_json)
     if as_json:
         shown.print_json(rows)

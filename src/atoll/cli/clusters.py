@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from atoll.cli import shown
+from atoll.cli import options, shown
 from atoll.core.errors import AtollError
+from atoll.core.exit_codes import ExitCode
 from atoll.core.hints import command_line
-from atoll.tasks.spec import EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, ClusterSpec, ClusterStatus, JobStatus
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.lifecycle import Say
@@ -29,7 +30,6 @@ Names = Annotated[
     list[str] | None, typer.Argument(metavar="CLUSTERS", help="Names; a pattern such as 'train-*' means several.")
 ]
 All = Annotated[bool, typer.Option("--all", "-a", help="All of them.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Nothing is asked; taken because scripts give it.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +53,7 @@ def status(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Those that are down, too.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Ask the hosts of ssh clusters, too.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="With what was said when each was made.")] = False,
-    output: shown.Output = "table",
+    output: options.Output = "table",
 ) -> None:
     """Show clusters.
 
@@ -64,7 +64,7 @@ def status(
     """
     from atoll.tasks import api, clusters, record
 
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     problems = _Problems()
     damaged: dict[str, AtollError | OSError] = {}
     wanted = _named(names, problems) if names else None
@@ -90,7 +90,7 @@ def status(
         then = "" if "down --purge" in str(error) else f". {record.removes(name)}"
         shown.note(f"atoll: cluster {name}: {error}{then}")
     if damaged and names:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
     problems.exit()
 
 
@@ -150,7 +150,7 @@ def queue(
     everything: Annotated[bool, typer.Option("--all", "-a", help=f"Also jobs beyond the last {_NUM_SHOWN}.")] = False,
     skip_finished: Annotated[bool, typer.Option("--skip-finished", "-s", help="Only those that go on.")] = False,
     all_users: Annotated[bool, typer.Option("--all-users", "-u", help="Everybody's; what is always shown.")] = False,
-    output: shown.Output = "table",
+    output: options.Output = "table",
 ) -> None:
     """Show the jobs of clusters, the newest first. By default of every cluster that is up.
 
@@ -160,7 +160,7 @@ def queue(
     """
     from atoll.tasks import api
 
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     problems = _Problems()
     wanted = _named(names, problems) if names else [each.name for each in api.status(on_error=problems.of)]
     found: dict[str, list[JobRow]] = {}
@@ -173,7 +173,7 @@ def queue(
         _print_queues(found, everything, skip_finished, titled=len(found) > 1 or not names)
     elif not names:
         print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
-    problems.exit(EXIT_OK if not names else EXIT_NOT_FOUND)
+    problems.exit(ExitCode.OK if not names else ExitCode.NOT_FOUND)
 
 
 def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_finished: bool, *, titled: bool) -> None:
@@ -200,7 +200,7 @@ def logs(
     rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank wrote.", metavar="R")] = None,
     only_status: Annotated[bool, typer.Option("--status", help="Only where it stands, as exit code too.")] = False,
     sync_down: Annotated[bool, typer.Option("--sync-down", "-s", help="Copy the log files here instead.")] = False,
-    output: shown.Output = "table",
+    output: options.Output = "table",
 ) -> None:
     """Show a job's log, and exit as the job stands. That is 0 succeeded, 100 failed, 101 not finished, 103 cancelled.
 
@@ -213,7 +213,7 @@ def logs(
     """
     from atoll.tasks import api
 
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     job = api.job(name, job_id)
     if only_status or as_json:
         row = job.row()
@@ -233,7 +233,7 @@ def logs(
         writer = shown.LogWriter(sys.stdout)
         code = job.follow(writer, follow=False, tail=tail, rank=rank).exit_code
         writer.close()
-    if code != EXIT_OK:
+    if code != ExitCode.OK:
         raise typer.Exit(code)
 
 
@@ -241,8 +241,8 @@ def cancel(
     name: Name,
     job_ids: Annotated[list[int] | None, typer.Argument(metavar="JOBS", help="Numbers of jobs.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every job that has not ended.")] = False,
-    yes: Yes = False,
-    output: shown.Output = "table",
+    yes: options.Yes = False,
+    output: options.Output = "table",
 ) -> None:
     """Cancel jobs; the newest that goes on, where none is named.
 
@@ -254,7 +254,7 @@ def cancel(
     """
     from atoll.tasks import api
 
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     if job_ids and everything:
         raise typer.BadParameter("give numbers of jobs or --all, not both")
     asked = api.cancel(name, job_ids, all=everything)
@@ -270,7 +270,9 @@ def cancel(
         print(f"no job goes on on cluster {name}")
 
 
-def stop(names: Names = None, everything: All = False, yes: Yes = False, output: shown.Output = "table") -> None:
+def stop(
+    names: Names = None, everything: All = False, yes: options.Yes = False, output: options.Output = "table"
+) -> None:
     """Stop clusters: their jobs end, their nodes' files are kept.
 
     \b
@@ -288,7 +290,9 @@ def stop(names: Names = None, everything: All = False, yes: Yes = False, output:
     _each(names, everything, output, halt, said, up_only=True)
 
 
-def start(names: Names = None, everything: All = False, yes: Yes = False, output: shown.Output = "table") -> None:
+def start(
+    names: Names = None, everything: All = False, yes: options.Yes = False, output: options.Output = "table"
+) -> None:
     """Take up stopped clusters again. `atoll launch` and `atoll exec` then run on them.
 
     \b
@@ -309,9 +313,9 @@ def start(names: Names = None, everything: All = False, yes: Yes = False, output
 def down(
     names: Names = None,
     everything: All = False,
-    yes: Yes = False,
+    yes: options.Yes = False,
     purge: Annotated[bool, typer.Option("--purge", "-p", help="Remove the logs of their jobs, too.")] = False,
-    output: shown.Output = "table",
+    output: options.Output = "table",
 ) -> None:
     """Take clusters down: their jobs end, their nodes' files go. The logs of their jobs are kept.
 
@@ -354,7 +358,7 @@ def _each(
     """
     from atoll.tasks import api, clusters
 
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     if not names and not everything:
         raise typer.BadParameter("name a cluster, or give --all; `atoll status` lists them")
     if names and everything:
@@ -428,7 +432,7 @@ class _Problems:
     """What went wrong with single clusters; it is told at once, and counts in the exit code."""
 
     def __init__(self) -> None:
-        self._code = EXIT_OK
+        self._code = ExitCode.OK
 
     @contextlib.contextmanager
     def told(self, name: str | None = None) -> Iterator[None]:
@@ -442,11 +446,11 @@ class _Problems:
         """Something failed for the cluster of this name, or for one that there is not."""
         text = str(error)
         shown.note(f"atoll: {text}" if name is None or name in text else f"atoll: cluster {name}: {text}")
-        self._code = max(self._code, EXIT_NOT_FOUND if isinstance(error, LookupError) else EXIT_FAILED)
+        self._code = max(self._code, ExitCode.NOT_FOUND if isinstance(error, LookupError) else ExitCode.FAILED)
 
-    def exit(self, most: int = EXIT_NOT_FOUND) -> None:
+    def exit(self, most: int = ExitCode.NOT_FOUND) -> None:
         """Exit as the worst of it, with ``most`` at most; go on where nothing went wrong."""
-        if min(self._code, most) != EXIT_OK:
+        if min(self._code, most) != ExitCode.OK:
             raise typer.Exit(min(self._code, most))
 
 
@@ -459,8 +463,8 @@ def autostop(
     down: Annotated[bool, typer.Option("--down", help="Take it down instead of stopping it.")] = False,
     never: Annotated[bool, typer.Option("--cancel", help="Take an autostop back.")] = False,
     wait_for: Annotated[str | None, typer.Option("--wait-for", hidden=True)] = None,
-    yes: Yes = False,
-    output: shown.Output = "table",
+    yes: options.Yes = False,
+    output: options.Output = "table",
 ) -> None:
     """Stop clusters by themselves once no job has run for a while.
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli import shown
+from atoll.cli import options, shown
 from atoll.cli.output import OutputClosed
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.errors import ConfigError
+from atoll.core.exit_codes import ExitCode
 from atoll.core.hints import command_line
-from atoll.tasks.spec import EXIT_CANCELLED, EXIT_FAILED, EXIT_NOT_FINISHED, EXIT_OK, ClusterStatus, JobStatus
+from atoll.tasks.spec import ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
 Entrypoint = Annotated[
     list[str], typer.Argument(metavar="TASK", help="A task file (YAML), or a command; `--` before one with flags.")
 ]
-Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Return once all is submitted, also of a pipeline.")]
 Sweep = Annotated[
     list[str] | None,
     typer.Option("--sweep", help="One job a value, as in LR=0.1,0.01; several make the product.", metavar="KEY=a,b"),
 ]
 Parallel = Annotated[int, typer.Option(min=1, help="Jobs of a sweep that run at once.", metavar="N")]
-DryRun = Annotated[bool, typer.Option("--dryrun", help="Say what would be done, and do nothing.")]
 
 _CANCELLED_S = 10.0  # what comes after a task that failed is cancelled within this time
 
@@ -50,21 +49,19 @@ def launch(
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Cluster to make, reuse or resize; a new one by default.")
     ] = None,
-    detach: Detach = False,
+    detach: options.Detach = False,
     idle: Annotated[
         int | None, typer.Option("--idle-minutes-to-autostop", "-i", help="Stop it after so many idle minutes.")
     ] = None,
     down: Annotated[bool, typer.Option("--down", help="Take it down instead; after its last job without -i.")] = False,
     no_setup: Annotated[bool, typer.Option("--no-setup", help="Leave the task's setup out.")] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Leave setup out where the cluster is set up already.")] = False,
-    no_simulate: Annotated[
-        bool, typer.Option("--no-simulate", help="Refuse accelerators that this machine lacks.")
-    ] = False,
+    no_simulate: options.NoSimulate = False,
     sweep: Sweep = None,
     parallel: Parallel = 1,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Nothing is asked; taken because scripts give it.")] = False,
-    dryrun: DryRun = False,
-    output: shown.Output = "table",
+    yes: options.Yes = False,
+    dryrun: options.DryRun = False,
+    output: options.Output = "table",
 ) -> None:
     """Start a task on a cluster, and show its log. The cluster is made, reused or resized for it.
 
@@ -96,11 +93,11 @@ def exec_(
     cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A cluster that is up.")],
     entrypoint: Entrypoint,
     flags: TaskFlags,
-    detach: Detach = False,
+    detach: options.Detach = False,
     sweep: Sweep = None,
     parallel: Parallel = 1,
-    dryrun: DryRun = False,
-    output: shown.Output = "table",
+    dryrun: options.DryRun = False,
+    output: options.Output = "table",
 ) -> None:
     """Start a task on a cluster that is up. Its workdir is copied, its setup and file_mounts are left out.
 
@@ -139,7 +136,7 @@ class _Command:
         self._dryrun = dryrun
         self._sweep = sweep or ()
         self._parallel = parallel
-        self._json = shown.as_json(output)
+        self._json = options.as_json(output)
         self._stream = sys.stderr if self._json else sys.stdout
         self._submitted: list[Job] = []
 
@@ -163,7 +160,7 @@ class _Command:
             if then is None:
                 raise
             self.tell(f"\n{then[0].upper()}{then[1:]}")
-            raise typer.Exit(EXIT_NOT_FINISHED) from None
+            raise typer.Exit(ExitCode.NOT_FINISHED) from None
 
     def _goes_on(self, cluster: str) -> str | None:
         """What goes on without this command, and how to see it; None where nothing does."""
@@ -199,8 +196,8 @@ class _Command:
             self._exit(cluster, *self._run_together(tasks, cluster, options))
         elif self._detach:
             raise ConfigError(
-                f"--detach-run with a pipeline of {len(tasks)} tasks that can't be submitted at once: {apart}. Leave "
-                f"--detach-run out, so that this command starts each when the one before has succeeded"
+                f"--detach with a pipeline of {len(tasks)} tasks that can't be submitted at once: {apart}. Leave "
+                f"--detach out, so that this command starts each when the one before has succeeded"
             )
         else:
             self._exit(cluster, *self._run_apart(tasks, cluster, options))
@@ -209,14 +206,15 @@ class _Command:
         """All of them are jobs from the beginning, and go on without this process."""
         jobs = self._submit(tasks, cluster, options)
         if self._detach or self._sweep:
-            return jobs, EXIT_OK if self._detach else self._show_sweep(jobs)
-        code, later = EXIT_OK, list(jobs)
-        while later and code == EXIT_OK:
+            return jobs, ExitCode.OK if self._detach else self._show_sweep(jobs)
+        code: int = ExitCode.OK
+        later = list(jobs)
+        while later and code == ExitCode.OK:
             job = later.pop(0)
             if len(jobs) > 1:
                 self.tell(f"Task {len(jobs) - len(later)} of {len(jobs)} is job {job.id}")
             code = shown.follow(job, self._stream, fresh=True)
-        if later and code == EXIT_NOT_FINISHED:
+        if later and code == ExitCode.NOT_FINISHED:
             self.tell(f"What follows it in the pipeline starts by itself: {command_line('atoll', 'queue', cluster)}")
         elif later:
             for job in later:
@@ -227,14 +225,14 @@ class _Command:
     def _run_apart(self, tasks: Sequence[Task], cluster: str, options: Options) -> tuple[list[Job], int]:
         """What one needs would be in the way of another: this process starts each when the one before has succeeded."""
         done: list[Job] = []
-        code = EXIT_OK
+        code: int = ExitCode.OK
         # A cluster that goes down after its last job must not do so between two of these.
         each = dataclasses.replace(options, idle_minutes=None, down=False)
         for number, task in enumerate(tasks, 1):
             self.tell(f"Task {number} of {len(tasks)}: {task.name or 'unnamed'}")
             done += self._submit([task], cluster, each, done)
             code = shown.follow(done[-1], self._stream, fresh=True)
-            if code != EXIT_OK:
+            if code != ExitCode.OK:
                 if number < len(tasks):
                     self._say_over(len(tasks) - number)
                 break
@@ -265,11 +263,11 @@ class _Command:
         self.tell(f"the pipeline ends here: {left} of its tasks {'was' if left == 1 else 'were'} not started")
 
     def _exit(self, cluster: str, jobs: Sequence[Job], code: int) -> None:
-        if not self._detach and code != EXIT_NOT_FINISHED:
+        if not self._detach and code != ExitCode.NOT_FINISHED:
             self._say_next(cluster, jobs)
         if self._json:
             self._print_json(jobs)
-        if code != EXIT_OK:
+        if code != ExitCode.OK:
             raise typer.Exit(code)
 
     def _say_next(self, name: str, jobs: Sequence[Job]) -> None:
@@ -289,13 +287,13 @@ class _Command:
         except KeyboardInterrupt:
             name = jobs[0].cluster
             self.tell(f"\nThe jobs go on. {shown.to_see(name, [job.id for job in jobs])}")
-            return EXIT_NOT_FINISHED
+            return ExitCode.NOT_FINISHED
         if not self._json:
             shown.print_sweep(shown.sweep_rows(jobs))
         if all(status is JobStatus.SUCCEEDED for status in statuses):
-            return EXIT_OK
-        failed = any(status.exit_code == EXIT_FAILED for status in statuses)
-        return EXIT_FAILED if failed else EXIT_CANCELLED
+            return ExitCode.OK
+        failed = any(status.exit_code == ExitCode.FAILED for status in statuses)
+        return ExitCode.FAILED if failed else ExitCode.CANCELLED
 
     def _await(self, jobs: Sequence[Job]) -> list[JobStatus]:
         from atoll.tasks.jobs import rows_of

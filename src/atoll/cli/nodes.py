@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from atoll.cli import shown
+from atoll.cli import options, shown
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.tasks.spec import ClusterSpec, node_name
 
@@ -73,7 +73,7 @@ def ssh(
 def cp(
     source: Annotated[str, typer.Argument(help="A path, or CLUSTER:PATH; CLUSTER/worker1:PATH for another node.")],
     dest: Annotated[str, typer.Argument(help="The same; a path on a node begins at its home.")],
-    output: shown.Output = "table",
+    output: options.Output = "table",
 ) -> None:
     """Copy a file or a folder to or from a node.
 
@@ -82,7 +82,7 @@ def cp(
         atoll cp train/worker1:logs worker1-logs
         atoll cp data.txt train:data/
     """
-    as_json = shown.as_json(output)
+    as_json = options.as_json(output)
     there, here = _remote(source), _remote(dest)
     if (there is None) == (here is None):
         raise ConfigError(f"cp {source} {dest}: expected one of the two on a node, as in train:sky_workdir/model.pt .")
@@ -90,13 +90,13 @@ def cp(
     spec, number = _node(f"{cluster}/{node}")
     if spec.hosts:
         target = _target(spec, number)
-        options = ["-P" if each == "-p" else each for each in target.options]
+        flags = ["-P" if each == "-p" else each for each in target.options]
         path = _on_host(spec, number, path)
         if there:
             made = Path(dest, os.path.basename(path.rstrip("/"))) if Path(dest).is_dir() else Path(dest)
-            copied = _secure_copy([*options, f"{target.host}:{path}", dest], source, dest, made)
+            copied = _secure_copy([*flags, f"{target.host}:{path}", dest], source, dest, made)
         else:
-            copied = _secure_copy([*options, source, f"{target.host}:{path}"], source, dest, Path(source))
+            copied = _secure_copy([*flags, source, f"{target.host}:{path}"], source, dest, Path(source))
     else:
         local, into = _on_node(spec, number, path), path.endswith("/")
         copied = _copy(local, Path(dest), source) if there else _copy(Path(source), local, source, into=into)

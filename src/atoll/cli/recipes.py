@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.cli import options
 from atoll.core.errors import ConfigError
 from atoll.core.hints import command_line
 
@@ -25,17 +26,14 @@ _WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @recipes_app.command("ls")
-def ls(
-    output: Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")] = "table",
-) -> None:
+def ls(output: options.Output = "table") -> None:
     """List the recipes that ship with Atoll."""
     from atoll.train.recipe.files import shipped_names
 
-    if output not in ("table", "json"):
-        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
+    as_json = options.as_json(output)
     rows = [_row(name) for name in shipped_names()]
     rows.sort(key=lambda row: (row["name"].split("_")[0], row["parameters"]))
-    if output == "json":
+    if as_json:
         print(json.dumps(rows, indent=2))
         return
     print(f"{'NAME':14} {'PARAMETERS':>15} {'SEQ_LEN':>7}  {'LAYOUT':22} NOTE")

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli import shown
+from atoll.cli import options, shown
+from atoll.cli.options import is_number, num_processes
 from atoll.cli.output import OutputClosed
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
-from atoll.core.hints import MOST_NODES, MOST_PROCESSES, MOST_TRIES, command_line, current_folder, nearest
-from atoll.tasks.spec import EXIT_CANCELLED, ClusterSpec, ClusterStatus, JobSpec, Restarts
+from atoll.core.exit_codes import ExitCode
+from atoll.core.hints import MOST_TRIES, command_line, current_folder, nearest
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, Restarts
 
 if TYPE_CHECKING:
     from atoll.providers.base import NodePlan
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _RUN_NAME = re.compile(r"run-[0-9a-f]{6}")
-_MOST_DIGITS = 18
 _NUM_KEPT = 20  # runs that have ended, whose logs are kept
 
 
@@ -46,24 +47,11 @@ def run(
             metavar="SCRIPT [ARGS]", help="A script and its arguments; or after -- any command, once a node."
         ),
     ] = None,
-    nodes: Annotated[
-        str, typer.Option("--nodes", "--num-nodes", "--nnodes", help="How many nodes.", metavar="N")
-    ] = "1",
-    nproc: Annotated[
-        str,
-        typer.Option(
-            "--nproc-per-node",
-            "--nproc",
-            help="Ranks a node: a number; gpu: one a GPU; cpu: one a core; auto: one a GPU, else one.",
-            metavar="N",
-        ),
-    ] = "auto",
-    infra: Annotated[str, typer.Option(help="Where: local, or ssh/NAME.", metavar="INFRA")] = "local",
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option("--gpus", "--accelerators", help="Of each node: L4:2. Simulated where local has none."),
-    ] = None,
-    no_simulate: Annotated[bool, typer.Option("--no-simulate", help="Refuse GPUs that this machine lacks.")] = False,
+    nodes: options.Nodes = 1,
+    nproc: options.Nproc = "auto",
+    infra: options.Infra = "local",
+    gpus: options.Gpus = None,
+    no_simulate: options.NoSimulate = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
     run_path: Annotated[bool, typer.Option("--run-path", hidden=True)] = False,
@@ -101,12 +89,8 @@ def run(
             metavar="SIGNALS",
         ),
     ] = None,
-    env: Annotated[
-        list[str] | None, typer.Option("--env", help="Variable: K=V, or K for its value here.", metavar="K=V")
-    ] = None,
-    secret: Annotated[
-        list[str] | None, typer.Option("--secret", help="Like --env, and never shown.", metavar="K=V")
-    ] = None,
+    env: options.Env = None,
+    secret: options.Secret = None,
     workdir: Annotated[
         str | None,
         typer.Option("--workdir", help="Folder that ranks start in, copied to ssh hosts; the current one by default."),
@@ -139,7 +123,13 @@ def run(
     if once_a_node and nproc != "auto":
         shown.note(f"atoll: --nproc-per-node {nproc} has no effect: a command after -- runs once a node")
     kind = "program" if once_a_node or no_python else "module" if module and not run_path else "script"
-    place = _Place(infra, _num_nodes(nodes), shown.last_of("--gpus", gpus), not no_simulate, _workdir(workdir, infra))
+    place = _Place(
+        infra or "local",
+        nodes or 1,
+        options.last_of("--gpus", gpus),
+        not no_simulate,
+        _workdir(workdir, infra or "local"),
+    )
     if kind == "program":
         place.check_program(words[0], once_a_node)
     if kind == "script":
@@ -149,11 +139,12 @@ def run(
 
     try:
         with _interrupted_by_signals(handed_on), connections.kept():
+            cores = len(os.sched_getaffinity(0)) if place.local else None
             cluster, num_gpus = place.cluster()
             variables, values = _variables(env, secret)
             spec = dataclasses.replace(
                 place.job(cluster, (*place.interpreter(kind, cluster), *words)),
-                num_processes=1 if once_a_node else _num_processes(nproc, num_gpus, infra),
+                num_processes=1 if once_a_node else num_processes(nproc, num_gpus, cores, place.infra),
                 env=variables,
                 secret_names=tuple(values),
                 restarts=Restarts(on_errors=max_restarts, on_lost_nodes=max_restarts),
@@ -165,46 +156,16 @@ def run(
             shown_ranks = _local_ranks(local_ranks, spec.num_processes)
             code = _run(cluster, spec, values, place.workdir, shown_ranks, handed_on)
     except KeyboardInterrupt:  # before there was a job
-        code = EXIT_CANCELLED
+        code = ExitCode.CANCELLED
     raise typer.Exit(code)
 
 
 # ------------------------------------------------------------------------------------------------- what was asked
-def _num_nodes(text: str) -> int:
-    least, colon, most = text.partition(":")
-    if (
-        not _is_number(least)
-        or (colon and not _is_number(most))
-        or not 1 <= int(least) <= int(most or least) <= MOST_NODES
-    ):
-        raise typer.BadParameter(f"--nodes {text}: expected a number from 1 to {MOST_NODES}")
-    if colon and most != least:
-        shown.note(f"atoll: --nodes {text}: a run has a fixed size here, {most} nodes are used")
-    return int(most) if colon else int(least)
-
-
-def _num_processes(text: str, num_gpus: int, infra: str) -> int:
-    if text == "auto":
-        return max(1, num_gpus)
-    if text == "cpu" and infra == "local":
-        return len(os.sched_getaffinity(0))
-    if text == "gpu":
-        if not num_gpus:
-            simulated = ", or --gpus L4:2 to simulate two" if infra == "local" else ""
-            raise typer.BadParameter(f"--nproc-per-node gpu: {infra} has no GPU; give a number{simulated}")
-        return num_gpus
-    if not _is_number(text) or not 0 < int(text) <= MOST_PROCESSES:
-        raise typer.BadParameter(
-            f"--nproc-per-node {text}: expected a number up to {MOST_PROCESSES}, gpu, auto, or cpu on local nodes"
-        )
-    return int(text)
-
-
 def _local_ranks(text: str | None, num_processes: int) -> frozenset[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(_is_number(word) and int(word) < num_processes for word in words):
+    if not all(is_number(word) and int(word) < num_processes for word in words):
         raise typer.BadParameter(f"--local-ranks-filter {text}: expected numbers from 0 to {num_processes - 1}, as 0,1")
     return frozenset(map(int, words))
 
@@ -227,11 +188,6 @@ def _grace_s(given: int | None, variables: Mapping[str, str]) -> float | None:
     from atoll.tasks.variables import shutdown_s
 
     return shutdown_s(variables) if given is None else float(given)
-
-
-def _is_number(text: str) -> bool:
-    """Is it one that Python reads, too? Not the digits of other scripts, not thousands of them."""
-    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 def _variables(env: Sequence[str] | None, secret: Sequence[str] | None) -> tuple[dict[str, str], dict[str, str]]:

@@ -9,19 +9,16 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import typer
-
+from atoll.core.exit_codes import ExitCode
 from atoll.core.hints import command_line
 from atoll.tasks.schedule import TURN
-from atoll.tasks.spec import EXIT_NOT_FINISHED, ClusterSpec, JobStatus
+from atoll.tasks.spec import ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
     from atoll.tasks.rows import JobRow
-
-Output = Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")]
 
 # What the supervisor puts before each line of a process, and its own last words.
 _PREFIX = re.compile(rb"^\((?:[^()\n]{0,120}[ ,])?pid=\d+(?:, ip=[^()\n]{1,60})?\) ", re.M)
@@ -36,25 +33,9 @@ _SILENT_S = 4.0  # a job that waits longer without news is followed: that tells 
 _RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in these, however long the log is
 
 
-def as_json(output: str) -> bool:
-    """Does ``-o`` ask for JSON?"""
-    if output not in ("table", "json"):
-        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
-    return output == "json"
-
-
 def note(text: str) -> None:
     """A remark that is no part of the answer."""
     print(text, file=sys.stderr, flush=True)
-
-
-def last_of(flag: str, values: Sequence[str] | None) -> str | None:
-    """The value of a flag that counts once, though it was given several times."""
-    if not values:
-        return None
-    if len(set(values)) > 1:
-        note(f"{flag} is given {len(values)} times: the last one counts, {flag} {values[-1]}")
-    return values[-1]
 
 
 def say(text: str) -> None:
@@ -176,7 +157,7 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
         fresh: the job was submitted just now, so that its start is part of the story.
 
     Returns:
-        the exit code: the job's, or ``EXIT_NOT_FINISHED`` after Ctrl-C.
+        the exit code: the job's, or ``ExitCode.NOT_FINISHED`` after Ctrl-C.
     """
     writer = LogWriter(stream)
     try:
@@ -185,7 +166,7 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
     except KeyboardInterrupt:
         writer.close()
         print(f"\nJob {job.id} goes on. {to_see(job.cluster, [job.id])}", file=stream, flush=True)
-        return EXIT_NOT_FINISHED
+        return ExitCode.NOT_FINISHED
     writer.close()
     return status.exit_code
 

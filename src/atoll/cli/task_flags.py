@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli import shown
+from atoll.cli import options, shown
 
 if TYPE_CHECKING:
     from atoll.tasks.task import Task
 
-_NODE_FLAGS = ("--num-nodes", "--nodes", "--nnodes", "--num_nodes")
 _PLAIN_WORD = re.compile(r"""[^\s()<>|;&'"`\\]+|[|&;<>]+""")
 
 
@@ -30,35 +29,32 @@ class TaskFlags:
         of_clouds: values of flags that only a cloud's machines know; the task's notes say so.
     """
 
-    name: Annotated[str | None, typer.Option("--name", "-n", help="What the job is called.")] = None
-    workdir: Annotated[str | None, typer.Option(help="Folder to copy to every node; scripts start in it.")] = None
+    name: options.JobName = None
+    workdir: options.Workdir = None
     git_url: Annotated[
         str | None, typer.Option("--git-url", help="Repository to be the workdir, instead of a folder.", metavar="URL")
     ] = None
     git_ref: Annotated[str | None, typer.Option("--git-ref", help="Branch, tag or commit of it.")] = None
-    infra: Annotated[
-        str | None, typer.Option(help="Where nodes come from: local (the default), or ssh/NAME.", metavar="INFRA")
+    infra: options.Infra = None
+    num_nodes: options.Nodes = None
+    accelerators: options.Gpus = None
+    cpus: Annotated[str | None, typer.Option(metavar="N[+]", help="CPUs per node: 4, or 8+ for at least 8.")] = None
+    memory: Annotated[
+        str | None, typer.Option(metavar="GB[+]", help="Memory per node in GB: 32, or 32+ for at least 32.")
     ] = None
-    num_nodes: Annotated[
-        int | None, typer.Option(*_NODE_FLAGS, min=1, help="Nodes that the job runs on.", metavar="N")
-    ] = None
-    accelerators: Annotated[
-        list[str] | None,
-        typer.Option("--gpus", "--accelerators", help="Of each node: L4, H100:8. Simulated where local has none."),
-    ] = None
-    cpus: Annotated[str | None, typer.Option(help="Of each node: 4, or 8+ for at least 8.")] = None
-    memory: Annotated[str | None, typer.Option(help="Of each node, GB: 32, or 32+ for at least 32.")] = None
     use_spot: Annotated[bool | None, typer.Option("--use-spot/--no-use-spot", help="Spot machines (clouds).")] = None
-    env: Annotated[
+    env: options.Env = None
+    env_file: Annotated[
+        list[str] | None, typer.Option("--env-file", metavar="FILE", help="Set the variables of a .env file.")
+    ] = None
+    secret: options.Secret = None
+    secret_file: Annotated[
         list[str] | None,
-        typer.Option("--env", help="Variable for the scripts: K=V, or K for its value here.", metavar="K=V"),
+        typer.Option("--secret-file", metavar="FILE", help="Like --env-file; logs and lists hide the values."),
     ] = None
-    env_file: Annotated[list[str] | None, typer.Option("--env-file", help="Variables from a .env file.")] = None
-    secret: Annotated[
-        list[str] | None, typer.Option("--secret", help="Like --env, and never shown.", metavar="K=V")
-    ] = None
-    secret_file: Annotated[list[str] | None, typer.Option("--secret-file", help="Like --env-file, never shown.")] = None
-    ports: Annotated[list[str] | None, typer.Option("--ports", help="Ports that the task serves on.")] = None
+    ports: Annotated[list[str] | None, typer.Option("--ports", metavar="PORT", help="Ports that the task serves.")] = (
+        None
+    )
     strict: Annotated[bool, typer.Option("--strict", help="Scripts end at the first command that fails (set -e).")] = (
         False
     )
@@ -147,7 +143,7 @@ def tasks_of(entrypoint: Sequence[str], flags: TaskFlags) -> list[Task]:
 
     lists = ("env", "env_file", "secret", "secret_file", "ports")
     own = {each.name: getattr(flags, each.name) for each in fields(flags) if each.name not in ("strict", "of_clouds")}
-    own["accelerators"] = shown.last_of("--gpus", flags.accelerators)
+    own["accelerators"] = options.last_of("--gpus", flags.accelerators)
     own |= {name: tuple(own[name] or ()) for name in lists}
     return load_entrypoint(as_typed(entrypoint), Overrides(**own, **flags.of_clouds))
 

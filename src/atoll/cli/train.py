@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from atoll.cli import options
 from atoll.cli.output import OutputClosed
 from atoll.core.errors import AtollError, ConfigError, ProvisionError, RemoteTraceback
+from atoll.core.exit_codes import ExitCode
 from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
 
 if TYPE_CHECKING:
@@ -29,21 +31,7 @@ if TYPE_CHECKING:
     from atoll.train.recipe.load import Loaded
     from atoll.train.recipe.schema import Recipe
 
-_FAILED, _NOT_FINISHED = 100, 101
 _SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-Nodes = Annotated[
-    int,
-    typer.Option(
-        "--nodes", "--num-nodes", "--nnodes", "--num_nodes", min=1, metavar="N", help="Nodes; local ones by default."
-    ),
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        "--nproc", "--nproc-per-node", min=1, metavar="N", help="Ranks a node; one for each GPU, or one, by default."
-    ),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -60,20 +48,16 @@ def train(
             help="A shipped recipe (atoll recipes ls), a TOML file, or nothing where CONFIG_FILE is set.",
         ),
     ] = None,
-    nodes: Nodes = 1,
-    nproc: Ranks = None,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", "--accelerators", help="Of each node: H100:8. With --dryrun none is needed.")
-    ] = None,
-    infra: Annotated[str, typer.Option(help="Where nodes come from: local, or ssh/NAME.")] = "local",
-    dryrun: Annotated[
-        bool, typer.Option("--dryrun", help="Say what it would need, GiB a rank by part, and start nothing.")
-    ] = False,
+    nodes: options.Nodes = 1,
+    nproc: options.Nproc = "auto",
+    gpus: options.Gpus = None,
+    infra: options.Infra = "local",
+    dryrun: options.DryRun = False,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over, in a new folder.")] = False,
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Go on although the recipe differs from the folder's.")
     ] = False,
-    output: Annotated[str, typer.Option("-o", "--output", help="'table' for people, 'json' for programs.")] = "table",
+    output: options.Output = "table",
 ) -> None:
     """Train a language model from a recipe. The same command again goes on where it stopped.
 
@@ -85,23 +69,24 @@ def train(
     """
     from atoll.train.recipe.load import load_recipe, require_complete
 
-    if output not in ("table", "json"):
-        raise typer.BadParameter(f"-o {output}: expected 'table' or 'json'")
+    as_json = options.as_json(output)
+    num_nodes, num_ranks, where = nodes or 1, _num_ranks(nproc), infra or "local"
+    accelerator = options.last_of("--gpus", gpus)
     recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
-    loaded = load_recipe(recipe, arguments, world_size=nodes * (nproc or 1))
+    loaded = load_recipe(recipe, arguments, world_size=num_nodes * (num_ranks or 1))
     if dryrun:
-        _dryrun(loaded, nodes, nproc, gpus)
+        _dryrun(loaded, num_nodes, num_ranks, accelerator)
         return
     require_complete(loaded.recipe)
     _check_schedule(loaded)
     try:
         result, hosts = _run(
             loaded,
-            infra,
-            nodes,
-            nproc,
-            gpus,
-            quiet=output == "json",
+            where,
+            num_nodes,
+            num_ranks,
+            accelerator,
+            quiet=as_json,
             resume=not no_resume,
             allow_changes=allow_changes,
         )
@@ -111,13 +96,20 @@ def train(
         print(f"atoll: a rank failed: {type(error).__name__}: {error}", file=sys.stderr)
         if isinstance(error.__cause__, RemoteTraceback):
             print(error.__cause__, file=sys.stderr)
-        raise typer.Exit(_FAILED) from None
-    if output == "json":
+        raise typer.Exit(ExitCode.FAILED) from None
+    if as_json:
         print(json.dumps(result, indent=2))
     elif result["steps"]:
-        _say_next(loaded, result, hosts, infra, nodes, nproc, gpus, arguments)
+        _say_next(loaded, result, hosts, where, num_nodes, num_ranks, accelerator, arguments)
     if result["status"] != "finished":
-        raise typer.Exit(_NOT_FINISHED)
+        raise typer.Exit(ExitCode.NOT_FINISHED)
+
+
+def _num_ranks(nproc: str) -> int | None:
+    """Ranks per node; None: one per GPU, otherwise one."""
+    if nproc in ("auto", "gpu"):
+        return None
+    return options.num_processes(nproc, 0, len(os.sched_getaffinity(0)), "local")
 
 
 def _check_schedule(loaded: Loaded) -> None:

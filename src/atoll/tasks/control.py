@@ -25,6 +25,7 @@ from signal import SIGTERM
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.exit_codes import ExitCode
 from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home, user_name
 from atoll.tasks import record, remains, supervisor
@@ -32,7 +33,7 @@ from atoll.tasks.clusters import is_stopped
 from atoll.tasks.environment import check_size, task_id
 from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
 from atoll.tasks.rows import JobRow
-from atoll.tasks.spec import EXIT_NOT_FOUND, ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
 from atoll.tasks.store import STORE, NoRoom, Store, put_variables
 
 Write = Callable[[bytes], object]
@@ -453,7 +454,7 @@ def main(arguments: Sequence[str]) -> int:
             kind.__name__ for kind in (NothingLeft, ConfigError, ProvisionError, LookupError) if isinstance(error, kind)
         )
         answer = {"error": next(kinds, "AtollError"), "message": str(error)}
-        code = EXIT_NOT_FOUND if isinstance(error, LookupError) else _BROKEN
+        code = ExitCode.NOT_FOUND if isinstance(error, LookupError) else _BROKEN
     except (OSError, sqlite3.Error) as error:
         answer, code = {"error": "AtollError", "message": _trouble(error, folder)}, _BROKEN
     with contextlib.suppress(BrokenPipeError):

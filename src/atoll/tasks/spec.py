@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.errors import ConfigError
+from atoll.core.exit_codes import ExitCode
 from atoll.core.hints import MOST_ACCELERATORS, MOST_NODES, MOST_PROCESSES, MOST_TRIES, check_whole
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
 WORKDIR = "sky_workdir"  # SkyPilot's name for a task's folder, below HOME
 LONGEST_NAME = 63  # it becomes part of host names
-
-# Exit codes of the command, SkyPilot's.
-EXIT_OK, EXIT_FAILED, EXIT_NOT_FINISHED, EXIT_NOT_FOUND, EXIT_CANCELLED = 0, 100, 101, 102, 103
 
 
 class JobStatus(enum.StrEnum):
@@ -46,10 +44,10 @@ class JobStatus(enum.StrEnum):
     def exit_code(self) -> int:
         """What ``launch``, ``exec`` and ``logs`` exit with when the job stands like this."""
         if self is JobStatus.SUCCEEDED:
-            return EXIT_OK
+            return ExitCode.OK
         if self is JobStatus.CANCELLED:
-            return EXIT_CANCELLED
-        return EXIT_FAILED if self.ended else EXIT_NOT_FINISHED
+            return ExitCode.CANCELLED
+        return ExitCode.FAILED if self.ended else ExitCode.NOT_FINISHED
 
 
 _ENDED = frozenset(

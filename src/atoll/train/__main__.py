@@ -10,13 +10,13 @@ import time
 from typing import NoReturn
 
 from atoll.core.errors import AtollError
+from atoll.core.exit_codes import ExitCode
 
 _USAGE = """usage: torchrun --nproc-per-node N -m atoll.train [RECIPE] [--no-resume] [--section.key value]
 
 RECIPE is a shipped recipe (atoll recipes ls), a TOML file, or left out where CONFIG_FILE names one.
 The same command again goes on from the newest checkpoint.
 """
-_FAILED, _NOT_FINISHED = 100, 101
 _HEAD_TELLS_S = 5.0  # rank 0 may have started later by that; a launcher ends the others with it
 
 
@@ -41,10 +41,10 @@ def main(arguments: list[str]) -> int:
             print(" ".join(["atoll:", *(f"{each}:" for each in where), str(error)]), file=sys.stderr)
         else:
             time.sleep(_HEAD_TELLS_S)  # torchrun ends all ranks as soon as one has failed
-        return _FAILED
+        return ExitCode.FAILED
     except KeyboardInterrupt:
         return 130
-    return 0 if result.status == "finished" else _NOT_FINISHED
+    return 0 if result.status == "finished" else ExitCode.NOT_FINISHED
 
 
 def leave(code: int) -> NoReturn:
