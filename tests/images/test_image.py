@@ -25,13 +25,12 @@ import atoll as sky
 from atoll.cli.app import app
 from atoll.core.errors import ConfigError, ImageError
 from atoll.core.paths import atoll_home, write_atomic
-from atoll.images import overlay
 from atoll.images.built_images import built_images, prune_images
 from atoll.images.image import Image
-from atoll.images.installer import Installer, Pin, _failure, _location
-from atoll.images.interpreters import Interpreter, running_interpreter
-from atoll.images.overlay import Environment, resolve
-from atoll.images.requirements import Installed, merge, without_cuda
+from atoll.images.installer import Pip
+from atoll.images.interpreters import running_interpreter
+from atoll.images.requirements import merge, without_cuda
+from atoll.images.resolve import Environment, resolve
 
 SRC = Path(__file__).parents[2] / "src"
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -163,9 +162,11 @@ def test_an_empty_image_is_the_running_interpreter(home: Path, started: list[lis
 
 def test_what_the_environment_satisfies_is_not_installed(home: Path, started: list[list[str]]) -> None:
     wanted = ["pytest>=7", "cloudpickle", "pytest", "nosuchthing; sys_platform == 'win32'"]
-    for _ in range(2):
-        assert resolve(Image(pip=wanted), has_gpu=True) == Environment(sys.executable, (), {}, ())
-    assert not started, "neither the first nor the second time takes a process"
+    assert resolve(Image(pip=wanted), has_gpu=True) == Environment(sys.executable, (), {}, ())
+    started.clear()
+    assert resolve(Image(pip=wanted), has_gpu=True) == Environment(sys.executable, (), {}, ())
+    assert not started, "pip is asked once"
+    assert not built_images()
 
 
 def test_variables_of_the_pool_win(home: Path) -> None:
@@ -175,32 +176,6 @@ def test_variables_of_the_pool_win(home: Path) -> None:
 
 def test_a_pool_requirement_replaces_the_images_of_that_project() -> None:
     assert merge(["Foo.Bar>=1", "foo-bar<3", "baz"], ["foo_bar[x]==2"]) == ["baz", "foo_bar[x]==2"]
-
-
-def test_satisfied_looks_at_versions_extras_and_all_they_need(tmp_path: Path) -> None:
-    folder = tmp_path / "site-packages"
-    folder.mkdir()
-    needs = ["leaf>=1", "speed; extra == 'fast'", "alpha[fast]; extra == 'all'", "absent; sys_platform == 'win32'"]
-    for wheel in (
-        make_wheel(tmp_path, "alpha", "1.5", requires=needs, extras=["fast", "all"]),
-        make_wheel(tmp_path, "leaf", "1.0", requires=["alpha"]),  # a circle
-        make_wheel(tmp_path, "broken", "1.0", requires=["absent"]),
-        make_wheel(tmp_path, "beta", "2.0rc1"),
-    ):
-        zipfile.ZipFile(wheel).extractall(folder)
-    installed = Installed([str(folder)])
-    assert installed.satisfy(["alpha"])
-    assert installed.satisfy(["Alpha>=1.2,<2"])
-    assert installed.satisfy(["beta>=1"]), "an installed prerelease counts"
-    assert not installed.satisfy(["alpha>=2"])
-    assert not installed.satisfy(["alpha[fast]"])
-    assert not installed.satisfy(["alpha[all]"])
-    assert not installed.satisfy(["broken"]), "its own dependency is missing"
-    assert not installed.satisfy(["alpha"], ["alpha<1.5"])
-    assert not installed.satisfy(["alpha"], ["leaf<1"]), "constraints hold for dependencies too"
-    assert not installed.satisfy(["alpha @ https://example.org/alpha-1.5-py3-none-any.whl"])
-    zipfile.ZipFile(make_wheel(tmp_path, "speed", "1.0")).extractall(folder)
-    assert Installed([str(folder)]).satisfy(["alpha[all]"])
 
 
 # --------------------------------------------------------------------------------------------- what is missing is built
@@ -314,22 +289,6 @@ def test_a_repository_is_built_at_the_commit_that_was_found(
     asked = f"git+file://{repository}#subdirectory=sub"
     environment = resolve(Image(pip=[asked]), has_gpu=False)
     assert seen_by_ranks(environment, "import atoll_t_repo; print(atoll_t_repo.__version__)") == "1.0"
-
-
-def test_a_password_in_a_url_reaches_pip_and_no_message() -> None:
-    asked = ["alpha @ https://me:hunter2@example.org/alpha-1.0-py3-none-any.whl"]
-    stripped = {"url": "https://example.org/alpha-1.0-py3-none-any.whl", "archive_info": {}}
-    assert _location(stripped, asked) == asked[0].removeprefix("alpha @ ")
-    assert _location({"url": "https://example.com/beta.whl"}, asked) == "https://example.com/beta.whl"
-    assert "hunter2" not in _failure("pip", 1, asked, ["ERROR: no route to example.org"])
-
-
-def test_a_plan_on_disk_names_no_password(tmp_path: Path) -> None:
-    pin = Pin("own", "1.0", "git+https://me:hunter2@git.example.org/own@0123abc")
-    asked = ["own @ git+https://me:hunter2@git.example.org/own"]
-    overlay._write_plan(tmp_path / "plan.json", [pin])
-    assert "hunter2" not in (tmp_path / "plan.json").read_text()
-    assert overlay._read_plan(tmp_path / "plan.json", asked) == [pin], "pip is given what the requirement says now"
 
 
 def test_images_go_when_nobody_uses_them(home: Path, wheels: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,7 +420,7 @@ def _alive(pid: int) -> bool:
 
 _RESOLVE_SLOW = """
     from atoll.images.image import Image
-    from atoll.images.overlay import resolve
+    from atoll.images.resolve import resolve
     try:
         resolve(Image(pip=["atoll_t_slow"]), has_gpu=False)
     except KeyboardInterrupt:
@@ -502,11 +461,11 @@ def test_two_processes_that_need_the_same_build_it_once(home: Path, wheels: Path
     make_wheel(wheels, "atoll_t_shared", "1.0")
     code = """
         from atoll.images.image import Image
-        from atoll.images.overlay import resolve
+        from atoll.images.resolve import resolve
         told = []
         environment = resolve(Image(pip=["atoll_t_shared"]), has_gpu=False, progress=told.append)
         print(environment.paths[0], any(line.startswith("installing ") for line in told),
-              any("building the same image" in line for line in told))
+              any("building an image" in line for line in told))
     """
     drivers = [_driver(code) for _ in range(2)]
     answers = [driver.communicate(timeout=100)[0].split() for driver in drivers]
@@ -537,7 +496,7 @@ def test_a_second_builder_waits_and_says_so(home: Path, wheels: Path) -> None:
 
     first = resolve(Image(pip=["atoll_t_wait"]), has_gpu=False, progress=hold)
     other.join(60)
-    assert told[0] == f"process {os.getpid()} is building the same image: waiting for it"
+    assert told[0] == f"process {os.getpid()} is building an image: waiting for it"
     assert first.paths
 
 
@@ -550,7 +509,7 @@ def test_a_second_builder_waits_and_says_so(home: Path, wheels: Path) -> None:
         ("jax[cuda12]", "jax"),
         ("jax[cuda13]>=0.6", "jax>=0.6"),
         ("jax[cuda12-local]", "jax"),
-        ("jax[cuda12_pip,k8s]==0.7; python_version > '3'", "jax[k8s]==0.7; python_version > '3'"),
+        ("jax[cuda12_pip,k8s]==0.7; python_version > '3'", 'jax[k8s]==0.7; python_version > "3"'),
         ("tensorflow[and-cuda]", "tensorflow"),
         ("onnxruntime-gpu>=1.20", "onnxruntime>=1.20"),
         ("jax[k8s]", "jax[k8s]"),
@@ -579,43 +538,26 @@ def test_the_cuda_extra_is_installed_where_there_is_a_gpu_and_not_elsewhere(home
 # ----------------------------------------------------------------------------------------------- installers and Pythons
 
 
-def _bare_venv(folder: Path) -> Interpreter:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    return Interpreter(str(folder / "bin" / "python"), "", (), running=False)
-
-
-def _install_with(installer: Installer, tmp_path: Path) -> str:
-    work = tmp_path / "work"
-    work.mkdir()
-    pins = installer.plan(["atoll_t_bare[x]"], ["atoll_t_dep<2"], work, lambda line: None)
-    assert [(pin.name, pin.version) for pin in pins] == [("atoll-t-bare", "1.0"), ("atoll-t-dep", "1.0")]
-    installer.install(pins, ["atoll_t_dep<2"], work / "site-packages", work, lambda line: None)
-    code = "import atoll_t_bare, atoll_t_dep; print(atoll_t_dep.__version__)"
-    return seen_by_ranks(Environment(installer.python, (str(work / "site-packages"),), {}, ()), code)
-
-
-def _wheels_for_bare(wheels: Path) -> None:
+def test_an_interpreter_without_pip_uses_the_one_that_python_ships(wheels: Path, tmp_path: Path) -> None:
     make_wheel(wheels, "atoll_t_bare", "1.0", requires=["atoll_t_dep; extra == 'x'"], extras=["x"])
     for number in ("1.0", "2.0"):
         make_wheel(wheels, "atoll_t_dep", number)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    pip = Pip(python, tmp_path, lambda line: None, ["atoll_t_dep<2"])
+    pins = pip.plan(["atoll_t_bare[x]"])
+    assert [(pin.name, pin.version) for pin in pins] == [("atoll-t-bare", "1.0"), ("atoll-t-dep", "1.0")]
+    pip.install(pins, tmp_path / "site-packages")
+    code = "import atoll_t_bare, atoll_t_dep; print(atoll_t_dep.__version__)"
+    assert seen_by_ranks(Environment(python, (str(tmp_path / "site-packages"),), {}, ()), code) == "1.0"
 
 
-def test_an_interpreter_without_pip_uses_the_one_that_python_ships(
-    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _wheels_for_bare(wheels)
-    monkeypatch.setattr("atoll.images.installer.find_uv", lambda: None)
-    installer = Installer.find(_bare_venv(tmp_path / "venv").python)
-    assert not installer.uv
-    assert _install_with(installer, tmp_path) == "1.0"
-
-
-def test_an_interpreter_without_pip_uses_uv(wheels: Path, tmp_path: Path) -> None:
-    _wheels_for_bare(wheels)
-    installer = Installer.find(_bare_venv(tmp_path / "venv").python)
-    if not installer.uv:
-        pytest.skip("there is no uv here: `pip install uv` to run this test")
-    assert _install_with(installer, tmp_path) == "1.0"
+def test_a_python_without_any_pip_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho\n")  # as Debian's, which comes without pip and ensurepip
+    python.chmod(0o755)
+    with pytest.raises(ImageError, match=r"has no pip\. Install it with .*-m ensurepip"):
+        Pip(str(python), tmp_path, lambda line: None)
 
 
 def test_the_running_python_by_its_version_is_the_running_interpreter(home: Path) -> None:
@@ -629,7 +571,9 @@ def test_another_python_gets_an_environment_with_cloudpickle_and_the_packages(
     make_wheel(wheels, "atoll_t_other", "1.0")
     make_wheel(wheels, "cloudpickle", version("cloudpickle"))
     own = running_interpreter()
-    monkeypatch.setattr("atoll.images.overlay.running_interpreter", lambda: dataclasses.replace(own, version="3.99.0"))
+    for user in ("overlay", "resolve"):
+        other = dataclasses.replace(own, version="3.99.0")
+        monkeypatch.setattr(f"atoll.images.{user}.running_interpreter", lambda other=other: other)
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "no-pyenv"))
     programs = tmp_path / "programs"
     programs.mkdir()

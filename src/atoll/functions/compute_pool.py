@@ -44,7 +44,7 @@ from atoll.gang.members import GangSpec, sweep_stale
 from atoll.gang.notifier import Notifier
 from atoll.gang.remote_ranks import OneUseArena, is_remote
 from atoll.images.image import Image, check_env, check_pip
-from atoll.images.overlay import Environment, resolve
+from atoll.images.resolve import Environment, resolve
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import Plan, Provider
 from atoll.wire.payloads import Arena

@@ -53,9 +53,8 @@ def built_images() -> list[BuiltImage]:
     for marker in (atoll_home() / "images").glob(f"*/{IMAGE_MARKER}"):
         with contextlib.suppress(FileNotFoundError):
             about, folder = json.loads(marker.read_bytes()), marker.parent
-            packages = tuple(f"{each['name']}=={each['version']}" for each in about.get("packages", ()))
             size = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
-            found.append(BuiltImage(folder, about["version"], packages, size, marker.stat().st_mtime))
+            found.append(BuiltImage(folder, about["version"], tuple(about["packages"]), size, marker.stat().st_mtime))
     return sorted(found, key=lambda image: image.used_s, reverse=True)
 
 
@@ -64,17 +63,17 @@ def prune_images(older_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> list[
 
     Plans that are as old go, too. Returns what was removed.
     """
-    removed, total = [], 0
+    store, removed, total = atoll_home() / "images", [], 0
     for image in built_images():
         total += image.size_bytes
         if (time.time() - image.used_s > older_s or total > keep_bytes) and not image.in_use:
             total -= image.size_bytes
-            aside = image.folder.with_name(f".build-{image.folder.name}")  # the next build removes what is left of it
             with contextlib.suppress(OSError):  # somebody else was quicker
-                os.rename(image.folder, aside)
+                os.rename(image.folder, store / f".gone-{image.folder.name}")
                 removed.append(image)
-            shutil.rmtree(aside, ignore_errors=True)
-    for path in (atoll_home() / "images").glob("*.json"):
+    for aside in store.glob(".gone-*"):  # also what an interrupted one left
+        shutil.rmtree(aside, ignore_errors=True)
+    for path in store.glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > older_s:
                 path.unlink()

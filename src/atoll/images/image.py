@@ -1,6 +1,6 @@
 """What the ranks of a pool need beside the interpreter that runs them: packages, variables, the user's own modules.
 
-An ``Image`` only says what is wanted; ``atoll.images.overlay.resolve`` makes it so on this machine.
+An ``Image`` only says what is wanted; ``atoll.images.resolve.resolve`` makes it so on this machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs pip (or uv where there is no pip): asks what would be installed, then installs just that into a folder."""
+"""Runs pip: asks what would be installed, then installs just that into a folder."""
 
 from __future__ import annotations
 
@@ -16,31 +16,15 @@ from typing import Any
 
 from atoll.core.errors import ImageError
 from atoll.core.hints import command_line, redact
-from atoll.images.interpreters import find_uv
-from atoll.images.requirements import canonical_name
 
 Progress = Callable[[str], None]
 
 # Variables that would send pip elsewhere or have it do something else than it is asked for here.
-DROPPED_VARIABLES = frozenset(
-    {
-        "PIP_DRY_RUN",
-        "PIP_EDITABLE",
-        "PIP_FORCE_REINSTALL",
-        "PIP_IGNORE_INSTALLED",
-        "PIP_NO_DEPS",
-        "PIP_PREFIX",
-        "PIP_PYTHON",
-        "PIP_QUIET",
-        "PIP_REPORT",
-        "PIP_REQUIREMENT",
-        "PIP_REQUIRE_VIRTUALENV",
-        "PIP_ROOT",
-        "PIP_TARGET",
-        "PIP_UPGRADE",
-        "PIP_USER",
-    }
+_DROPPED = (
+    "DRY_RUN EDITABLE FORCE_REINSTALL IGNORE_INSTALLED NO_DEPS PREFIX PYTHON QUIET REPORT REQUIREMENT "
+    "REQUIRE_VIRTUALENV ROOT TARGET UPGRADE USER"
 )
+DROPPED_VARIABLES = frozenset(f"PIP_{name}" for name in _DROPPED.split())
 
 # Runs the real command in our process group and ends the whole group, builds of packages included, once the pipe to
 # the driver closes: also a driver killed by SIGKILL leaves no installer behind.
@@ -58,22 +42,38 @@ code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 os._exit(code if code >= 0 else 128 - code)
 """
 
-# Whether an interpreter has pip, and the wheel of pip that comes with it (venvs made without pip have this one).
+# Prints how an interpreter runs pip: as its own module, or from the wheel that Python ships for ensurepip.
 _FIND_PIP = """
 import glob, importlib.util, os, sysconfig
-print("module" if importlib.util.find_spec("pip") else "")
-folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]
-spec = importlib.util.find_spec("ensurepip")
-if spec and spec.origin:
-    folders.append(os.path.join(os.path.dirname(spec.origin), "_bundled"))
-wheels = [wheel for folder in folders if folder for wheel in glob.glob(os.path.join(folder, "pip-*.whl"))]
-print(wheels[-1] if wheels else "")
+if importlib.util.find_spec("pip"):
+    print("-m pip")
+else:
+    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR") or ""]
+    spec = importlib.util.find_spec("ensurepip")
+    if spec and spec.origin:
+        folders.append(os.path.join(os.path.dirname(spec.origin), "_bundled"))
+    wheels = [wheel for folder in folders for wheel in glob.glob(os.path.join(folder, "pip-*.whl"))]
+    print(os.path.join(wheels[-1], "pip") if wheels else "")
 """
 
-_TOLD = re.compile(r"\s*(Collecting|Downloading|Building|Installing|Resolved|Prepared|Installed|WARNING: Retrying)\b")
+_TOLD = re.compile(r"\s*(Collecting|Downloading|Building|Installing|WARNING: Retrying)\b")
 _FROM_FILE = re.compile(r" \(from -r \S.*?requirements\.txt \(line \d+\)\)")  # pip says it of each requirement
 _TAIL_LINES = 12
-UNREACHABLE = "The package index could not be reached"
+_NEXT_STEPS = {
+    r"no such option: --(report|dry-run)": (
+        "This pip is too old (22.2 or newer is needed): upgrade it with `python -m pip install --upgrade pip`."
+    ),
+    r"no matching distribution|could not find a version": (
+        "Check the name and version, and that it exists for this Python and platform; on a machine without "
+        "network, point PIP_INDEX_URL or PIP_FIND_LINKS at an index that has it."
+    ),
+    "conflict": "Loosen one of the versions in pip= or constraints= (PIP_CONSTRAINT counts too).",
+    "": "Try the same requirement with `python -m pip install` to see the whole output.",
+}
+
+
+class IndexUnreachable(ImageError):
+    """pip got no answer from its package index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,144 +85,72 @@ class Pin:
     spec: str
 
 
-@dataclass(frozen=True, slots=True)
-class Installer:
-    """How packages are installed for one interpreter.
+class Pip:
+    """pip of one interpreter, working in a folder ``work`` that its caller removes.
 
-    Attributes:
-        command: the start of the command line.
-        python: the interpreter that the packages are for.
-        uv: whether the command is uv's.
+    Every method raises ImageError where pip fails, and IndexUnreachable where that is for want of a network.
     """
 
-    command: tuple[str, ...]
-    python: str
-    uv: bool
-
-    @classmethod
-    def find(cls, python: str) -> Installer:
-        """pip of ``python`` itself, else uv, else the pip that Python ships for ``ensurepip``.
+    def __init__(self, python: str, work: Path, progress: Progress, constraints: Sequence[str] = ()) -> None:
+        """Looks for pip in the environment of ``python``, else for the one that Python ships.
 
         Raises:
-            ImageError: there is none of the three.
+            ImageError: there is neither.
         """
-        pip = _pip_of(python)
-        uv = find_uv()
-        if uv and (pip is None or pip[-1] != "pip"):
-            return cls((uv, "pip"), python, uv=True)
-        if pip:
-            return cls(pip, python, uv=False)
-        raise ImageError(
-            f"{python} has no pip, and there is no uv on PATH; install one: "
-            f"`{command_line(python, '-m', 'ensurepip')}`, or uv from https://docs.astral.sh/uv"
-        )
+        self._command = _pip_command(python)
+        self._work = work
+        self._progress = progress
+        self._limits = ["-c", str(_write_private(work / "constraints.txt", constraints))] if constraints else []
 
-    @classmethod
-    def find_pip(cls, python: str) -> Installer:
-        """pip in any case: for what uv can't do.
+    def plan(self, requirements: Sequence[str]) -> list[Pin]:
+        """What would be newly installed, given what the interpreter has."""
+        report = self._work / "report.json"
+        self.run(["install", "--dry-run", "--report", str(report), *_INSTALL, *self._limits], requirements)
+        pins = []
+        for item in json.loads(report.read_text(encoding="utf-8"))["install"]:
+            name, version = item["metadata"]["name"], item["metadata"]["version"]
+            spec = _location(item["download_info"], requirements) if item["is_direct"] else f"{name}=={version}"
+            pins.append(Pin(re.sub(r"[-_.]+", "-", name).lower(), version, spec))
+        return sorted(pins, key=lambda pin: pin.name)
 
-        Raises:
-            ImageError: there is none.
-        """
-        found = _pip_of(python)
-        if found is None:
-            raise ImageError(
-                f"{python} has no pip, which gets wheels for other hosts: `{command_line(python, '-m', 'ensurepip')}`"
-            )
-        return cls(found, python, uv=False)
+    def install(self, pins: Sequence[Pin], target: Path) -> None:
+        """Install exactly ``pins`` into the folder ``target``."""
+        options = ["--no-deps", "--target", str(target), "--no-warn-script-location", *_INSTALL, *self._limits]
+        self.run(["install", *options], [pin.spec for pin in pins])
 
-    def plan(
-        self, requirements: Sequence[str], constraints: Sequence[str], work: Path, progress: Progress
-    ) -> list[Pin]:
-        """What would be newly installed, given what the interpreter has. Needs the package index.
+    def wheel(self, location: str, folder: Path) -> None:
+        """Put a wheel of a local project, or of a wheel itself, into ``folder``."""
+        self._progress(f"building a wheel of {location}")
+        self.run(["wheel", "--no-deps", "-w", str(folder), *_COMMON], [location])
 
-        Raises:
-            ImageError: the requirements cannot be met.
-        """
-        limits = self._constraint_options(constraints, work)
-        if self.uv:
-            options = ["install", "--dry-run", "--python", self.python, "--break-system-packages", *limits]
-            return _read_uv_plan(self._run(options, requirements, work, progress), requirements)
-        report = work / "report.json"
-        options = ["install", "--dry-run", "--report", str(report), "--no-user", *_PIP_OPTIONS, *limits]
-        self._run(options, requirements, work, progress)
-        return _read_pip_report(report, requirements)
-
-    def install(
-        self, pins: Sequence[Pin], constraints: Sequence[str], target: Path, work: Path, progress: Progress
-    ) -> None:
-        """Install exactly ``pins`` into the folder ``target``.
-
-        Raises:
-            ImageError: a package could not be fetched or built.
-        """
-        specs = [pin.spec for pin in pins]
-        limits = self._constraint_options(constraints, work)
-        if self.uv:
-            options = ["--python", self.python, "--compile-bytecode"]
-        else:
-            options = ["--no-user", "--no-warn-script-location", *_PIP_OPTIONS]
-        command = ["install", "--no-deps", "--target", str(target), *options, *limits]
-        self._run(command, specs, work, progress)
-
-    def wheel(self, location: str, folder: Path, work: Path, progress: Progress) -> None:
-        """Put a wheel of a local project, or of a wheel itself, into ``folder``; pip's own only.
-
-        Raises:
-            ImageError: it could not be built.
-        """
-        progress(f"building a wheel of {location}")
-        self._run(["wheel", "--no-deps", "-w", str(folder), *_PIP_COMMON], [location], work, progress)
-
-    def download(
-        self,
-        requirements: Sequence[str],
-        constraints: Sequence[str],
-        python: str,
-        platforms: Sequence[str],
-        folder: Path,
-        work: Path,
-        progress: Progress,
-    ) -> None:
-        """Put wheels of everything that the requirements need into ``folder``; pip's own only.
+    def download(self, requirements: Sequence[str], python: str, platforms: Sequence[str], folder: Path) -> None:
+        """Put wheels of everything that the requirements need into ``folder``.
 
         Args:
             python: version of the interpreter they are for, e.g. ``"3.12"``.
             platforms: tags that it can use.
-
-        Raises:
-            ImageError: something has no such wheel.
         """
-        progress(redact(f"downloading wheels of {', '.join(requirements)}"))
+        self._progress(redact(f"downloading wheels of {', '.join(requirements)}"))
         options = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
         for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
             options += ["--abi", abi]
         options += [part for platform in platforms for part in ("--platform", platform)]
-        limits = self._constraint_options(constraints, work)
-        self._run(["download", "-d", str(folder), *_PIP_COMMON, *options, *limits], requirements, work, progress)
+        self.run(["download", "-d", str(folder), *_COMMON, *options, *self._limits], requirements)
 
-    def _constraint_options(self, constraints: Sequence[str], work: Path) -> list[str]:
-        options = []
-        if constraints:
-            options += ["-c", str(_write_private(work / "constraints.txt", constraints))]
-        if self.uv:  # pip reads this variable by itself
-            options += [part for path in os.environ.get("PIP_CONSTRAINT", "").split() for part in ("-c", path)]
-        return options
-
-    def _run(self, arguments: list[str], wanted: Sequence[str], work: Path, progress: Progress) -> list[str]:
-        """Run the installer on the requirements ``wanted``; its lines. Whatever ends this, no process of it is left.
+    def run(self, arguments: list[str], requirements: Sequence[str]) -> None:
+        """Run pip on the requirements. Whatever ends this, no process of it is left.
 
         Requirements go through a file: everybody on the machine can read a command line, passwords in URLs included.
         """
-        asked = _write_private(work / "requirements.txt", [_as_line(each) for each in wanted])
-        scratch = work / "tmp"
+        asked = _write_private(self._work / "requirements.txt", [_as_line(each) for each in requirements])
+        scratch = self._work / "tmp"
         scratch.mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         environment |= {"TMPDIR": str(scratch), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-        lines: deque[str] = deque(maxlen=5000)
+        lines: deque[str] = deque(maxlen=1000)
         process = subprocess.Popen(
             # A session of its own: Ctrl-C reaches the driver only, which then ends the whole group.
-            [sys.executable, "-I", "-S", "-c", _KEEPER, *self.command, *arguments, "-r", str(asked)],
+            [sys.executable, "-I", "-S", "-c", _KEEPER, *self._command, *arguments, "-r", str(asked)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -238,7 +166,7 @@ class Installer:
                 line = _FROM_FILE.sub("", raw.rstrip())
                 lines.append(line)
                 if _TOLD.match(line):
-                    progress(redact(line.strip()))
+                    self._progress(redact(line.strip()))
             code = process.wait()
         finally:
             if process.poll() is None:
@@ -248,21 +176,22 @@ class Installer:
                 if pipe is not None:
                     pipe.close()
         if code != 0:
-            raise ImageError(_failure("uv" if self.uv else "pip", code, wanted, lines))
-        return list(lines)
+            raise pip_failure(code, requirements, lines)
 
 
-def _pip_of(python: str) -> tuple[str, ...] | None:
-    """The command line of an interpreter's own pip, else of the one that Python ships for ``ensurepip``."""
+def _pip_command(python: str) -> list[str]:
     answer = subprocess.run(
         [python, "-P", "-c", _FIND_PIP], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if answer.returncode != 0:
         raise ImageError(f"{python} cannot be run: {answer.stderr.strip()[-500:] or f'exit {answer.returncode}'}")
-    module, wheel = answer.stdout.split("\n")[:2]
-    if module:
-        return python, "-P", "-m", "pip"
-    return (python, "-P", f"{wheel}/pip") if wheel else None
+    found = answer.stdout.strip()
+    if not found:
+        raise ImageError(
+            f"{python} has no pip. Install it with `{command_line(python, '-m', 'ensurepip')}`, in an environment of "
+            f"uv with `uv pip install pip`, on Debian and Ubuntu with `apt-get install python3-pip`"
+        )
+    return [python, "-P", *(found.split() if found == "-m pip" else [found])]
 
 
 def _as_line(requirement: str) -> str:
@@ -278,77 +207,42 @@ def _write_private(path: Path, lines: Sequence[str]) -> Path:
     return path
 
 
-_PIP_COMMON = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-_PIP_OPTIONS = [*_PIP_COMMON, "--root-user-action", "ignore"]
-
-
-def _read_pip_report(report: Path, requirements: Sequence[str]) -> list[Pin]:
-    pins = []
-    for item in json.loads(report.read_text(encoding="utf-8"))["install"]:
-        name, version = item["metadata"]["name"], item["metadata"]["version"]
-        spec = _location(item["download_info"], requirements) if item["is_direct"] else f"{name}=={version}"
-        pins.append(Pin(canonical_name(name), version, spec))
-    return sorted(pins, key=lambda pin: pin.name)
+_COMMON = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+_INSTALL = ["--no-user", *_COMMON, "--root-user-action", "ignore"]
 
 
 def _location(download: dict[str, Any], requirements: Sequence[str]) -> str:
-    """A URL for pip from what its report says of a download (PEP 610: a repository is named by its commit)."""
-    url = with_credentials(download["url"], requirements)
+    """A URL for pip from what its report says of a download (PEP 610: a repository is named by its commit).
+
+    User and password, which the report leaves out, are those of the requirement with the same host.
+    """
+    scheme, _, place = download["url"].partition("://")
+    host = place.partition("/")[0]
+    for user, known in re.findall(r"://([^/\s]+)@([^/@\s]+)", " ".join(requirements)):
+        if host == known:
+            place = f"{user}@{place}"
+            break
+    url = f"{scheme}://{place}"
     if "vcs_info" in download:
         url = f"{download['vcs_info']['vcs']}+{url}@{download['vcs_info']['commit_id']}"
     return f"{url}#subdirectory={download['subdirectory']}" if "subdirectory" in download else url
 
 
-def with_credentials(url: str, requirements: Sequence[str]) -> str:
-    """``url`` with user and password as in ``requirements``: pip leaves them out of its report, uv masks them."""
-    scheme, _, place = url.partition("://")
-    shown, _, host = place.split("/", maxsplit=1)[0].rpartition("@")
-    if not shown or "****" in shown:
-        for user, known in re.findall(r"://([^/\s]+)@([^/@\s]+)", " ".join(requirements)):
-            if host == known:
-                return f"{scheme}://{user}@{place.removeprefix(f'{shown}@')}"
-    return url
-
-
-def _read_uv_plan(lines: Sequence[str], requirements: Sequence[str]) -> list[Pin]:
-    pins = []
-    for line in lines:
-        found = re.fullmatch(r"\s*\+ ([A-Za-z0-9._-]+)==(\S+)(?: \(from (.+)\))?\s*", line)
-        if found:
-            name, version, url = found.groups()
-            spec = with_credentials(url, requirements) if url else f"{name}=={version}"
-            pins.append(Pin(canonical_name(name), version, spec))
-    return sorted(pins, key=lambda pin: pin.name)
-
-
-def _failure(tool: str, code: int, wanted: Sequence[str], lines: Sequence[str]) -> str:
+def pip_failure(code: int, requirements: Sequence[str], lines: Sequence[str]) -> ImageError:
+    """The error of a pip that failed: what it complained of, its last lines, and what to do."""
     said = [line for line in lines if line.strip() and not line.startswith("[notice]")]
-    text = "\n".join(said)
-    # The requirement that the installer complains about, where it names one.
-    complaints = "\n".join(
-        line for line in said if re.search("error|could not|no matching|conflict|unsatisf", line, re.I)
-    )
-    blamed = [each for each in wanted if re.split(r"[\s\[<>=!~;@(]", each)[0].casefold() in complaints.casefold()]
-    named = ", ".join(repr(each) for each in blamed or wanted)
+    # The requirement that pip complains about, where it names one.
+    complaints = "\n".join(line for line in said if re.search("error|could not|no matching|conflict", line, re.I))
+    blamed = [each for each in requirements if re.split(r"[\s\[<>=!~;@(]", each)[0].casefold() in complaints.casefold()]
+    named = ", ".join(repr(each) for each in blamed or requirements)
     tail = "\n".join(f"  {line}" for line in said[-_TAIL_LINES:]) or "  (nothing)"
-    return redact(f"{tool} could not install {named} (exit code {code}). Its last lines:\n{tail}\n{_next_step(text)}")
-
-
-def _next_step(text: str) -> str:
-    if re.search(r"no such option: --(report|dry-run)", text):
-        return "This pip is too old (22.2 or newer is needed): upgrade it with `python -m pip install --upgrade pip`."
-    if re.search(
-        r"connection|name resolution|timed out|unreachable|name or service|dns error|connect error", text, re.I
-    ):
-        return (
-            f"{UNREACHABLE}: check the network and proxy, or point PIP_INDEX_URL or "
-            "PIP_FIND_LINKS (UV_INDEX_URL, UV_FIND_LINKS for uv) at one that can be."
+    kind: type[ImageError] = ImageError
+    text = "\n".join(said)
+    step = next(step for pattern, step in _NEXT_STEPS.items() if re.search(pattern, text, re.I))
+    if re.search(r"connection|name resolution|timed out|unreachable|name or service", text, re.I):
+        kind = IndexUnreachable
+        step = (
+            "The package index could not be reached: check the network and proxy, or point PIP_INDEX_URL or "
+            "PIP_FIND_LINKS at one that can be."
         )
-    if re.search(r"no matching distribution|could not find a version|not found in the package registry", text, re.I):
-        return (
-            "Check the name and version, and that it exists for this Python and platform; on a machine without "
-            "network, point PIP_INDEX_URL or PIP_FIND_LINKS at an index that has it."
-        )
-    if re.search(r"conflict|unsatisfiable", text, re.I):
-        return "Loosen one of the versions in pip= or constraints= (PIP_CONSTRAINT counts too)."
-    return "Try the same requirement with `python -m pip install` to see the whole output."
+    return kind(redact(f"pip could not install {named} (exit code {code}). Its last lines:\n{tail}\n{step}"))

@@ -51,12 +51,12 @@ def running_interpreter() -> Interpreter:
 
 
 def find_interpreter(minor: str) -> Interpreter:
-    """A Python ``minor`` (e.g. ``"3.12"``) of this machine: on PATH, of pyenv, or of uv.
+    """A Python ``minor`` (e.g. ``"3.12"``) of this machine: of pyenv, on PATH, or of uv.
 
     Raises:
         ImageError: there is none; the message says how to get one.
     """
-    for candidate in dict.fromkeys(_candidates(minor)):
+    for candidate in _candidates(minor):
         version = _version(candidate)
         if version is not None and version.startswith(f"{minor}."):
             return Interpreter(candidate, version, (), running=False)
@@ -65,15 +65,6 @@ def find_interpreter(minor: str) -> Interpreter:
         f"it with `uv python install {minor}` or `pyenv install {minor}`, or leave python= out to use "
         f"{platform.python_version()}"
     )
-
-
-def find_uv() -> str | None:
-    """The uv that started this process (``uv run``), the one on PATH, or the one beside the running interpreter."""
-    for program in (os.environ.get("UV"), "uv", os.path.join(os.path.dirname(sys.executable), "uv")):
-        found = shutil.which(program) if program else None
-        if found:
-            return os.path.abspath(found)
-    return None
 
 
 def make_venv(base: Interpreter, folder: Path) -> None:
@@ -93,21 +84,18 @@ def make_venv(base: Interpreter, folder: Path) -> None:
 
 def _candidates(minor: str) -> Iterator[str]:
     # pyenv's own folders first: its shims on PATH start nothing unless that version is switched on.
-    root = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
-    yield from sorted(glob.glob(f"{glob.escape(root)}/versions/{minor}.*/bin/python"), key=_release, reverse=True)
+    pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
+    uv = os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.expanduser("~/.local/share/uv/python")
+    yield from _newest_first(f"{glob.escape(pyenv)}/versions/{minor}.*/bin/python")
     for folder in os.get_exec_path():
         found = shutil.which(f"python{minor}", path=folder)
         if found:
             yield os.path.abspath(found)
-    uv = find_uv()
-    if uv:
-        answer = _answer([uv, "python", "find", "--no-project", minor])
-        if answer.returncode == 0 and answer.stdout.strip():
-            yield answer.stdout.strip()
+    yield from _newest_first(f"{glob.escape(uv)}/cpython-{minor}.*/bin/python{minor}")
 
 
-def _release(path: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", Path(path).parts[-3]))
+def _newest_first(pattern: str) -> list[str]:
+    return sorted(glob.glob(pattern), key=lambda path: [int(n) for n in re.findall(r"\d+", path)], reverse=True)
 
 
 def _version(python: str) -> str | None:

@@ -29,23 +29,18 @@ def check_apt(packages: Sequence[str]) -> None:
         )
     names = [package.partition("=")[0] for package in packages]
     answer = subprocess.run(
-        ["dpkg-query", "-W", "-f", "${db:Status-Status} ${binary:Package} ${Version}\\n", *names],
+        ["dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}:${Architecture} ${Version}\\n", *names],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,  # it fails where one of them is unknown, and still prints the others
     )
-    installed: dict[str, str] = {}
-    for line in answer.stdout.splitlines():
-        status, _, rest = line.partition(" ")
+    installed = set()
+    for status, name, version in (line.split(" ", 2) for line in answer.stdout.splitlines()):
         if status == "installed":
-            name, version = rest.split(" ", 1)
-            installed[name] = installed[name.partition(":")[0]] = version
-    missing = []
-    for package in packages:
-        name, _, version = package.partition("=")
-        if name not in installed or (version and installed[name] != version):
-            missing.append(package)
+            for known in (name, name.partition(":")[0]):
+                installed |= {known, f"{known}={version}"}
+    missing = [package for package in packages if package not in installed]
     if missing:
         sudo = "" if os.geteuid() == 0 else "sudo "
         raise ImageError(

@@ -18,9 +18,11 @@ from typing import IO, Any
 
 from atoll.core.errors import AtollError, ImageError, ProvisionError
 from atoll.images.image import Image
-from atoll.images.installer import Installer, Progress
+from atoll.images.installer import Pip, Progress
 from atoll.images.on_host import MARK, NAMES
-from atoll.images.requirements import constraint_lines, is_location, location_stamp, merge, without_cuda
+from atoll.images.overlay import Request
+from atoll.images.requirements import is_local
+from atoll.images.resolve import request_of
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.facts import python_command
@@ -46,19 +48,13 @@ def build(
         ConfigError: a constraints file that can't be read.
         ImageError: a package can't be installed there, or got here.
     """
-    requirements = merge(image.pip, pip)
-    constraints = constraint_lines(image.constraints)
-    local = [text for text in requirements if is_location(text) and "://" not in text]
-    wish = {
-        "python": image.python,
-        "pip": requirements,
-        "apt": list(image.apt),
-        "constraints": constraints,
-        "local": {text: location_stamp(text) for text in local},
-    }
+    asked = [request_of(image, pip, has_gpu=plan.num_accelerators > 0) for plan in plans]
     with tempfile.TemporaryDirectory(prefix="atoll-wheels-") as folder:
-        wheels = _Wheels(Path(folder), requirements, local, constraints, lambda line: say(f"here: {line}"))
-        hosts = [_Host(target, plan, wish, wheels, say) for target, plan in zip(targets, plans, strict=True)]
+        wheels = _Wheels(Path(folder), lambda line: say(f"here: {line}"))
+        hosts = [
+            _Host(target, plan, request, wheels, say)
+            for target, plan, (request, _) in zip(targets, plans, asked, strict=True)
+        ]
         with ThreadPoolExecutor(len(hosts), thread_name_prefix="atoll-image") as threads:
             futures = [threads.submit(host.run) for host in hosts]
             try:
@@ -75,8 +71,8 @@ def build(
         raise ImageError("\n".join(f"{', '.join(names)}: {why}" for why, names in failed.items()))
     made = [answer for answer in answers if not isinstance(answer, str)]
     told: dict[str, list[str]] = {}
-    for host, answer in zip(hosts, made, strict=True):
-        for line in answer["lines"]:
+    for host, answer, (_, lines) in zip(hosts, made, asked, strict=True):
+        for line in [*lines, *answer["lines"]]:
             told.setdefault(line, []).append(host.plan.host)
     for line, names in told.items():
         say(f"{', '.join(names)}: {line}")
@@ -101,10 +97,10 @@ def _planned(plan: RemotePlan, made: Mapping[str, Any], python: str | None) -> R
 class _Host:
     """One host while its image is built."""
 
-    def __init__(self, target: Target, plan: RemotePlan, wish: dict[str, Any], wheels: _Wheels, say: Progress) -> None:
+    def __init__(self, target: Target, plan: RemotePlan, request: Request, wheels: _Wheels, say: Progress) -> None:
         self.plan = plan
         self._target = target
-        self._wish = {**wish, "has_gpu": plan.num_accelerators > 0}
+        self._request = request
         self._wheels = wheels
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
@@ -136,7 +132,7 @@ class _Host:
     def _converse(self, process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(self._wish).encode() + b"\n")
+            process.stdin.write(json.dumps(dataclasses.asdict(self._request)).encode() + b"\n")
             process.stdin.flush()
             for line in process.stdout:
                 _, mark, text = line.decode(errors="replace").partition(MARK)
@@ -144,7 +140,7 @@ class _Host:
                 if "say" in message:
                     self._say(f"{self.plan.host}: {message['say']}")
                 elif "wheels" in message:
-                    self._wheels.send(process.stdin, has_gpu=self._wish["has_gpu"], **message["wheels"])
+                    self._wheels.send(process.stdin, self._request, **message["wheels"])
                 elif "failed" in message:
                     raise ImageError(message["failed"])
                 elif "done" in message:
@@ -174,29 +170,23 @@ class _Host:
 class _Wheels:
     """Wheels for hosts that can't get them themselves, each kind got once."""
 
-    def __init__(
-        self, folder: Path, requirements: Sequence[str], local: Sequence[str], constraints: Sequence[str], say: Progress
-    ) -> None:
+    def __init__(self, folder: Path, say: Progress) -> None:
         self._folder = folder
-        self._requirements = requirements
-        self._local = local
-        self._constraints = constraints
         self._say = say
         self._got: dict[str, Path] = {}
         self._names: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def send(
-        self, stream: IO[bytes], *, has_gpu: bool, everything: bool, python: str, platforms: Sequence[str]
+        self, stream: IO[bytes], request: Request, *, everything: bool, python: str, platforms: Sequence[str]
     ) -> None:
         """Write a tar of wheels for a host of this kind; ``everything`` is wanted there, or local projects only."""
         with self._lock:
-            self._build_local()
-            folder = self._folder / "local"
+            folder = self._build_local(request)
             if everything:
-                key = json.dumps([has_gpu, python, *platforms])
+                key = json.dumps([request.requirements, python, *platforms])
                 if key not in self._got:
-                    self._got[key] = self._download(has_gpu, python, platforms, f"wheels-{len(self._got)}")
+                    self._got[key] = self._download(request, python, platforms, f"wheels-{len(self._got)}")
                 folder = self._got[key]
         with tarfile.open(fileobj=stream, mode="w|", bufsize=1 << 20) as tar:
             names = json.dumps(self._names).encode()
@@ -207,26 +197,24 @@ class _Wheels:
                 tar.add(wheel, wheel.name)
         stream.flush()
 
-    def _build_local(self) -> None:
-        """Every local project as a wheel."""
+    def _build_local(self, request: Request) -> Path:
+        """A folder with a wheel of every local project."""
         folder = self._folder / "local"
         folder.mkdir(exist_ok=True)
-        for text in self._local:
+        for text in filter(is_local, request.requirements):
             if text not in self._names:
                 path, bracket, extras = text.partition("[")
                 before = {each.name for each in folder.iterdir()}
                 with tempfile.TemporaryDirectory(prefix="atoll-pip-") as work:
-                    Installer.find_pip(sys.executable).wheel(path, folder, Path(work), self._say)
+                    Pip(sys.executable, Path(work), self._say).wheel(path, folder)
                 (made,) = {each.name for each in folder.iterdir()} - before
                 self._names[text] = f"{made}{bracket}{extras}"
+        return folder
 
-    def _download(self, has_gpu: bool, python: str, platforms: Sequence[str], name: str) -> Path:
+    def _download(self, request: Request, python: str, platforms: Sequence[str], name: str) -> Path:
         folder = self._folder / name
         shutil.copytree(self._folder / "local", folder)
-        wanted = [str(folder / self._names[text]) if text in self._names else text for text in self._requirements]
-        if not has_gpu:
-            wanted, _ = without_cuda(wanted)
+        wanted = [str(folder / self._names[text]) if text in self._names else text for text in request.requirements]
         with tempfile.TemporaryDirectory(prefix="atoll-pip-") as work:
-            installer = Installer.find_pip(sys.executable)
-            installer.download(wanted, self._constraints, python, platforms, folder, Path(work), self._say)
+            Pip(sys.executable, Path(work), self._say, request.constraints).download(wanted, python, platforms, folder)
         return folder

@@ -1,42 +1,23 @@
-"""Requirements: what they say, which of them an environment already satisfies, what they become without a GPU."""
+"""Requirements as the driver reads them: checked, merged, without CUDA where there is no GPU."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from atoll.core.errors import ConfigError
 from atoll.core.hints import redact
-
-if TYPE_CHECKING:
-    from importlib.metadata import Distribution
-
-_NAMED = re.compile(
-    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:\[(?P<extras>[^\]]*)\])?\s*(?P<rest>.*)"
-)
 
 # Extras that only add CUDA libraries, by project.
 _CUDA_EXTRAS = {"jax": re.compile(r"cuda\d*([-_.]local)?|cuda\d*[-_.].*", re.I), "tensorflow": re.compile("and-cuda")}
 # Projects that publish the same modules for CPUs under another name.
 _CPU_PROJECTS = {"onnxruntime-gpu": "onnxruntime", "tensorflow-gpu": "tensorflow", "faiss-gpu": "faiss-cpu"}
-
-
-def canonical_name(name: str) -> str:
-    """A project's name as indexes compare it: ``Foo.Bar`` is ``foo-bar``."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def project_name(requirement: str) -> str | None:
-    """The canonical project a requirement names; None for a URL or a path, whose project only pip can tell."""
-    if is_location(requirement):
-        return None
-    found = _NAMED.fullmatch(requirement.strip())
-    return canonical_name(found["name"]) if found else None
 
 
 def is_location(requirement: str) -> bool:
@@ -47,6 +28,11 @@ def is_location(requirement: str) -> bool:
     return "@" not in text and (
         "/" in text or text.startswith((".", "~")) or text.endswith((".whl", ".tar.gz", ".zip"))
     )
+
+
+def is_local(requirement: str) -> bool:
+    """Whether a requirement is a path of this machine."""
+    return is_location(requirement) and "://" not in requirement
 
 
 def check_requirement(what: str, text: str) -> str:
@@ -76,12 +62,18 @@ def check_requirement(what: str, text: str) -> str:
         if not absolute.exists():
             raise ConfigError(f"{what}: {text!r} reads as a path, and {absolute} does not exist")
         return f"{absolute}{bracket}{extras}"
-    found = _NAMED.fullmatch(text)
-    if found is None or (found["rest"] and found["rest"][0] not in "<>=!~;@("):
+    try:
+        Requirement(text)
+    except InvalidRequirement:
         raise ConfigError(
             f"{what}: {redact(text)!r} is no requirement; expected one like 'torch>=2.4' or 'jax[cuda12]'"
-        )
+        ) from None
     return text
+
+
+def project_name(requirement: str) -> str | None:
+    """The canonical project a requirement names; None for a URL or a path, whose project only pip can tell."""
+    return None if is_location(requirement) else canonicalize_name(Requirement(requirement).name)
 
 
 def merge(base: Sequence[str], extra: Sequence[str]) -> list[str]:
@@ -103,95 +95,15 @@ def without_cuda(requirements: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _cpu_requirement(text: str) -> str:
-    found = None if is_location(text) else _NAMED.fullmatch(text)
-    if found is None or found["rest"].startswith("@"):
+    if is_location(text) or (requirement := Requirement(text)).url:
         return text
-    project = canonical_name(found["name"])
-    extras = [extra.strip() for extra in (found["extras"] or "").split(",") if extra.strip()]
+    project = canonicalize_name(requirement.name)
     cuda = _CUDA_EXTRAS.get(project)
-    kept = [extra for extra in extras if cuda is None or not cuda.fullmatch(extra)]
-    name = _CPU_PROJECTS.get(project, found["name"])
-    if name == found["name"] and kept == extras:
+    kept = {extra for extra in requirement.extras if cuda is None or not cuda.fullmatch(extra)}
+    if project not in _CPU_PROJECTS and kept == requirement.extras:
         return text
-    return name + (f"[{','.join(kept)}]" if kept else "") + found["rest"]
-
-
-class Installed:
-    """The distributions under some folders, and whether they satisfy requirements."""
-
-    def __init__(self, folders: Sequence[str]) -> None:
-        self._folders = list(folders)
-        self._found: dict[str, Distribution | None] = {}
-
-    def version(self, project: str) -> str | None:
-        """The version of a project that an import would find, or None."""
-        found = self._find(canonical_name(project))
-        return None if found is None else found.version
-
-    def satisfy(self, requirements: Sequence[str], constraints: Sequence[str] = ()) -> bool:
-        """Whether nothing would have to be installed: versions, extras and all their dependencies are there.
-
-        False also where it cannot be told here (URLs, paths, included constraint files): then pip decides.
-        """
-        parser = _parser()
-        if parser is None or any(is_location(text) for text in requirements):
-            return False
-        try:
-            limits: dict[str, list[Any]] = {}
-            for line in constraints:
-                limit = parser.Requirement(line)
-                if limit.url:
-                    return False
-                if limit.marker is None or limit.marker.evaluate():
-                    limits.setdefault(canonical_name(limit.name), []).append(limit.specifier)
-            seen: set[tuple[str, str]] = set()
-            return all(self._has(parser, parser.Requirement(text), "", limits, seen) for text in requirements)
-        except parser.InvalidRequirement:
-            return False
-
-    def _has(
-        self, parser: Any, requirement: Any, extra: str, limits: dict[str, list[Any]], seen: set[tuple[str, str]]
-    ) -> bool:
-        """Whether ``requirement``, read with ``extra`` switched on, is there with all that it needs."""
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
-            return True
-        project = canonical_name(requirement.name)
-        found = self._find(project)
-        if found is None or requirement.url:
-            return False
-        specifiers = [requirement.specifier, *limits.get(project, [])]
-        # An installed prerelease counts, as it does for pip.
-        if not all(specifier.contains(found.version, prereleases=True) for specifier in specifiers):
-            return False
-        for wanted in ["", *sorted(requirement.extras)]:
-            if (project, wanted) in seen:
-                continue
-            seen.add((project, wanted))
-            needs = [parser.Requirement(text) for text in found.requires or []]
-            if wanted:  # the unconditional needs were looked at with the empty extra
-                needs = [need for need in needs if need.marker is not None and not need.marker.evaluate({"extra": ""})]
-            if not all(self._has(parser, need, wanted, limits, seen) for need in needs):
-                return False
-        return True
-
-    def _find(self, project: str) -> Distribution | None:
-        if project not in self._found:
-            from importlib.metadata import Distribution  # as slow to import as all of this package's own modules
-
-            # Half-removed packages leave metadata without a version behind.
-            found = Distribution.discover(name=project, path=self._folders)
-            self._found[project] = next((each for each in found if each.metadata["Version"]), None)
-        return self._found[project]
-
-
-def _parser() -> Any:
-    """The ``packaging`` library, pip's copy of it, or None. Imported late: it takes longer than all else here."""
-    for name in ("packaging.requirements", "pip._vendor.packaging.requirements"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None
+    requirement.name, requirement.extras = _CPU_PROJECTS.get(project, requirement.name), kept
+    return str(requirement)
 
 
 def constraint_lines(constraints: str | os.PathLike[str] | Sequence[str] | None) -> list[str]:
@@ -219,23 +131,14 @@ def constraint_lines(constraints: str | os.PathLike[str] | Sequence[str] | None)
 def location_stamp(requirement: str) -> list[tuple[str, int, int]]:
     """What tells that a local path changed: name, size and mtime in ns of its files. Empty for all else."""
     _, direct, url = requirement.partition("file://")
-    if direct:
-        path = Path(unquote(re.split(r"[#;\s]", url, maxsplit=1)[0]))
-    elif is_location(requirement) and "://" not in requirement:
-        path = Path(requirement.partition("[")[0])
-    else:
+    if not direct and not is_local(requirement):
         return []
-    if path.is_file():
-        return [_stamp(path, path.parent)]
+    path = Path(unquote(re.split(r"[#;\s]", url, maxsplit=1)[0]) if direct else requirement.partition("[")[0])
     stamps = []
-    for folder, folders, files in os.walk(path):
-        folders[:] = [
-            name for name in folders if name not in (".git", "__pycache__", "build") and not name.endswith(".egg-info")
-        ]
-        stamps += [_stamp(Path(folder, name), path) for name in files]
+    for file in [path] if path.is_file() else path.rglob("*"):
+        name = file.relative_to(path.parent)
+        built = any(part in (".git", "__pycache__", "build") or part.endswith(".egg-info") for part in name.parts[1:])
+        if not built and (file.is_symlink() or file.is_file()):
+            status = file.lstat()
+            stamps.append((str(name), status.st_size, status.st_mtime_ns))
     return sorted(stamps)
-
-
-def _stamp(path: Path, root: Path) -> tuple[str, int, int]:
-    status = path.lstat()
-    return (str(path.relative_to(root)), status.st_size, status.st_mtime_ns)
