@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import SerializationError, UsageError
-from atoll.wire import pickle_errors as culprits
+from atoll.wire import pickle_errors
 from atoll.wire.codec import INLINE_BYTES, Payload, dumps, loads
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -687,4 +687,4 @@ def test_any_error_of_an_objects_own_reduction_is_reported() -> None:
 
 def test_the_search_is_bounded() -> None:
     wide = [[i] for i in range(300_000)]
-    assert culprits.find_path(object(), [("x", wide)]) is None
+    assert pickle_errors.find_path(object(), [("x", wide)]) is None

@@ -35,7 +35,6 @@ INLINE_BYTES = 16 * 1024
 
 _PLAIN_ITEMS = 64
 _PLAIN_LENGTH = 64 * 1024
-_PASSES = 3
 
 Roots = Callable[[], Iterable[tuple[str, object]]]
 
@@ -88,11 +87,11 @@ def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -
     """
     if _is_plain(obj):
         return Payload([pickle.dumps(obj, protocol=5)], [], [])
-    pickler_type = _pickler_type()
-    plan: dict[int, Any] = {}
-    for last_pass in (False,) * (_PASSES - 1) + (True,):
+    shared: dict[int, Any] = {}
+    while True:
+        num_shared = len(shared)
         chunks: list[bytes] = []
-        pickler = pickler_type(chunks, plan, last_pass)
+        pickler = _pickler_type()(chunks, shared)
         try:
             pickler.dump(obj)
         except MemoryError:
@@ -107,7 +106,7 @@ def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -
             # The memo holds every PickleBuffer. It must not be left to the garbage collector: that would keep the
             # user's memory, and CPython (3.11 at least) crashes where it collects a PickleBuffer over a memoryview.
             pickler.clear_memo()
-        if pickler.tensors is None or not pickler.tensors.grew:
+        if len(shared) == num_shared:
             break
     return Payload(chunks, pickler.buffers, pickler.notes)
 
@@ -160,7 +159,7 @@ def _pickler_type() -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-        def __init__(self, chunks: list[bytes], plan: dict[int, Any], last_pass: bool) -> None:
+        def __init__(self, chunks: list[bytes], shared: dict[int, Any]) -> None:
             buffers: list[memoryview] = []
             notes: list[str] = []
 
@@ -185,8 +184,7 @@ def _pickler_type() -> Any:
             self.namespaces: dict[int, Any] = {}
             self.tensors: Any = None
             self.kinds = _static_handlers.copy()
-            self.plan = plan
-            self.last_pass = last_pass
+            self.shared = shared
 
         def reducer_override(self, obj: Any) -> Any:
             # The C pickler asks here before it saves anything but exact builtins. If it fails, the object asked

@@ -1,8 +1,8 @@
 """How exceptions travel: as their own type where it can be had, and never at the price of losing the failure.
 
-``pack_exception`` writes one record for every exception of the chain (causes, contexts, members of groups), and inside
-a record each argument and attribute as a pickle of its own. So what cannot be pickled here, or rebuilt there, costs
-that one part and leaves a note; it never keeps the exception from arriving.
+``pack_exception`` writes one record for every exception of the chain (causes, contexts, members of groups): names and
+text as builtin values, and the exception itself as a pickle of its own. One that cannot be pickled goes without its
+attributes, one that cannot be rebuilt arrives as a RemoteError with the text; neither keeps the others from arriving.
 
 An exception is rebuilt by ``cls.__new__(cls, *args)``, the ``__init__`` of the builtin exception below it (which fills
 ``errno``, ``code`` and the like) and its attributes. The class's own ``__init__`` is not called: its signature need not
@@ -26,13 +26,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.errors import RemoteError, RemoteTraceback
-from atoll.wire import codec, pickle_errors
+from atoll.wire import codec
 from atoll.wire.codec import Payload
+from atoll.wire.pickle_errors import brief, message_of, type_name
 
 _MAX_DEPTH = 64
-_MAX_RECORDS = 1000
 _MAX_TEXT = 1024 * 1024
-_MAX_MESSAGE = 64 * 1024
 
 # Kept by the record itself, or meaningless in another process. `obj` of an AttributeError is only there for spelling
 # suggestions and may be anything, such as a whole module or model.
@@ -42,33 +41,31 @@ _OWN_FIELDS = frozenset(
 )
 
 _ATOLL = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_MACHINERY = tuple(os.path.join(_ATOLL, *part) + os.sep for part in (("pool",), ("wire",), ("functions",), ("core",)))
+_MACHINERY = tuple(
+    os.path.join(_ATOLL, package) + os.sep for package in ("functions", "gang", "agent", "worker", "wire", "core")
+)
 _STDLIB = os.path.dirname(os.path.abspath(traceback.__file__)) + os.sep
-
-Piece = tuple[bytes, int, int]
-"""A pickled part: its head, and the range of the payload's buffers that belong to it."""
 
 Packed = tuple[bytes, list[bytes]]
 
 
 @dataclass(slots=True)
 class _Record:
-    """One exception as plain builtin values and pickled pieces; travels as a tuple of its fields."""
+    """One exception as builtin values; travels as a tuple of its fields.
+
+    ``pickled`` is the head of a payload and the range of buffers that belong to it: of the exception, or of a group's
+    class and attributes, as ``members`` are records.
+    """
 
     type_name: str
     message: str
     text: str = ""
-    cls: Piece | None = None
-    whole: Piece | None = None
-    args: list[tuple[Piece | None, str]] = field(default_factory=list)
-    extra: list[tuple[Piece | None, str]] = field(default_factory=list)
-    fields: list[tuple[str, Piece]] = field(default_factory=list)
+    pickled: tuple[bytes, int, int] | None = None
     notes: list[str] = field(default_factory=list)
     cause: int | None = None
     context: int | None = None
     suppress: bool = False
     members: list[int] | None = None
-    group_message: str = ""
 
     def astuple(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__slots__)
@@ -89,7 +86,7 @@ def pack_exception(exc: BaseException) -> Payload:
         table = [record.astuple() for record in packer.records]
         return Payload([pickle.dumps(table, protocol=5)], packer.buffers, packer.notes)
     except Exception:  # noqa: BLE001 - whatever went wrong, the driver has to hear of the failure it was about
-        bare = _Record(_type_name(exc), _message(exc), text=f"{_type_name(exc)}: {_message(exc)}")
+        bare = _Record(type_name(type(exc)), message_of(exc), f"{type_name(type(exc))}: {message_of(exc)}")
         return Payload([pickle.dumps([bare.astuple()], protocol=5)], [], [])
 
 
@@ -103,80 +100,65 @@ class _Packer:
         self.index: dict[int, int] = {}
         self.open: set[int] = set()
 
-    def add(self, exc: BaseException, depth: int) -> int | None:
+    def add(self, exc: BaseException | None, depth: int, parent: _Record | None = None) -> int | None:
         """The index of the record for ``exc``; None for a link that would close a cycle or goes too deep."""
-        known = self.index.get(id(exc))
-        if known is not None:
-            return None if id(exc) in self.open else known
-        if depth > _MAX_DEPTH or len(self.records) >= _MAX_RECORDS:
+        if exc is None or id(exc) in self.open:
             return None
-        record = _Record(_type_name(exc), _message(exc))
+        if id(exc) in self.index:
+            return self.index[id(exc)]
+        if depth > _MAX_DEPTH and parent is not None:
+            parent.notes.append(f"an exception chained below it was left out: {type_name(type(exc))}")
+            return None
+        message = exc.message if isinstance(exc, BaseExceptionGroup) else message_of(exc)
+        record = _Record(type_name(type(exc)), message, notes=_notes(exc), suppress=exc.__suppress_context__)
         index = self.index[id(exc)] = len(self.records)
         self.records.append(record)
         self.open.add(id(exc))
-        record.notes = _notes(exc)
-        try:
-            self._fill(record, exc)
-        except Exception as problem:  # noqa: BLE001 - a hostile exception class; its links below still travel
-            record.notes.append(f"its attributes could not travel ({type(problem).__name__})")
+        self._pickle(record, exc)
         if depth:
-            record.text = _formatted(exc, chain=False)[-_MAX_TEXT:]
-        record.suppress = bool(exc.__suppress_context__)
-        record.cause = self._link(record, exc.__cause__, depth)
-        record.context = self._link(record, exc.__context__, depth)
+            record.text = remote_traceback(exc, chain=False)
+        record.cause = self.add(exc.__cause__, depth + 1, record)
+        record.context = self.add(exc.__context__, depth + 1, record)
         if isinstance(exc, BaseExceptionGroup):
-            record.group_message = exc.message
-            links = [self._link(record, member, depth) for member in exc.exceptions]
+            links = [self.add(member, depth + 1, record) for member in exc.exceptions]
             record.members = [link for link in links if link is not None]
         self.open.discard(id(exc))
         return index
 
-    def _link(self, record: _Record, exc: BaseException | None, depth: int) -> int | None:
-        if exc is None:
-            return None
-        link = self.add(exc, depth + 1)
-        if link is None and id(exc) not in self.open:
-            record.notes.append(f"an exception chained below it was left out: {_type_name(exc)}: {_message(exc)[:200]}")
-        return link
-
-    def _fill(self, record: _Record, exc: BaseException) -> None:
-        cls = type(exc)
-        record.cls = self._piece(cls)
-        if record.cls is None:
-            return
-        if _reduces_itself(cls):
-            record.whole = self._piece(exc)
-        if not isinstance(exc, BaseExceptionGroup):
-            args, extra = _arguments(exc)
-            record.args = [self._argument(record, position, value) for position, value in enumerate(args)]
-            record.extra = [self._argument(record, len(args) + i, value) for i, value in enumerate(extra)]
-        for name, value in _fields(exc).items():
-            if value is exc:
-                continue
-            piece = self._piece(value)
-            if piece is None:
-                kind = pickle_errors.type_name(type(value))
-                record.notes.append(f"its attribute '{name}' ({kind}) could not travel and was left out")
-            else:
-                record.fields.append((name, piece))
-
-    def _argument(self, record: _Record, position: int, value: object) -> tuple[Piece | None, str]:
-        piece = self._piece(value)
-        if piece is None:
-            kind = pickle_errors.type_name(type(value))
-            record.notes.append(f"args[{position}] ({kind}) could not travel; its repr stands in for it")
-        plain = type(value) in (str, int, float, bool, type(None))
-        return piece, "" if plain else pickle_errors.brief(value)
-
-    def _piece(self, value: object) -> Piece | None:
+    def _pickle(self, record: _Record, exc: BaseException) -> None:
+        """The exception with all that it holds, else without attributes and with text for arguments, else nothing."""
         try:
-            payload = codec.dumps(value)
-        except Exception:  # noqa: BLE001 - reduction code of any object; the caller says what was left out
-            return None
+            if isinstance(exc, BaseExceptionGroup):
+                record.pickled = self._piece((type(exc), exc.message, _fields(exc)))
+            else:
+                record.pickled = self._piece(exc)
+        except Exception as problem:  # noqa: BLE001 - reduction code of any object runs here
+            record.notes.append(f"what it holds could not travel and was left out: {problem}")
+        else:
+            return
+        try:
+            args = tuple(arg if type(arg) in (str, int, float) else brief(arg) for arg in _arguments(exc)[0])
+            bare = (type(exc), exc.message, {}) if isinstance(exc, BaseExceptionGroup) else _Bare(type(exc), args)
+            record.pickled = self._piece(bare)
+        except Exception as problem:  # noqa: BLE001 - nor can its class; it arrives as a RemoteError
+            record.notes.append(f"its class could not travel: {problem}")
+
+    def _piece(self, value: object) -> tuple[bytes, int, int]:
+        payload = codec.dumps(value)
         start = len(self.buffers)
         self.buffers += payload.buffers
         self.notes += [line for line in payload.notes if line not in self.notes]
         return payload.head, start, len(self.buffers)
+
+
+class _Bare:
+    """Stands in a payload for an exception of this class that holds nothing but ``args``."""
+
+    def __init__(self, cls: type[BaseException], args: tuple[Any, ...]) -> None:
+        self.reduced = new_exception, (cls, args)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
 
 
 def _arguments(exc: BaseException) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -210,51 +192,28 @@ def _notes(exc: BaseException) -> list[str]:
 
 
 def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
-    for base in cls.__mro__:
-        if base.__module__ == "builtins":
-            return base
-    return BaseException
+    return next((base for base in cls.__mro__ if base.__module__ == "builtins"), BaseException)
 
 
 def _reduces_itself(cls: type) -> bool:
     """Whether a class above the builtin exceptions says itself how it is pickled."""
-    if cls in copyreg.dispatch_table:
-        return True
-    for base in cls.__mro__:
-        if base.__module__ == "builtins":
-            return False
-        if any(name in base.__dict__ for name in ("__reduce__", "__reduce_ex__")):
-            return True
-    return False
-
-
-def _type_name(exc: BaseException) -> str:
-    return pickle_errors.type_name(type(exc))
-
-
-def _message(exc: BaseException) -> str:
-    text = pickle_errors.message_of(exc)
-    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
+    own = cls.__mro__[: cls.__mro__.index(_builtin_base(cls))]
+    return cls in copyreg.dispatch_table or any({"__reduce__", "__reduce_ex__"} & base.__dict__.keys() for base in own)
 
 
 # --- the traceback as text -----------------------------------------------------------------------------------------
 
 
-def remote_traceback(exc: BaseException) -> str:
-    """The full traceback with chains and groups, without the worker's own frames at the front of each stack."""
-    text = _formatted(exc, chain=True)
-    if len(text) > _MAX_TEXT:
-        text = f"... {len(text) - _MAX_TEXT} characters left out\n" + text[-_MAX_TEXT:]
-    return text
-
-
-def _formatted(exc: BaseException, *, chain: bool) -> str:
+def remote_traceback(exc: BaseException, *, chain: bool = True) -> str:
+    """The traceback with chains and groups, without the worker's own frames at the front of each stack."""
     try:
         shown = traceback.TracebackException(type(exc), exc, exc.__traceback__)
         _strip(shown, set())
-        return "".join(shown.format(chain=chain))
+        text = "".join(shown.format(chain=chain))
     except Exception:  # noqa: BLE001 - a hostile exception must not keep its failure from being reported
-        return f"{_type_name(exc)}: {_message(exc)}"
+        text = f"{type_name(type(exc))}: {message_of(exc)}"
+    left_out = len(text) - _MAX_TEXT
+    return f"... {left_out} characters left out\n" + text[-_MAX_TEXT:] if left_out > 0 else text
 
 
 def _strip(shown: traceback.TracebackException | None, seen: set[int]) -> None:
@@ -270,10 +229,8 @@ def _strip(shown: traceback.TracebackException | None, seen: set[int]) -> None:
             elif not frame.filename.startswith((_STDLIB, "<frozen ")) or "site-packages" in frame.filename:
                 break
         del shown.stack[: min(own, len(shown.stack) - 1)]  # of a failure within Atoll itself the last frame stays
-    _strip(shown.__cause__, seen)
-    _strip(shown.__context__, seen)
-    for member in shown.exceptions or ():
-        _strip(member, seen)
+    for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
+        _strip(other, seen)
 
 
 # --- unpacking -----------------------------------------------------------------------------------------------------
@@ -292,16 +249,54 @@ def unpack_exception(head: bytes | memoryview, buffers: Sequence[Any], *, rank: 
         RemoteTraceback; see the module's docstring for the chain below it.
     """
     records = [_Record(*values) for values in codec.loads(head)]
-    unpacker = _Unpacker(records, buffers, rank, node)
-    exc = unpacker.build(0)
-    cause, context, suppressed = exc.__cause__, exc.__context__, exc.__suppress_context__
+    built: dict[int, BaseException] = {}
+
+    def build(index: int) -> BaseException:
+        """The exception of a record, with the chain below it. Links form no cycle: packing left those out."""
+        if index in built:
+            return built[index]
+        record = records[index]
+        members = None if record.members is None else [build(member) for member in record.members]
+        exc = built[index] = _rebuild(record, buffers, members, rank, node)
+        if record.notes:
+            _set(exc, "__notes__", record.notes)
+        for name, link in (("__context__", record.context), ("__cause__", record.cause)):
+            if link is not None:
+                _set(exc, name, build(link))
+        _set(exc, "__suppress_context__", record.suppress)
+        return exc
+
+    exc = build(0)
     shown = RemoteTraceback(records[0].text, rank, node)
-    if cause is not None:
-        shown.__cause__ = cause
-    elif not suppressed:
-        shown.__context__ = context
+    if exc.__cause__ is not None:
+        shown.__cause__ = exc.__cause__
+    elif not exc.__suppress_context__:
+        shown.__context__ = exc.__context__
     _set(exc, "__cause__", shown)
     return exc
+
+
+def _rebuild(
+    record: _Record, buffers: Sequence[Any], members: list[BaseException] | None, rank: int, node: int
+) -> BaseException:
+    try:
+        if record.pickled is None:
+            raise LookupError("it could not be pickled")
+        head, start, stop = record.pickled
+        value = codec.loads(head, buffers[start:stop])
+        if members is None:
+            if isinstance(value, BaseException):
+                return value
+            raise TypeError(f"it was rebuilt as a {type(value).__name__}")
+        cls, message, fields = value
+        group: BaseException = cls.__new__(cls, message, members)
+        restore_fields(group, (None, fields))
+        return group
+    except Exception as problem:  # noqa: BLE001 - classes are imported and their __new__ runs: anything can happen
+        record.notes.append(f"it could not be rebuilt as {record.type_name} here: {type(problem).__name__}: {problem}")
+        if members:
+            return BaseExceptionGroup(record.message, members)
+        return RemoteError(record.type_name, record.message, rank=rank, node=node, remote_traceback=record.text)
 
 
 def packed(exc: BaseException | None) -> Packed | None:
@@ -321,101 +316,16 @@ def unpacked(record: Packed | None) -> BaseException | None:
     return exc
 
 
-class _Unpacker:
-    def __init__(self, records: list[_Record], buffers: Sequence[Any], rank: int, node: int) -> None:
-        self.records = records
-        self.buffers = buffers
-        self.rank = rank
-        self.node = node
-        self.built: dict[int, BaseException] = {}
-
-    def build(self, index: int) -> BaseException:
-        """The exception of a record, with the chain below it. Links form no cycle: packing left those out."""
-        if index in self.built:
-            return self.built[index]
-        record = self.records[index]
-        exc = self._instance(record)
-        if record.notes:
-            _set(exc, "__notes__", list(record.notes))
-        if record.context is not None:
-            _set(exc, "__context__", self.build(record.context))
-        if record.cause is not None:
-            _set(exc, "__cause__", self.build(record.cause))
-        _set(exc, "__suppress_context__", record.suppress)
-        self.built[index] = exc
-        return exc
-
-    def _instance(self, record: _Record) -> BaseException:
-        if record.whole is not None:
-            try:
-                whole = self._load(record.whole)
-                if isinstance(whole, BaseException):
-                    return whole
-            except Exception as problem:  # noqa: BLE001 - the class's own reduction failed here; its parts may still do
-                record.notes.append(f"its own __reduce__ failed here ({type(problem).__name__}: {problem})")
-        members = None if record.members is None else [self.build(member) for member in record.members]
-        try:
-            if record.cls is None:
-                raise LookupError("its class could not be pickled")
-            return self._from_parts(record, self._load(record.cls), members)
-        except Exception as problem:  # noqa: BLE001 - classes are imported and their __new__ runs: anything can happen
-            if members:
-                record.notes.append(f"it was a {record.type_name} there ({type(problem).__name__}: {problem})")
-                return BaseExceptionGroup(record.group_message, members)
-            why = f"it could not be rebuilt as {record.type_name} here: {type(problem).__name__}: {problem}"
-            record.notes.append(why)
-            return RemoteError(
-                record.type_name, record.message, rank=self.rank, node=self.node, remote_traceback=record.text
-            )
-
-    def _from_parts(
-        self, record: _Record, cls: type[BaseException], members: list[BaseException] | None
-    ) -> BaseException:
-        fields: dict[str, Any] = {}
-        for name, piece in record.fields:
-            try:
-                fields[name] = self._load(piece)
-            except Exception as problem:  # noqa: BLE001 - this attribute's class cannot be had here; the exception still can
-                record.notes.append(
-                    f"its attribute '{name}' could not be rebuilt ({type(problem).__name__}: {problem})"
-                )
-        if members is not None:
-            exc = cls.__new__(cls, record.group_message, members)
-            if not isinstance(exc, BaseException):
-                raise TypeError(f"{record.type_name}.__new__ returned a {type(exc).__name__}")
-            restore_fields(exc, (None, fields))
-            return exc
-        args = [self._argument(record, *entry) for entry in record.args]
-        extra = [self._argument(record, *entry) for entry in record.extra]
-        exc = new_exception(cls, tuple(args + extra))
-        restore_fields(exc, (tuple(args), fields))
-        return exc
-
-    def _argument(self, record: _Record, piece: Piece | None, shown: str) -> Any:
-        if piece is None:
-            return shown
-        try:
-            return self._load(piece)
-        except Exception as problem:  # noqa: BLE001 - as for attributes; the repr from the rank stands in for it
-            record.notes.append(f"an argument could not be rebuilt ({type(problem).__name__}: {problem})")
-            return shown
-
-    def _load(self, piece: Piece) -> Any:
-        head, start, stop = piece
-        return codec.loads(head, self.buffers[start:stop])
-
-
 # --- exceptions as values ------------------------------------------------------------------------------------------
 
 
 def reduce_exception(exc: BaseException) -> Any:
-    """Pickle reduction of an exception that is a value, returned or an attribute: rebuilt as above, without chain."""
+    """Pickle reduction of an exception, without its chain."""
     if _reduces_itself(type(exc)):
         return NotImplemented
     args, extra = _arguments(exc)
     fields = _fields(exc)
-    notes = _notes(exc)
-    if notes:
+    if notes := _notes(exc):
         fields["__notes__"] = notes
     kept = None if isinstance(exc, BaseExceptionGroup) else args
     return new_exception, (type(exc), (*args, *extra)), (kept, fields), None, None, restore_fields
@@ -428,7 +338,7 @@ def new_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseExcept
         raise TypeError(f"{cls.__qualname__}.__new__ returned a {type(exc).__name__}, which is no exception")
     try:
         _builtin_base(cls).__init__(exc, *args)
-    except (TypeError, ValueError):  # arguments it cannot take (a stand-in for one that was lost): fields fill the rest
+    except (TypeError, ValueError):  # arguments it cannot take, such as text that stands for a value
         BaseException.__init__(exc, *args)
     return exc
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import functools
+import inspect
 import io
-import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +12,8 @@ from typing import Any
 from atoll.core.errors import SerializationError
 
 PLAIN_SCALARS = frozenset({type(None), bool, int, float})
-
-_SEARCH_S = 2.0
-_SEARCH_OBJECTS = 200_000
-_SEARCH_DEPTH = 40
-_SEARCH_BREADTH = 10_000
+_SEARCH_OBJECTS = 50_000
+_MAX_MESSAGE = 64 * 1024
 
 _INSTEAD = {
     "generator": "Pass a list of its values, or create the generator inside the function",
@@ -73,46 +69,26 @@ def locate(culprit: object, starts: list[tuple[str, object]]) -> str:
 def find_path(target: object, starts: list[tuple[str, object]]) -> str | None:
     """The shortest way from one of the named starts to ``target``; None where a bounded search finds none.
 
-    It only follows references and runs no object's pickling code. Bounded in time, depth, breadth and number.
+    It only follows references and runs no object's pickling code.
     """
-    deadline = time.monotonic() + _SEARCH_S
-    trail: list[tuple[object, str, int, int]] = [(obj, label, -1, 0) for label, obj in starts]
+    trail = [(obj, label, -1) for label, obj in starts]
     seen = {id(obj) for _, obj in starts}
-    for position in range(_SEARCH_OBJECTS):
-        if position >= len(trail):
-            return None
-        obj, _, _, depth = trail[position]
+    for position, (obj, _, _) in enumerate(trail):  # grows while it is walked
         if obj is target:
-            return _spell(trail, position)
-        if time.monotonic() > deadline:
-            return None
-        if depth >= _SEARCH_DEPTH:
+            steps: list[str] = []
+            at = position
+            while at >= 0:
+                _, step, at = trail[at]
+                steps.append(step)
+            return " → ".join(reversed(steps))
+        try:
+            for label, child in _children(obj):
+                if type(child) not in PLAIN_SCALARS and id(child) not in seen and len(trail) < _SEARCH_OBJECTS:
+                    seen.add(id(child))
+                    trail.append((child, label, position))
+        except Exception:  # noqa: BLE001 - objects of any kind are read here; one that cannot be read is not searched
             continue
-        for count, (label, child) in enumerate(_safe_children(obj)):
-            if child is target:
-                trail.append((child, label, position, depth + 1))
-                return _spell(trail, len(trail) - 1)
-            if count >= _SEARCH_BREADTH:
-                break
-            if type(child) not in PLAIN_SCALARS and id(child) not in seen:
-                seen.add(id(child))
-                trail.append((child, label, position, depth + 1))
     return None
-
-
-def _spell(trail: list[tuple[object, str, int, int]], position: int) -> str:
-    steps: list[str] = []
-    while position >= 0:
-        _, label, position, _ = trail[position]
-        steps.append(label)
-    return " → ".join(reversed(steps))
-
-
-def _safe_children(obj: object) -> Iterator[tuple[str, object]]:
-    try:
-        yield from _children(obj)
-    except Exception:  # noqa: BLE001 - the search reads objects of any kind; one that cannot be read is just not searched
-        return
 
 
 def _children(obj: Any) -> Iterator[tuple[str, object]]:
@@ -120,63 +96,29 @@ def _children(obj: Any) -> Iterator[tuple[str, object]]:
     if isinstance(obj, dict):
         for key, value in obj.items():
             yield f"[{brief(key)}]", value
-            yield f"key {brief(key)}", key
-    elif isinstance(obj, list | tuple | set | frozenset | collections.deque):
-        fields = getattr(obj, "_fields", None)
+    elif isinstance(obj, list | tuple | set | frozenset):
+        names = getattr(obj, "_fields", None)
         for index, value in enumerate(obj):
-            yield (f".{fields[index]}" if fields else f"[{index}]"), value
-    if isinstance(obj, types.FunctionType):
-        yield from _function_children(obj)
-    elif isinstance(obj, types.MethodType):
-        yield ".__self__", obj.__self__
-        yield ".__func__", obj.__func__
-    elif isinstance(obj, functools.partial):
-        yield ".func", obj.func
-        yield ".args", obj.args
-        yield ".keywords", obj.keywords
-    elif isinstance(obj, type):
-        if obj.__module__ == "__main__" or "<locals>" in obj.__qualname__:
-            for name, value in vars(obj).items():
-                yield f".{name}", value
-        return
-    elif isinstance(obj, staticmethod | classmethod):
-        yield ".__func__", obj.__func__
-    elif isinstance(obj, BaseException):
-        yield ".args", obj.args
+            yield (f".{names[index]}" if names else f"[{index}]"), value
+    elif isinstance(obj, types.FunctionType):
+        name, uses = obj.__qualname__, inspect.getclosurevars(obj)
+        yield from ((f"variable '{each}' that {name}() uses", value) for each, value in uses.nonlocals.items())
+        yield from ((f"global '{each}' that {name}() uses", value) for each, value in uses.globals.items())
+        yield f"defaults of {name}()", (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values())
     elif isinstance(obj, types.ModuleType):
         return
+    if isinstance(obj, types.MethodType | functools.partial):
+        for name in ("__self__", "__func__", "func", "args", "keywords"):
+            if hasattr(obj, name):
+                yield f".{name}", getattr(obj, name)
+    elif isinstance(obj, BaseException):
+        yield ".args", obj.args
     for name, value in list(getattr(obj, "__dict__", {}).items()):
         yield f".{name}", value
     for base in type(obj).__mro__:
         for name, member in list(vars(base).items()):
-            if isinstance(member, types.MemberDescriptorType) and not name.startswith("__"):
-                try:
-                    yield f".{name}", member.__get__(obj)
-                except AttributeError:
-                    continue
-    yield f"its class {type(obj).__qualname__}", type(obj)
-
-
-def _function_children(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    name = function.__qualname__
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield f"variable '{variable}' that {name}() uses", cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-    yield f"defaults of {name}()", function.__defaults__
-    yield f"defaults of {name}()", function.__kwdefaults__
-    for variable in _global_names(function.__code__):
-        if variable in function.__globals__:
-            yield f"global '{variable}' that {name}() uses", function.__globals__[variable]
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
+            if isinstance(member, types.MemberDescriptorType) and hasattr(obj, name):
+                yield f".{name}", getattr(obj, name)
 
 
 def type_name(kind: type) -> str:
@@ -200,8 +142,9 @@ def brief(value: object, length: int = 60) -> str:
 
 
 def message_of(exc: BaseException) -> str:
-    """``str(exc)`` of any exception."""
+    """``str(exc)`` of any exception, cut where nobody reads on."""
     try:
-        return str(exc)
+        text = str(exc)
     except BaseException:  # noqa: BLE001 - as above, a hostile __str__ must not hide the error that is being explained
         return "<its message cannot be shown>"
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
