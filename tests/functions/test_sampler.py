@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from atoll.core.context import CallContext, Peer, current, set_current
 from atoll.core.errors import UsageError
-from atoll.functions.sampler import DistributedSampler, _permutation_numpy, _permutation_python, permutation
+from atoll.functions.sampler import DistributedSampler, _splitmix64, permutation
 
 # A busy machine may take its time for any example.
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -181,8 +181,9 @@ def test_torchs_positional_rank_and_world_are_refused() -> None:
 @calm
 @given(n=st.integers(0, 300), start=st.integers(0, 2**64 - 1))
 def test_order_is_the_same_with_and_without_numpy(n: int, start: int) -> None:
-    order = _permutation_numpy(n, start)
-    assert order == _permutation_python(n, start)
+    numbers = _splitmix64(np.arange(n, dtype=np.uint64), start)
+    assert numbers.tolist() == [_splitmix64(i, start) for i in range(n)]
+    order = permutation(n, start)
     assert isinstance(order, array)
     assert sorted(order) == list(range(n))
 

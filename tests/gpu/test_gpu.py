@@ -137,32 +137,6 @@ def test_a_rank_that_raises_frees_the_ones_in_a_collective(pool):
     test_ddp_trains_in_sync(pool)
 
 
-def test_late_nccl_settings(capfd):
-    @sky.compute
-    def early():
-        import torch
-        import torch.distributed as dist
-
-        os.environ["NCCL_BUFFSIZE"] = "4194304"  # no communicator yet: in time
-        dist.all_reduce(torch.ones(1, device="cuda"))
-        torch.cuda.synchronize()
-
-    @sky.compute
-    def late():
-        import torch
-        import torch.distributed as dist
-
-        dist.all_reduce(torch.ones(1, device="cuda"))
-        torch.cuda.synchronize()
-        os.environ["NCCL_BUFFSIZE"] = "8388608"
-
-    with sky.ComputePool(nodes=2) as fresh:
-        _ = early() @ fresh
-        assert "NCCL_BUFFSIZE" not in capfd.readouterr().err
-        _ = late() @ fresh
-        assert capfd.readouterr().err.count("NCCL_BUFFSIZE was set after") == fresh.world_size
-
-
 def test_nccl_socket_timeout_is_the_groups_timeout():
     @sky.compute
     def timeout():

@@ -81,17 +81,13 @@ def compute(function: Any = None, /, *, retries: int | None = None, timeout: flo
     Raises:
         ConfigError: an argument that can't work.
     """
-    _check(retries, timeout)
+    if retries is not None:
+        check_whole("retries", retries, 0, MOST_TRIES)
+    check_seconds("timeout", timeout)
     options = Options(retries, timeout)
     if function is None:
         return lambda decorated: _decorate(decorated, options)
     return _decorate(function, options)
-
-
-def _check(retries: object, timeout: object) -> None:
-    if retries is not None:
-        check_whole("retries", retries, 0, MOST_TRIES)
-    check_seconds("timeout", timeout)
 
 
 def _decorate(function: Any, options: Options) -> Any:
@@ -104,49 +100,49 @@ def _decorate(function: Any, options: Options) -> Any:
     return ComputeFunction(function, options)
 
 
+def _refusal(operator: str, *, reflected: bool = False) -> Callable[[Any, object], NoReturn]:
+    """An operator that people take for ``@`` or ``>>``; it says the right form."""
+
+    def refuse(self: _Dispatched, other: object) -> NoReturn:
+        left, right = (other, self) if reflected else (self, other)
+        raise self._refused(
+            f"`{_side(left)} {operator} {_side(right)}` dispatches nothing: write `{_call(self)} >> pool` for one "
+            f"rank, or `{_call(self)} @ pool` for every rank"
+        )
+
+    return refuse
+
+
 class _Dispatched(ABC):
-    """Refuses the operators that people take for ``@`` and ``>>``, with the right form."""
+    """What goes on the left of ``@ pool`` and ``>> pool``."""
+
+    __array_ufunc__ = None
+    __or__, __ror__ = _refusal("|"), _refusal("|", reflected=True)
+    __lshift__, __rlshift__ = _refusal("<<"), _refusal("<<", reflected=True)
+    # Also for `pool > f(1)`, which Python asks the right side the other way.
+    __gt__, __lt__, __ge__, __le__ = _refusal(">"), _refusal("<"), _refusal(">="), _refusal("<=")
 
     @abstractmethod
     def _mark_used(self) -> None:
         """Don't warn on top that it was never dispatched."""
 
-    def _refuse(self, left: object, operator: str, right: object) -> NoReturn:
+    def _refused(self, message: str) -> UsageError:
         self._mark_used()
-        raise UsageError(
-            f"`{_side(left)} {operator} {_side(right)}` dispatches nothing: write `{_call(self)} >> pool` for one "
-            f"rank, or `{_call(self)} @ pool` for every rank"
-        )
+        return UsageError(message)
 
-    def __or__(self, right: object) -> NoReturn:
-        self._refuse(self, "|", right)
+    def __rand__(self, other: object) -> NoReturn:
+        raise self._refused(_precedence(other, self))
 
-    def __ror__(self, left: object) -> NoReturn:
-        self._refuse(left, "|", self)
+    def __rmatmul__(self, left: object) -> NoReturn:
+        raise self._refused(_wrong_side(left, "@", self))
 
-    def __lshift__(self, right: object) -> NoReturn:
-        self._refuse(self, "<<", right)
-
-    def __rlshift__(self, left: object) -> NoReturn:
-        self._refuse(left, "<<", self)
-
-    def __gt__(self, right: object) -> NoReturn:
-        self._refuse(self, ">", right)
-
-    def __lt__(self, right: object) -> NoReturn:  # also `pool > f(1)`, which Python asks the right side the other way
-        self._refuse(self, "<", right)
-
-    def __ge__(self, right: object) -> NoReturn:
-        self._refuse(self, ">=", right)
-
-    def __le__(self, right: object) -> NoReturn:
-        self._refuse(self, "<=", right)
+    def __rrshift__(self, left: object) -> NoReturn:
+        raise self._refused(_wrong_side(left, ">>", self))
 
 
 class Pending(_Dispatched, Generic[R]):
     """A call that has not been dispatched: ``@ pool`` runs it on every rank, ``>> pool`` on one rank."""
 
-    __array_ufunc__ = None
     __atoll_pending__ = True
 
     def __init__(
@@ -184,18 +180,6 @@ class Pending(_Dispatched, Generic[R]):
         """Put two calls side by side: ``(a() & b()) >> pool``."""
         return Group([self]) & other
 
-    def __rand__(self, other: object) -> NoReturn:
-        self._used = True
-        raise UsageError(_precedence(other, self))
-
-    def __rmatmul__(self, left: object) -> NoReturn:
-        self._used = True
-        raise UsageError(_wrong_side(left, "@", self))
-
-    def __rrshift__(self, left: object) -> NoReturn:
-        self._used = True
-        raise UsageError(_wrong_side(left, ">>", self))
-
     def submit(self, pool: ComputePool) -> CallFuture[R]:
         """Start the call on one rank and go on; the same as ``pool.submit(function, ...)``."""
         self._used = True
@@ -211,19 +195,16 @@ class Pending(_Dispatched, Generic[R]):
     def _target(self, pool: object, operator: str) -> ComputePool:
         if isinstance(pool, ComputePool):
             return pool
-        self._used = True
-        raise UsageError(
+        raise self._refused(
             f"`{self} {operator} {type(pool).__name__}`: the right side has to be a ComputePool, "
             f"as in `{self} {operator} pool`"
         )
 
     def __bool__(self) -> NoReturn:
-        self._used = True
-        raise UsageError(f"{self} has not run yet, so it is neither true nor false: dispatch it, `{self} >> pool`")
+        raise self._refused(f"{self} has not run yet, so it is neither true nor false: dispatch it, `{self} >> pool`")
 
     def __iter__(self) -> Iterator[NoReturn]:
-        self._used = True
-        raise UsageError(f"{self} has not run yet, so it has no items: dispatch it, `{self} >> pool`")
+        raise self._refused(f"{self} has not run yet, so it has no items: dispatch it, `{self} >> pool`")
 
     def __repr__(self) -> str:
         return f"{name_of(self.function.__atoll_function__)}(...)"
@@ -245,8 +226,6 @@ class Pending(_Dispatched, Generic[R]):
 class Group(_Dispatched):
     """Several calls to run side by side, each on one rank as a world of one: ``group >> pool``."""
 
-    __array_ufunc__ = None
-
     def __init__(self, calls: list[Pending[Any]], *, stream: bool = False) -> None:
         self.calls = calls
         self.stream = stream
@@ -257,12 +236,7 @@ class Group(_Dispatched):
             return Group([*self.calls, other], stream=self.stream)
         if isinstance(other, Group):
             return Group([*self.calls, *other.calls], stream=self.stream)
-        self._mark_used()
-        raise UsageError(_precedence(self, other))
-
-    def __rand__(self, other: object) -> NoReturn:
-        self._mark_used()
-        raise UsageError(_precedence(other, self))
+        raise self._refused(_precedence(self, other))
 
     def __rshift__(self, pool: ComputePool) -> Any:
         """Run the calls side by side; their results in call order, or as they complete with ``stream=True``."""
@@ -348,9 +322,12 @@ def _call(value: object) -> str:
     return f"({value})" if isinstance(value, Group) else str(value)
 
 
-def _wrong_side(left: object, operator: str, call: Pending[Any]) -> str:
+def _wrong_side(left: object, operator: str, call: object) -> str:
     what = "pool" if isinstance(left, ComputePool) else type(left).__name__
-    return f"`{what} {operator} {call}`: the call goes on the left, the pool on the right, `{call} {operator} pool`"
+    return (
+        f"`{what} {operator} {_call(call)}`: the call goes on the left, the pool on the right, "
+        f"`{_call(call)} {operator} pool`"
+    )
 
 
 def _precedence(left: object, right: object) -> str:

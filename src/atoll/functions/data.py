@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.hints import checks_arguments
-from atoll.functions.sampler import loaded_type, permutation, place, resolve_seed
+from atoll.functions.sampler import loaded_type, permutation, rank_and_world_size, resolve_seed
 from atoll.wire.pickle_errors import article
 
 __all__ = ["shard"]
@@ -77,7 +77,7 @@ def shard(*arrays: Any, shuffle: bool = False, seed: int | None = 0, drop_last: 
 
 def _shard(arrays: tuple[Any, ...], key: int | None, drop_last: bool) -> tuple[Any, ...]:
     n = _common_length((f"argument {i}", x) for i, x in enumerate(arrays))
-    rank, world = place()
+    rank, world = rank_and_world_size()
     block = n // world
     cut = slice(rank * block, (rank + 1) * block) if drop_last else slice(rank, None, world)
     part = _Part(cut, range(n)[cut] if key is None else permutation(n, key)[cut], shuffled=key is not None)
@@ -124,22 +124,18 @@ def _take(x: Any, part: _Part) -> Any:
 
 
 def _take_sequence(x: Any, part: _Part) -> Any:
-    if isinstance(x, list):
-        if type(x) is list:
-            return list(part.items(x)) if part.shuffled else x[part.cut]
+    if type(x) in (list, tuple, str, bytes, bytearray, range, array, memoryview) and not part.shuffled:
+        return x[part.cut]
+    if isinstance(x, list) and type(x) is not list:
         taken = copy.copy(x)  # a subclass may have any constructor and attributes
         taken[:] = list(part.items(x))
         return taken
-    if isinstance(x, (tuple, str, bytes, bytearray, range, array, memoryview)) and not part.shuffled:
-        return x[part.cut]
     if isinstance(x, str):
         return "".join(part.items(x))
     if isinstance(x, array):
         return array(x.typecode, part.items(x))
-    for kind in (tuple, bytes, bytearray):
-        if isinstance(x, kind):
-            return kind(part.items(x))
-    return list(part.items(x))
+    kind = next((kind for kind in (tuple, bytes, bytearray) if isinstance(x, kind)), list)
+    return kind(part.items(x))
 
 
 def _is_array(x: object) -> bool:

@@ -15,12 +15,10 @@ from atoll.core.context import CallContext, current
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.hints import suggests_keywords
 
-__all__ = ["DistributedSampler", "agreed_seed", "loaded_type", "permutation", "place"]
+__all__ = ["DistributedSampler", "agreed_seed", "loaded_type", "permutation", "rank_and_world_size"]
 
 # splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
 # Below this length sorting in Python is quicker than importing NumPy.
@@ -62,17 +60,17 @@ class DistributedSampler(Sized):
         self.seed = resolve_seed(seed)
         self.drop_last = bool(drop_last)
         self.epoch = 0
-        self._place = None if current() is None else place()
+        self._fixed = None if current() is None else rank_and_world_size()
 
     @property
     def rank(self) -> int:
         """Which rank this sampler deals to."""
-        return (self._place or place())[0]
+        return (self._fixed or rank_and_world_size())[0]
 
     @property
     def num_replicas(self) -> int:
         """How many ranks share the dataset."""
-        return (self._place or place())[1]
+        return (self._fixed or rank_and_world_size())[1]
 
     @property
     def num_samples(self) -> int:
@@ -117,7 +115,7 @@ class DistributedSampler(Sized):
         )
 
 
-def place() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Global rank and world size of the running call; (0, 1) outside a pool."""
     context = current()
     return (0, 1) if context is None else (context.rank, context.world_size)
@@ -126,10 +124,9 @@ def place() -> tuple[int, int]:
 def permutation(n: int, *key: int) -> Sequence[int]:
     """The numbers 0 to n - 1 in a random order that is a function of ``n`` and ``key`` alone.
 
-    Element i gets the i-th output of splitmix64, and the elements are sorted by it. That is one vector expression with
-    NumPy and the same integers without, so ranks agree whichever of them has NumPy, and whichever version: NumPy does
-    not promise that its own ``permutation`` stays as it is. splitmix64 is a bijection of its counter, so that no two
-    elements tie and any sorting algorithm gives the same answer.
+    Element i gets the i-th output of splitmix64, and the elements are sorted by it: with NumPy or without, in whichever
+    version, while NumPy does not promise that its own ``permutation`` stays as it is. splitmix64 is a bijection of its
+    counter, so no two elements tie.
 
     Returns:
         an array of n 64-bit integers, which can be handed to NumPy or torch without a copy.
@@ -138,37 +135,23 @@ def permutation(n: int, *key: int) -> Sequence[int]:
     start = int.from_bytes(digest, "little")
     if n >= _NUMPY_FROM or "numpy" in sys.modules:
         try:
-            return _permutation_numpy(n, start)
+            import numpy as np
         except ImportError:
             pass  # not installed: the same order, slower
-    return _permutation_python(n, start)
+        else:
+            order = array("q")
+            mixed = np.argsort(_splitmix64(np.arange(n, dtype=np.uint64), start))
+            order.frombytes(mixed.astype(np.int64, copy=False).view(np.uint8).data)
+            return order
+    return array("q", sorted(range(n), key=lambda i: _splitmix64(i, start)))
 
 
-def _permutation_numpy(n: int, start: int) -> Sequence[int]:
-    import numpy as np
-
-    # In place, so that the peak is three arrays of n rather than six.
-    z = np.arange(1, n + 1, dtype=np.uint64)
-    z *= np.uint64(_GAMMA)
-    z += np.uint64(start)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(_MIX_1)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(_MIX_2)
-    z ^= z >> np.uint64(31)
-    order = array("q")
-    order.frombytes(np.argsort(z).astype(np.int64, copy=False).view(np.uint8).data)
-    return order
-
-
-def _permutation_python(n: int, start: int) -> Sequence[int]:
-    def output(i: int) -> int:
-        z = ((i + 1) * _GAMMA + start) & _MASK
-        z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
-        z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
-        return z ^ (z >> 31)
-
-    return array("q", sorted(range(n), key=output))
+def _splitmix64(i: Any, start: int) -> Any:
+    """Output ``i``, an int or an array of unsigned 64-bit integers, of the generator that begins at ``start``."""
+    z = ((i + 1) * _GAMMA + start) & _MASK
+    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
+    return z ^ (z >> 31)
 
 
 def resolve_seed(seed: int | None) -> int:

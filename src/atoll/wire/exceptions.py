@@ -138,7 +138,9 @@ class _Packer:
             return
         try:
             args = tuple(arg if type(arg) in (str, int, float) else brief(arg) for arg in _arguments(exc)[0])
-            bare = (type(exc), exc.message, {}) if isinstance(exc, BaseExceptionGroup) else _Bare(type(exc), args)
+            bare: object = (
+                (type(exc), exc.message, {}) if isinstance(exc, BaseExceptionGroup) else _Bare(type(exc), args)
+            )
             record.pickled = self._piece(bare)
         except Exception as problem:  # noqa: BLE001 - nor can its class; it arrives as a RemoteError
             record.notes.append(f"its class could not travel: {problem}")

@@ -183,13 +183,14 @@ def rebuild_empty(dtype: Any, shape: tuple[int, ...], stride: tuple[int, ...], d
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def rebuild_sparse(layout: Any, parts: tuple[Any, ...], shape: tuple[int, ...], coalesced: bool | None) -> Any:
+def rebuild_sparse(layout: Any, parts: Any, shape: tuple[int, ...], coalesced: bool | None) -> Any:
     """Used in payloads: a sparse tensor. torch's own function for it keeps each one until the next ``torch.load``."""
     import torch
 
+    make: Any = torch.sparse_coo_tensor if layout == torch.sparse_coo else torch.sparse_compressed_tensor
     if layout == torch.sparse_coo:
-        return torch.sparse_coo_tensor(*parts, shape, check_invariants=False, is_coalesced=coalesced)
-    return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=False)
+        return make(*parts, shape, check_invariants=False, is_coalesced=coalesced)
+    return make(*parts, shape, layout=layout, check_invariants=False)
 
 
 # --- what the pickler does with torch objects, by the name of a class in their MRO ---------------------------------

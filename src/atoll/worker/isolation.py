@@ -10,12 +10,8 @@ import os
 import signal
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
-_CLOCK_STEP_NS = 50_000_000  # kernels stamp files in steps of up to 10 ms
 _SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP),
     *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGPROF, signal.SIGVTALRM),
@@ -110,31 +106,6 @@ def restore_torch(torch: Any) -> None:
         torch.set_num_threads(_torch_threads[0])
 
 
-class _FreshFinder:
-    """Drops bytecode of a user's module that is older than its source.
-
-    Python matches them by whole seconds and size, so a file edited within a second of its import would run old code.
-    """
-
-    def __init__(self, is_users: Callable[[str], bool]) -> None:
-        self._is_users = is_users
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.cached and spec.origin and self._is_users(spec.origin):
-            with contextlib.suppress(OSError):
-                if os.stat(spec.cached).st_mtime_ns <= os.stat(spec.origin).st_mtime_ns:
-                    os.unlink(spec.cached)
-        return spec
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
-
-
 class UserModules:
     """Modules that are the user's own files, with the state those files had when they were imported."""
 
@@ -144,10 +115,7 @@ class UserModules:
         ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         self._not_users = tuple({os.path.realpath(paths[n]) + os.sep for n in names} | {ours + os.sep})
         self._seen: set[str] = set()
-        # By module: path, time, size, and the text where an edit could still come within the same tick of that time.
-        self._files: dict[str, tuple[str, int, int, bytes | None]] = {}
-        ordinary = sys.meta_path.index(importlib.machinery.PathFinder)
-        sys.meta_path.insert(ordinary, _FreshFinder(self._is_users))
+        self._files: dict[str, tuple[str, tuple[int, int] | None]] = {}  # by module: path, mtime and size
 
     def note_new(self) -> None:
         """Look at what was imported since the last time."""
@@ -156,23 +124,20 @@ class UserModules:
         for name in sys.modules.keys() - self._seen:
             path = getattr(sys.modules[name], "__file__", None)
             if path and path.endswith(".py") and name != "__main__" and self._is_users(path):
-                with contextlib.suppress(OSError):
-                    stat = os.stat(path)
-                    fresh = time.time_ns() - stat.st_mtime_ns < _CLOCK_STEP_NS
-                    self._files[name] = (path, stat.st_mtime_ns, stat.st_size, _read(path) if fresh else None)
+                self._files[name] = path, _state_of(path)
         self._seen = set(sys.modules)
 
     def forget_edited(self) -> None:
         """If any of the user's files changed, import all of the user's modules anew: they may hold each other."""
         self.note_new()
-        if any(self._changed(*entry) for entry in self._files.values()):
+        if any(_state_of(path) != state for path, state in self._files.values()):
             self._forget()
 
     def forget_moved(self) -> None:
         """The path changed: if any of the user's modules is another file now, import all of them anew."""
         self.note_new()
         importlib.invalidate_caches()
-        if any(self._moved(name, entry[0]) for name, entry in self._files.items() if "." not in name):
+        if any(self._moved(name, path) for name, (path, _) in self._files.items() if "." not in name):
             self._forget()
 
     @staticmethod
@@ -181,10 +146,10 @@ class UserModules:
         return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) != os.path.realpath(path)
 
     def _forget(self) -> None:
-        for name, (path, mtime_ns, *_) in self._files.items():
-            module: ModuleType | None = sys.modules.pop(name, None)
-            if module is not None:
-                self._drop_bytecode(path, mtime_ns)
+        for name, (path, _) in self._files.items():
+            if sys.modules.pop(name, None) is not None:
+                with contextlib.suppress(OSError):  # Python would take it for that of a file edited within a second
+                    os.unlink(importlib.util.cache_from_source(path))
         self._files.clear()
         self._seen = set(sys.modules)
         importlib.invalidate_caches()
@@ -195,19 +160,10 @@ class UserModules:
         real = os.path.realpath(path)
         return not real.startswith(self._not_users) and f"{os.sep}site-packages{os.sep}" not in real
 
-    @staticmethod
-    def _changed(path: str, mtime_ns: int, size: int, text: bytes | None) -> bool:
-        try:
-            stat = os.stat(path)
-            if (stat.st_mtime_ns, stat.st_size) != (mtime_ns, size):
-                return True
-            return text is not None and _read(path) != text
-        except OSError:
-            return True
 
-    @staticmethod
-    def _drop_bytecode(path: str, mtime_ns: int) -> None:
-        # Cached bytecode is matched by whole seconds and size: an edit within one second would run the old code.
-        with contextlib.suppress(OSError):
-            if os.stat(path).st_mtime_ns // 10**9 == mtime_ns // 10**9:
-                os.unlink(importlib.util.cache_from_source(path))
+def _state_of(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

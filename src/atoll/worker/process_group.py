@@ -25,6 +25,8 @@ from atoll.worker import isolation
 if TYPE_CHECKING:
     from atoll.worker.call_loop import Worker
 
+_TIMEOUT_VARIABLE = "NCCL_SOCKET_TIMEOUT"  # unknown to NCCL, and named by many guides
+
 
 @dataclass(slots=True)
 class _State:
@@ -130,8 +132,8 @@ def _on_torch() -> None:
 
     if not torch.distributed.is_available():
         return
-    _own_group_for_callers(torch)
-    _own_device(torch, ctx)
+    _replace_init_process_group(torch)
+    _set_device(torch, ctx)
     if not _state.armed or ctx.world_size == 1:
         return
     _state.armed = False
@@ -139,7 +141,7 @@ def _on_torch() -> None:
         _make(None, None)
 
 
-def _own_device(torch: Any, ctx: context.CallContext) -> None:
+def _set_device(torch: Any, ctx: context.CallContext) -> None:
     """Make ``cuda:LOCAL_RANK`` current, where there is one."""
     if torch.cuda.is_available() and ctx.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(ctx.local_rank)
@@ -166,13 +168,13 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
 
     dist = _dist()
 
-    _own_device(torch, ctx)
+    _set_device(torch, ctx)
     store = _agreed_store(worker, ctx)
     if store is None:
         return
-    _own_group_for_callers(torch)
+    _replace_init_process_group(torch)
     options: dict[str, Any] = {}
-    seconds = timeout_s if timeout_s is not None else _seconds(os.environ.get("NCCL_SOCKET_TIMEOUT"))
+    seconds = timeout_s if timeout_s is not None else _seconds(os.environ.get(_TIMEOUT_VARIABLE))
     if seconds is not None:
         options["timeout"] = timedelta(seconds=seconds)
     chosen = backend_for(backend, simulated=ctx.simulated, local_world_size=ctx.local_world_size)
@@ -185,7 +187,7 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
             prefixed.set("all made", "")
         prefixed.wait(["all made"])
     _state.ours = True
-    _watch_late_settings()
+    os.environ.__class__ = _WatchedEnviron
 
 
 def _agreed_store(worker: Worker, ctx: context.CallContext) -> Any | None:
@@ -223,7 +225,7 @@ def _store(worker: Worker, ctx: context.CallContext) -> Any:
     return stores[key]
 
 
-def _own_group_for_callers(torch: Any) -> None:
+def _replace_init_process_group(torch: Any) -> None:
     """A function that calls ``init_process_group`` gets its own group, also when ours was there before it.
 
     Rank 0 already serves a store on MASTER_PORT, so a call that would make one there is given that store.
@@ -255,7 +257,7 @@ def _own_group_for_callers(torch: Any) -> None:
             args, kwargs = _simulated_backend(args, kwargs)
         with _whole():
             original(*args, **kwargs)
-        _watch_late_settings()
+        os.environ.__class__ = _WatchedEnviron
 
     init_process_group._atoll_original = original  # type: ignore[attr-defined]
     init_process_group.__doc__ = original.__doc__
@@ -286,7 +288,6 @@ def _after_call() -> None:
     _state.ours = False
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        _has_communicator(torch.distributed)  # later calls have to know, and can't see it once the group is gone
         torch.distributed.destroy_process_group()
 
 
@@ -303,50 +304,15 @@ def _seconds(text: str | None) -> float | None:
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigError(f"NCCL_SOCKET_TIMEOUT={text!r} is no number of seconds; write e.g. 600") from error
+        raise ConfigError(f"{_TIMEOUT_VARIABLE}={text!r} is no number of seconds; write e.g. 600") from error
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # a class like any other, typed as a variable
-    """``os.environ`` that says when a setting of NCCL's comes too late. An audit hook slows every training step."""
+    """``os.environ`` that gives the present group its timeout where a function sets it. An audit hook is slower."""
 
     def __setitem__(self, key: str, value: str) -> None:
         super().__setitem__(key, value)
-        if key.startswith("NCCL_"):
-            _nccl_set(key, value)
-
-
-def _watch_late_settings() -> None:
-    """Notice ``os.environ["NCCL_…"] = …`` inside a function, once groups are in play."""
-    os.environ.__class__ = _WatchedEnviron
-
-
-def _nccl_set(name: str, value: str) -> None:
-    if _state.worker is None or not _state.worker.call:
-        return
-    dist = _dist()
-    if not dist.is_initialized():
-        return
-    if name == "NCCL_SOCKET_TIMEOUT":
-        seconds = _seconds(value)
-        if seconds is not None:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-    elif _has_communicator(dist):
-        print(
-            f"atoll: {name} was set after NCCL had made a communicator in this process, so it has no effect; "
-            f"pass it as env={{'{name}': …}} of the pool",
-            file=sys.stderr,
-        )
-
-
-_communicator_seen = False
-
-
-def _has_communicator(dist: Any) -> bool:
-    """Has this process made an NCCL communicator? NCCL reads its variables then, and never again."""
-    global _communicator_seen
-    if not _communicator_seen and dist.get_backend() == "nccl":
-        import torch
-
-        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
-        _communicator_seen = bool(backend._is_initialized())
-    return _communicator_seen
+        if key == _TIMEOUT_VARIABLE and _state.worker is not None and _state.worker.call:
+            dist, seconds = _dist(), _seconds(value)
+            if seconds is not None and dist.is_initialized():
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
