@@ -14,7 +14,7 @@ import typer
 from atoll.cli import options, shown
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:

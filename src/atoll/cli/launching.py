@@ -17,7 +17,7 @@ from atoll.cli.output import OutputClosed
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.errors import ConfigError
 from atoll.core.exit_codes import ExitCode
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 from atoll.tasks.spec import ClusterStatus, JobStatus
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.core.hints import MOST_NODES, MOST_PROCESSES
+from atoll.core.validation import MOST_NODES, MOST_PROCESSES
 
 # Other spellings of options, of torchrun, SkyPilot and accelerate; every command accepts them, help shows one.
 _SPELLINGS = {

@@ -13,7 +13,7 @@ import typer
 
 from atoll.cli import options
 from atoll.core.errors import ConfigError
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 
 if TYPE_CHECKING:
     from atoll.train.recipe.schema import ParallelSection

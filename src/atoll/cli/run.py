@@ -21,7 +21,8 @@ from atoll.cli.output import OutputClosed
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
-from atoll.core.hints import MOST_TRIES, command_line, current_folder, nearest
+from atoll.core.paths import current_folder
+from atoll.core.validation import MOST_TRIES, command_line, nearest
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, Restarts
 
 if TYPE_CHECKING:

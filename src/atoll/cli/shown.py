@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from atoll.core.exit_codes import ExitCode
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 from atoll.tasks.schedule import TURN
 from atoll.tasks.spec import ClusterSpec, JobStatus
 

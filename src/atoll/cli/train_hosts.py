@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import ConfigError, ProvisionError
-from atoll.core.hints import command_line, current_folder, nearest
-from atoll.core.paths import user_name
+from atoll.core.paths import current_folder, user_name
+from atoll.core.validation import command_line, nearest
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.connection import connections

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 
 if TYPE_CHECKING:
     from atoll.train.data.tokenizer import Tokenizer

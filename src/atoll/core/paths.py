@@ -46,6 +46,21 @@ def atoll_home() -> Path:
     return home
 
 
+def current_folder() -> str:
+    """The folder this process works in.
+
+    Raises:
+        ConfigError: it was removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the current folder is gone: it was removed after this process went into it, and ranks start there. "
+            "Go to one that exists, with cd or os.chdir(...)"
+        ) from None
+
+
 def user_name() -> str:
     """Who runs this process."""
     try:

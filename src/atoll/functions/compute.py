@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from atoll.core.errors import NeverDispatched, UsageError
-from atoll.core.hints import MOST_TRIES, check_seconds, check_truth, check_whole, suggests_keywords
+from atoll.core.validation import MOST_TRIES, check_seconds, check_truth, check_whole, suggests_keywords
 from atoll.functions.compute_pool import ComputePool
 from atoll.functions.serialize import importable, name_of
 from atoll.gang.futures import CallFuture, RankResults

@@ -16,16 +16,8 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, overload
 
 from atoll.core import events
 from atoll.core.errors import ConfigError, PoolClosed, UsageError
-from atoll.core.hints import (
-    MOST_NODES,
-    MOST_TRIES,
-    check_seconds,
-    check_truth,
-    check_whole,
-    current_folder,
-    suggests_keywords,
-)
-from atoll.core.paths import atoll_home
+from atoll.core.paths import atoll_home, current_folder
+from atoll.core.validation import MOST_NODES, MOST_TRIES, check_seconds, check_truth, check_whole, suggests_keywords
 from atoll.functions import settings
 from atoll.functions.import_path import ImportPath
 from atoll.functions.mapping import Mapped, zip_items

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from atoll.core.errors import ConfigError, UsageError
-from atoll.core.hints import checks_arguments
+from atoll.core.validation import checks_arguments
 from atoll.functions.sampler import loaded_type, permutation, rank_and_world_size, resolve_seed
 from atoll.wire.pickle_errors import article
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from atoll.core.context import current
 from atoll.core.errors import ConfigError, UsageError
-from atoll.core.hints import check_seconds, nearest, suggests_keywords
+from atoll.core.validation import check_seconds, nearest, suggests_keywords
 from atoll.functions.compute import ComputeFunction
 from atoll.functions.serialize import importable, name_of
 

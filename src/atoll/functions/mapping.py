@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, cast
 
 from atoll.core.errors import UsageError
-from atoll.core.hints import check_truth, check_whole
+from atoll.core.validation import check_truth, check_whole
 from atoll.functions.serialize import importable, name_of, unwrap
 from atoll.gang.futures import CallFuture
 from atoll.worker.chunk import Chunk, ChunkResult

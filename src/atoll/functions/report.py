@@ -11,8 +11,8 @@ from typing import Any
 
 from atoll.core.context import CallContext, current
 from atoll.core.errors import ConfigError, UsageError
-from atoll.core.hints import check_truth
 from atoll.core.paths import fsync_folder
+from atoll.core.validation import check_truth
 
 _KEEP = 2
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll.core.context import CallContext, current
 from atoll.core.errors import ConfigError, UsageError
-from atoll.core.hints import suggests_keywords
+from atoll.core.validation import suggests_keywords
 
 __all__ = ["DistributedSampler", "agreed_seed", "loaded_type", "permutation", "rank_and_world_size"]
 

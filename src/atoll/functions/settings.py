@@ -8,7 +8,8 @@ from typing import cast
 
 from atoll.core import events
 from atoll.core.errors import ConfigError
-from atoll.core.hints import MOST_PROCESSES, redact
+from atoll.core.secrets import redact
+from atoll.core.validation import MOST_PROCESSES
 from atoll.images.image import Image
 from atoll.providers.base import Provider
 from atoll.providers.local import Local

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import redact, suggests_fields
+from atoll.core.secrets import redact
+from atoll.core.validation import suggests_fields
 from atoll.images.requirements import check_requirement
 
 _MIN_PYTHON = (3, 11)

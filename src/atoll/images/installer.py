@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ImageError
-from atoll.core.hints import command_line, redact
+from atoll.core.secrets import redact
+from atoll.core.validation import command_line
 
 Progress = Callable[[str], None]
 

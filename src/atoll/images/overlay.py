@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from atoll.core.hints import redact
 from atoll.core.paths import atoll_home, fsync_folder, write_atomic
+from atoll.core.secrets import redact
 from atoll.images.built_images import prune_images
 from atoll.images.installer import DROPPED_VARIABLES, Pin, Pip, Progress
 from atoll.images.interpreters import Interpreter, find_interpreter, make_venv, running_interpreter

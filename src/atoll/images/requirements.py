@@ -12,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import redact
+from atoll.core.secrets import redact
 
 # Extras that only add CUDA libraries, by project.
 _CUDA_EXTRAS = {"jax": re.compile(r"cuda\d*([-_.]local)?|cuda\d*[-_.].*", re.I), "tensorflow": re.compile("and-cuda")}

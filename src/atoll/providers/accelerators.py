@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import MOST_ACCELERATORS, check_whole
+from atoll.core.validation import MOST_ACCELERATORS, check_whole
 
 # Vendor -> name -> memory sizes in GB that the card is sold with (the first is the usual one).
 _CATALOG: dict[str, dict[str, tuple[int, ...]]] = {

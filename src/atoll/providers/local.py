@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from atoll.core.errors import ConfigError, death_reason
-from atoll.core.hints import check_truth, suggests_fields
+from atoll.core.validation import check_truth, suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlace, NodePlan, Plan
 from atoll.providers.gpus import VISIBLE, Gpu, bound_text, local_gpus

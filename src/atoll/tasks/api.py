@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import AtollError, UsageError
-from atoll.core.hints import checks_arguments
+from atoll.core.validation import checks_arguments
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job, find_job
 from atoll.tasks.launches import Options, start_jobs

@@ -11,7 +11,7 @@ from typing import IO
 
 import atoll
 from atoll.agent.orphans import VARIABLE
-from atoll.core.hints import is_secret
+from atoll.core.secrets import is_secret
 
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "SSH_AUTH_SOCK", "TZ")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import command_line, nearest
 from atoll.core.paths import atoll_home, sweep_temporary, user_name
+from atoll.core.validation import command_line, nearest
 from atoll.tasks import record
 from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, ClusterStatus, is_name, node_name
 

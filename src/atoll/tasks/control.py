@@ -26,8 +26,8 @@ from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.exit_codes import ExitCode
-from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home, user_name
+from atoll.core.validation import command_line
 from atoll.tasks import record, remains, supervisor
 from atoll.tasks.clusters import is_stopped
 from atoll.tasks.environment import check_size, task_id

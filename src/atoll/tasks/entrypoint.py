@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.tasks.resources import check_changes, is_none
 from atoll.tasks.schema import Check, Place, anything, one_of, read_documents, section
 from atoll.tasks.task import Task, check_name, check_task

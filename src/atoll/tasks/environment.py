@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import secret_parts
+from atoll.core.secrets import secret_parts
 from atoll.providers.gpus import VISIBLE
 from atoll.tasks.spec import ClusterSpec, JobSpec
 from atoll.tasks.transitions import Phase

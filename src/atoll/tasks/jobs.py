@@ -9,7 +9,7 @@ from signal import SIGTERM
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import ProvisionError
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 from atoll.tasks import clusters
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.spec import ClusterSpec, JobStatus

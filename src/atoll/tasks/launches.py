@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.hints import command_line, is_secret
+from atoll.core.secrets import is_secret
+from atoll.core.validation import command_line
 from atoll.images.interpreters import user_path
 from atoll.tasks import clusters, lifecycle, record
 from atoll.tasks.jobs import Job

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.hints import MOST_MINUTES, checks_arguments
+from atoll.core.validation import MOST_MINUTES, checks_arguments
 from atoll.tasks import clusters, record
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.hints import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES, command_line
 from atoll.core.paths import write_atomic
+from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES, command_line
 from atoll.tasks.spec import ClusterSpec
 
 RECORD = "cluster.json"

@@ -19,7 +19,7 @@ from signal import SIGTERM
 from typing import IO, Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 from atoll.providers.ssh.output import never_began, own_output, parsed_object, skip_login_text, unreadable
 from atoll.tasks.control import NOTE, NothingLeft, Write
 from atoll.tasks.rows import JobRow

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import MOST_ACCELERATORS, MOST_MINUTES, MOST_TRIES, nearest, suggests_keywords
+from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_TRIES, nearest, suggests_keywords
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.tasks.schema import (
     Check,

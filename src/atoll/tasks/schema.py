@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 import yaml
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest, redact
 from atoll.core.paths import read_text
+from atoll.core.secrets import redact
+from atoll.core.validation import nearest
 
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _MOST_VALUES = 100_000  # of a document

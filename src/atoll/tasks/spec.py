@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.exit_codes import ExitCode
-from atoll.core.hints import MOST_ACCELERATORS, MOST_NODES, MOST_PROCESSES, MOST_TRIES, check_whole
+from atoll.core.validation import MOST_ACCELERATORS, MOST_NODES, MOST_PROCESSES, MOST_TRIES, check_whole
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
 WORKDIR = "sky_workdir"  # SkyPilot's name for a task's folder, below HOME

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home
+from atoll.core.validation import command_line
 from atoll.gang.host_checks import check_hosts, forget, passed_lately, remember
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh import bundle

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import MOST_NODES, checks_arguments, command_line, suggests_keywords
+from atoll.core.validation import MOST_NODES, checks_arguments, command_line, suggests_keywords
 from atoll.tasks.environment import OF_PLACE
 from atoll.tasks.resources import HOOKS, Resources, check_resources, is_own
 from atoll.tasks.schema import (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import is_secret
 from atoll.core.paths import read_text
+from atoll.core.secrets import is_secret
 from atoll.tasks.schema import Place, list_of, no_bytes, text
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's --shutdown-timeout

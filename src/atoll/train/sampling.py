@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.core.errors import AtollError
-from atoll.core.hints import command_line
+from atoll.core.validation import command_line
 from atoll.train.models import registry
 from atoll.train.models.generate import generate
 from atoll.train.recipe.schema import Recipe

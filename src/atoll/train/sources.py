@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.models import gguf, hf

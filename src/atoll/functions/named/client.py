@@ -21,8 +21,8 @@ from typing import Any
 
 from atoll.core import events
 from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError
-from atoll.core.hints import command_line
 from atoll.core.paths import atoll_home
+from atoll.core.validation import command_line
 from atoll.functions.named.registry import END_S, connect, folder_of, keeper_of, locked
 from atoll.functions.named.server import GO, request_parts
 from atoll.gang.call import Failure, Job

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from atoll.core.hints import digest_credentials, shown_variable
+from atoll.core.secrets import digest_credentials, shown_variable
 
 if TYPE_CHECKING:
     from atoll.functions.compute_pool import ComputePool

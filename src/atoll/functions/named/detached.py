@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, CallTimeout, ConfigError, PoolClosed
-from atoll.core.hints import checks_arguments
 from atoll.core.paths import atoll_home, is_locked, write_atomic
+from atoll.core.validation import checks_arguments
 from atoll.gang.call import Failure, Job, Request, Sink
 from atoll.gang.futures import Fault, RankResults, Received, unloadable
 from atoll.wire import frames

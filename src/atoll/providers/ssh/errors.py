@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from atoll.core.errors import ProvisionError
-from atoll.core.hints import command_line, nearest
+from atoll.core.validation import command_line, nearest
 from atoll.providers.ssh.hosts import Target, config_hosts, targets
 
 _SCAN_S = 5.0

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import check_seconds, command_line, nearest
 from atoll.core.paths import atoll_home, shown_path
+from atoll.core.validation import check_seconds, command_line, nearest
 
 GRACE_S = 30.0
 HERE = "."  # as a host: this machine, without ssh; how a supervisor on a head calls that

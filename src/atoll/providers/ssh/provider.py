@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.hints import check_seconds, suggests_fields
+from atoll.core.validation import check_seconds, suggests_fields
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodePlan, Plan
 from atoll.providers.gpus import Gpu

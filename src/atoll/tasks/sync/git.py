@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import redact
+from atoll.core.secrets import redact
 
 # A hook that calls us must not turn git to its own repository.
 _HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")

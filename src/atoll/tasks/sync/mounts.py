@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.hints import nearest, redact
 from atoll.core.paths import write_atomic
+from atoll.core.secrets import redact
+from atoll.core.validation import nearest
 from atoll.tasks.nodes import TARGETS
 from atoll.tasks.spec import WORKDIR
 from atoll.tasks.sync.receive import MOUNTS, SELF, Entry, Receiver, manifest, unwritable

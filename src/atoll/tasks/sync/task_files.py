@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import current_folder
+from atoll.core.paths import current_folder
 from atoll.tasks import clusters
 from atoll.tasks.spec import WORKDIR, ClusterSpec
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest, redact
+from atoll.core.secrets import redact
+from atoll.core.validation import nearest
 
 COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.train.data.files import SourceFile
 
 Tokens = NDArray[Any]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import redact
+from atoll.core.secrets import redact
 from atoll.train.data import formats
 from atoll.train.data.files import SourceFile, find_files, is_url
 from atoll.train.data.hub_rows import PREFIX, HubRows, is_saved_dataset

@@ -17,8 +17,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
 from atoll.core.paths import write_atomic
+from atoll.core.validation import nearest
 
 TRAINING_CHARACTERS = 1 << 29  # of text that "bpe:N" learns from, at most
 _MOST_DIGITS = 8  # of the N of "bpe:N"

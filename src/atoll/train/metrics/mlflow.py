@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import redact
+from atoll.core.secrets import redact
 from atoll.train.events import Event, RunEnded, RunStarted
 from atoll.train.metrics.reporter import Reporter, ReporterFailed
 from atoll.train.metrics.trackers import TrackedRun, figures

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.core.hints import command_line
 from atoll.core.paths import write_atomic
+from atoll.core.validation import command_line
 from atoll.train.events import Event, RunEnded, RunStarted, StepDone
 from atoll.train.metrics.reporter import Reporter
 

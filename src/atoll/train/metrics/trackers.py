@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import redact
 from atoll.core.paths import write_atomic
+from atoll.core.secrets import redact
 from atoll.train.events import Event, RunEnded, RunStarted, StepDone, Validated
 from atoll.train.metrics.reporter import Reporter, ReporterFailed
 

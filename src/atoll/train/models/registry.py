@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.train.models import gpt2, llama
 from atoll.train.models.head import IGNORED
 from atoll.train.models.init import materialize

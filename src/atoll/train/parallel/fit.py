@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.train.parallel.estimate import GIB, Device, estimate
 from atoll.train.parallel.layout import Layout, check, resolve
 from atoll.train.parallel.recompute import Mode

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
 from atoll.core.paths import read_text
+from atoll.core.validation import nearest
 
 _SHIPPED = Path(__file__).parent / "shipped"
 _OF_A_RUN = "recipe.json"  # in a run's folder: the recipe it was made with, complete

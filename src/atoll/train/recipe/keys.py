@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.schema import OTHER_SPELLINGS as AXIS_SPELLINGS
 from atoll.train.recipe.schema import Recipe

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import current_folder, nearest
+from atoll.core.paths import current_folder
+from atoll.core.validation import nearest
 from atoll.train.recipe import files, keys, titan
 from atoll.train.recipe.compare import diff, harmful, resolved_toml
 from atoll.train.recipe.durations import parse_duration

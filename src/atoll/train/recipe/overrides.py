@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.train.recipe.keys import Path, is_text, key_names, may_be_none, sections
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.hints import nearest
+from atoll.core.validation import nearest
 from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.files import shipped_model
 from atoll.train.recipe.keys import flat
