@@ -31,6 +31,7 @@ from atoll.wire.codec import Payload
 from atoll.wire.pickle_errors import brief, message_of, type_name
 
 _MAX_DEPTH = 64
+_PLAIN = (str, int, float, bool, type(None))
 _MAX_TEXT = 1024 * 1024
 
 # Kept by the record itself, or meaningless in another process. `obj` of an AttributeError is only there for spelling
@@ -137,9 +138,10 @@ class _Packer:
         else:
             return
         try:
-            args = tuple(arg if type(arg) in (str, int, float) else brief(arg) for arg in _arguments(exc)[0])
+            args, extra = _arguments(exc)
+            shown = tuple(arg if type(arg) in _PLAIN else brief(arg) for arg in (*args, *extra))
             bare: object = (
-                (type(exc), exc.message, {}) if isinstance(exc, BaseExceptionGroup) else _Bare(type(exc), args)
+                (type(exc), exc.message, {}) if isinstance(exc, BaseExceptionGroup) else _Bare(type(exc), shown)
             )
             record.pickled = self._piece(bare)
         except Exception as problem:  # noqa: BLE001 - nor can its class; it arrives as a RemoteError
