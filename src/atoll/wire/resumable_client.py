@@ -299,7 +299,7 @@ class LinkedChannel(Relay):
         self._ending = True
         self.say_end("")
         self.loop.after("end", _END_S, self._finish)
-        # Where a blob that takes long is in the way, the end of the stream says as much.
+        # Where a file that takes long is in the way, the end of the stream says as much.
         self.loop.after("flush", _FLUSH_S, self.end_writing)
 
     def _finish(self) -> None:

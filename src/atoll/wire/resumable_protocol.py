@@ -2,11 +2,12 @@
 
 A record is a header, then its body::
 
-    kind u8 | 0 | num_refs u16 | mark u32 | number u64 | body_bytes u64 | body
+    kind u8 | keeps u8 | num_files u16 | mark u32 | number u64 | body_bytes u64 | body
 
-Frames, blobs (contents of a memory file) and the end are numbered and kept until the other side has passed them on;
-a new link continues behind the last one that arrived whole. Frames name the blobs that go beside them by number, so
-a file that many ranks of a node get travels once. Standard library only: it runs on hosts without Atoll's packages.
+Frames, files (contents of a memory file) and the end are numbered and kept until the other side has passed them on;
+a new link continues behind the last one that arrived whole. The files before a FRAMES record go beside it, and where it
+``keeps`` them beside the next one too, so that a file which many ranks of a node get travels once. Standard library
+only: it runs on hosts without Atoll's packages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,43 +22,21 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from atoll.wire import frames
-from atoll.wire.frames import RawFrame, WireError
+from atoll.wire.frames import RawFrame, WireError, close_all
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = b"\0atoll link\0"
 _HEADER: Final = struct.Struct("<BBHIQQ")
 _MARK: Final = 0x4B4E4C41
-_REF: Final = struct.Struct("<Q")
-HELLO, REFUSED, PING, FRAMES, BLOB, FORGET, END = range(1, 8)
+HELLO, REFUSED, PING, FRAMES, FILE, END = range(1, 7)
 
 _MAX_FRAMES_BYTES: Final = 1 << 29
 _MAX_GREETING_BYTES: Final = 1 << 16
-_READ_BYTES: Final = 1 << 16  # a larger buffer would be mapped and unmapped by the allocator at every read
+_CHUNK_BYTES: Final = 1 << 16  # a larger buffer would be mapped and unmapped by the allocator at every read
 _TURN_BYTES: Final = 4 << 20  # written in one turn, so that a fast reader does not keep us from everything else
-_BATCH: Final = 64  # buffers in one write
+_BATCH: Final = 64  # records in one write
 _WINDOW_BYTES: Final = 16 << 20
-_WINDOW_BLOBS: Final = 256  # each holds a descriptor here and one on the other side
-
-
-class Blob:
-    """A memory file and how many still need it."""
-
-    __slots__ = ("_holders", "fd")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._holders = 1
-
-    def hold(self) -> Blob:
-        """One more needs it."""
-        self._holders += 1
-        return self
-
-    def drop(self) -> None:
-        """One needs it no longer."""
-        self._holders -= 1
-        if not self._holders:
-            os.close(self.fd)
+_WINDOW_FILES: Final = 256  # each holds a descriptor here and one on the other side
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +44,8 @@ class _Record:
     number: int
     head: bytes
     data: bytes = b""
-    blob: Blob | None = None
-    blob_bytes: int = 0
+    fd: int = -1  # of a file, whose ``file_bytes`` follow the head
+    file_bytes: int = 0
 
 
 class Arrived(NamedTuple):
@@ -76,11 +54,11 @@ class Arrived(NamedTuple):
     kind: int
     number: int
     data: bytes
-    blobs: tuple[Blob, ...] = ()
+    fds: tuple[int, ...] = ()
 
 
-def _header(kind: int, number: int, body_bytes: int, num_refs: int = 0) -> bytes:
-    return _HEADER.pack(kind, 0, num_refs, _MARK, number, body_bytes)
+def _header(kind: int, number: int, body_bytes: int, num_files: int = 0, *, keeps: bool = False) -> bytes:
+    return _HEADER.pack(kind, keeps, num_files, _MARK, number, body_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------- greeting
@@ -106,11 +84,9 @@ class Greeter:
         """
         self._data += data
         at = self._data.find(MAGIC)
-        if at > 0 and not self._skip_noise:
+        if not self._skip_noise and not self._data.startswith(MAGIC[: len(self._data)]):
             raise WireError("the other side did not greet")
         if at < 0:
-            if not (self._skip_noise or MAGIC.startswith(self._data)):
-                raise WireError("the other side did not greet")
             self._data = self._data[1 - len(MAGIC) :]  # of noise, however much, only what may begin the greeting
             return None
         start = at + len(MAGIC)
@@ -133,7 +109,7 @@ class Greeter:
 
 
 # ----------------------------------------------------------------------------------------------------- sending
-class Outbox:
+class RecordSender:
     """What has to reach the other side. ``passed_on`` is what we tell it about its own records."""
 
     def __init__(self) -> None:
@@ -145,28 +121,23 @@ class Outbox:
         self._unsent: deque[_Record] = deque()
         self._sent: deque[_Record] = deque()  # whole or in part, not known to be passed on
         self._parts: deque[memoryview] = deque()
-        self._blob: _Record | None = None  # being written, behind ``_parts``
-        self._blob_at = 0
+        self._file: _Record | None = None  # being written, behind ``_parts``
+        self._file_at = 0
         self._waiting_bytes = 0
-        self._waiting_blobs = 0
-        self._shared: dict[tuple[int, int], tuple[int, Blob]] = {}  # files of the last call that the other side keeps
-        self._shared_call = 0
+        self._waiting_files = 0
+        # The call and files of the last frame, if the other side keeps those, and descriptors that hold their inodes.
+        self._kept: tuple[int, list[tuple[int, int]]] | None = None
+        self._kept_fds: list[int] = []
 
     @property
     def full(self) -> bool:
         """Is so much on its way that no more should be taken in?"""
-        return self._waiting_bytes > _WINDOW_BYTES or self._waiting_blobs > _WINDOW_BLOBS
+        return self._waiting_bytes > _WINDOW_BYTES or self._waiting_files > _WINDOW_FILES
 
     @property
     def empty(self) -> bool:
         """Did the other side pass everything on?"""
         return not self._unsent and not self._sent
-
-    @property
-    def written(self) -> bool:
-        """Is there nothing to write at this moment?"""
-        pending = self._parts or self._unsent or self.greeting or self.ping_due
-        return not pending and self._blob is None
 
     def add(self, received: Sequence[RawFrame]) -> None:
         """Take frames, and their descriptors."""
@@ -177,33 +148,22 @@ class Outbox:
                 continue
             self._add_plain(plain)
             plain = []
-            if frame.kind != frames.CALL or frame.call != self._shared_call:
-                self.forget()
-            self._shared_call = frame.call
-            refs = b"".join(_REF.pack(self._add_blob(fd)) for fd in frame.fds)
-            self._append(FRAMES, refs, frame.data, num_refs=len(frame.fds))
-            if frame.kind != frames.CALL:  # a CALL may go to more ranks; other files are for one frame, and may change
-                self.forget()
+            self._add_with_files(frame)
         self._add_plain(plain)
-
-    def forget(self) -> None:
-        """Files sent so far are in no later frame: the other side need not keep them."""
-        if self._shared:
-            for _number, blob in self._shared.values():
-                blob.drop()
-            self._shared.clear()
-            self._append(FORGET)
 
     def end(self, reason: str) -> None:
         """Nothing comes after this."""
-        self.forget()
-        self._append(END, data=reason.encode(errors="replace"))
+        self._append(END, reason.encode(errors="replace"))
 
     def acknowledge(self, number: int) -> None:
         """The other side passed on everything up to this record."""
         self._acknowledged = max(self._acknowledged, number)
-        while self._sent and self._sent[0].number <= number and self._sent[0] is not self._blob:
-            self._release(self._sent.popleft())
+        while self._sent and self._sent[0].number <= number and self._sent[0] is not self._file:
+            record = self._sent.popleft()
+            self._waiting_bytes -= len(record.data)
+            if record.fd >= 0:
+                self._waiting_files -= 1
+                os.close(record.fd)
 
     def rewind(self, received: int) -> None:
         """A new link: go on behind the last record that arrived whole.
@@ -214,7 +174,7 @@ class Outbox:
         if not self._acknowledged <= received <= self._numbers:
             raise WireError(f"the other side has record {received}, of {self._acknowledged} to {self._numbers}")
         self._parts.clear()
-        self._blob = None
+        self._file = None
         while self._sent and self._sent[-1].number > received:
             self._unsent.appendleft(self._sent.pop())
 
@@ -225,79 +185,68 @@ class Outbox:
             while left > 0:
                 if self._parts:
                     left -= self._write_parts(fd)
-                elif self._blob is not None:
-                    left -= self._write_blob(fd, self._blob, left)
-                elif self.written:
-                    return True
-                else:
+                elif self._file is not None:
+                    left -= self._write_file(fd, self._file)
+                elif self._unsent or self.greeting or self.ping_due:
                     self._fill()
+                else:
+                    return True
         return False
 
     def close(self) -> None:
         """Let go of everything."""
-        for record in (*self._sent, *self._unsent):
-            self._release(record)
+        close_all(record.fd for record in (*self._sent, *self._unsent) if record.fd >= 0)
         self._sent.clear()
         self._unsent.clear()
-        for _number, blob in self._shared.values():
-            blob.drop()
-        self._shared.clear()
+        self._forget_kept()
 
     def _add_plain(self, plain: list[bytes]) -> None:
         if plain:
-            self._append(FRAMES, data=plain[0] if len(plain) == 1 else b"".join(plain))
+            self._forget_kept()
+            self._append(FRAMES, plain[0] if len(plain) == 1 else b"".join(plain))
 
-    def _add_blob(self, fd: int) -> int:
-        """The number under which the other side knows the file, which it will be sent if need be."""
-        status = os.fstat(fd)
-        key = status.st_dev, status.st_ino
-        if key in self._shared:
-            os.close(fd)
-            return self._shared[key][0]
-        blob = Blob(fd)
-        number = self._append(BLOB, blob=blob, blob_bytes=status.st_size)
-        self._shared[key] = number, blob.hold()  # held, so that no other file gets its inode meanwhile
-        return number
+    def _add_with_files(self, frame: RawFrame) -> None:
+        # A CALL may go to more ranks; other files are for one frame, and may change.
+        keeps = frame.kind == frames.CALL
+        files = [(status.st_dev, status.st_ino) for status in map(os.fstat, frame.fds)]
+        if keeps and self._kept == (frame.call, files):
+            close_all(frame.fds)
+        else:
+            self._forget_kept()
+            if keeps:
+                self._kept, self._kept_fds = (frame.call, files), [os.dup(fd) for fd in frame.fds]
+            for fd in frame.fds:
+                self._append(FILE, fd=fd)
+        self._append(FRAMES, frame.data, num_files=len(files), keeps=keeps)
 
-    def _append(
-        self,
-        kind: int,
-        refs: bytes = b"",
-        data: bytes = b"",
-        *,
-        num_refs: int = 0,
-        blob: Blob | None = None,
-        blob_bytes: int = 0,
-    ) -> int:
+    def _forget_kept(self) -> None:
+        close_all(self._kept_fds)
+        self._kept, self._kept_fds = None, []
+
+    def _append(self, kind: int, data: bytes = b"", *, fd: int = -1, num_files: int = 0, keeps: bool = False) -> None:
         self._numbers += 1
-        head = _header(kind, self._numbers, len(refs) + len(data) + blob_bytes, num_refs) + refs
-        self._unsent.append(_Record(self._numbers, head, data, blob, blob_bytes))
+        file_bytes = os.fstat(fd).st_size if fd >= 0 else 0
+        head = _header(kind, self._numbers, len(data) + file_bytes, num_files, keeps=keeps)
+        self._unsent.append(_Record(self._numbers, head, data, fd, file_bytes))
         self._waiting_bytes += len(data)
-        self._waiting_blobs += blob is not None
-        return self._numbers
-
-    def _release(self, record: _Record) -> None:
-        self._waiting_bytes -= len(record.data)
-        if record.blob is not None:
-            self._waiting_blobs -= 1
-            record.blob.drop()
+        self._waiting_files += fd >= 0
 
     def _fill(self) -> None:
-        """The next things to write: up to the next blob."""
+        """The next things to write: up to the next file."""
         if self.greeting:
             self._parts.append(memoryview(self.greeting))
             self.greeting = b""
         if self.ping_due:
             self._parts.append(memoryview(_header(PING, self.passed_on, 0)))
             self.ping_due = False
-        while self._unsent and len(self._parts) < _BATCH and self._blob is None:
+        while self._unsent and len(self._parts) < _BATCH and self._file is None:
             record = self._unsent.popleft()
             self._sent.append(record)
             self._parts.append(memoryview(record.head))
             if record.data:
                 self._parts.append(memoryview(record.data))
-            if record.blob is not None:
-                self._blob, self._blob_at = record, 0
+            if record.fd >= 0:
+                self._file, self._file_at = record, 0
 
     def _write_parts(self, fd: int) -> int:
         written = left = os.writev(fd, list(self._parts)[: 2 * _BATCH])
@@ -309,65 +258,35 @@ class Outbox:
             left -= len(part)
         return written
 
-    def _write_blob(self, fd: int, record: _Record, most: int) -> int:
-        assert record.blob is not None
-        left = record.blob_bytes - self._blob_at
-        # By the kernel: the bytes never come through here. The file does not change before it has arrived.
-        written = os.sendfile(fd, record.blob.fd, self._blob_at, min(left, most)) if left else 0
-        if left and not written:
-            raise OSError(f"a memory file ended {left} bytes early")
-        self._blob_at += written
-        if written == left:
-            self._blob = None
+    def _write_file(self, fd: int, record: _Record) -> int:
+        chunk = os.pread(record.fd, min(record.file_bytes - self._file_at, _CHUNK_BYTES), self._file_at)
+        if not chunk and self._file_at < record.file_bytes:
+            raise OSError(f"a memory file ended {record.file_bytes - self._file_at} bytes early")
+        written = os.write(fd, chunk) if chunk else 0
+        self._file_at += written
+        if self._file_at == record.file_bytes:
+            self._file = None
         return written
 
 
 # --------------------------------------------------------------------------------------------------- receiving
-class _Filling:
-    """A blob of which part has arrived."""
-
-    def __init__(self, number: int, length: int) -> None:
-        self.number = number
-        self.left = length
-        self.fd = os.memfd_create("atoll", os.MFD_CLOEXEC)
-        self._at = 0
-
-    def put(self, data: bytes | memoryview) -> None:
-        while data:
-            num = os.pwrite(self.fd, data, self._at)
-            self._advance(num)
-            data = data[num:]
-
-    def read(self, fd: int) -> bool:
-        """One read; whether there was anything."""
-        if stat.S_ISFIFO(os.fstat(fd).st_mode):  # by the kernel, at twice the speed
-            num = os.splice(fd, self.fd, self.left, offset_dst=self._at)
-            self._advance(num)
-            return num > 0
-        data = os.read(fd, min(self.left, _READ_BYTES))
-        self.put(data)
-        return bool(data)
-
-    def _advance(self, num: int) -> None:
-        self._at += num
-        self.left -= num
-
-
-class Inbox:
+class RecordReceiver:
     """Cuts what a link delivers into records. ``received`` is the number of the last whole one."""
 
     def __init__(self) -> None:
         self.received = 0
         self._data = bytearray()
-        self._filling: _Filling | None = None
-        self._blobs: dict[int, Blob] = {}
+        self._files: list[int] = []  # for the next frame, or kept from the last one
+        self._kept = False
+        self._fd = -1  # of a file of which part has arrived
+        self._left = 0  # of its bytes
 
     def rewind(self, rest: bytes) -> None:
         """A new link: half a record is void, the other side sends it again."""
         self._data = bytearray(rest)
-        if self._filling is not None:
-            os.close(self._filling.fd)
-            self._filling = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def read(self, fd: int) -> bool:
         """One read; whether there was anything, or the stream is at its end. ``cut`` has what came of it.
@@ -375,9 +294,7 @@ class Inbox:
         Raises:
             OSError: the link broke, or ``BlockingIOError``.
         """
-        if self._filling is not None and self._filling.left:
-            return self._filling.read(fd)
-        data = os.read(fd, _READ_BYTES)
+        data = os.read(fd, _CHUNK_BYTES)
         self._data += data
         return bool(data)
 
@@ -390,72 +307,71 @@ class Inbox:
         at = 0
         try:
             while True:
-                if self._filling is not None:
-                    at += self._fill(at)
-                    if self._filling is not None:
+                if self._fd >= 0:
+                    at += self._fill_file(at)
+                    if self._fd >= 0:
                         return
                 if len(self._data) - at < _HEADER.size:
                     return
-                kind, num_refs, number, length = self._header(at)
-                if kind == BLOB:
-                    self._filling = _Filling(number, length)
-                    at += _HEADER.size
+                kind, keeps, num_files, number, length = self._header(at)
+                start = at + _HEADER.size
+                if kind == FILE:
+                    if self._kept:
+                        self._drop_files()
+                    self._fd, self._left, at = os.memfd_create("atoll", os.MFD_CLOEXEC), length, start
                     continue
-                end = at + _HEADER.size + length
-                if len(self._data) < end:
+                if len(self._data) < start + length:
                     return
-                with memoryview(self._data) as data, data[at + _HEADER.size : end] as part:
+                with memoryview(self._data) as data, data[start : start + length] as part:
                     body = bytes(part)
-                at = end
-                yield from self._take(kind, number, num_refs, body)
+                at = start + length
+                fds: tuple[int, ...] = ()
+                if kind != PING:
+                    self.received = number
+                    fds = self._files_of(num_files, keeps)
+                yield Arrived(kind, number, body, fds)
         finally:
             del self._data[:at]
 
     def close(self) -> None:
         """Let go of everything."""
         self.rewind(b"")
-        self._forget()
+        self._drop_files()
 
-    def _header(self, at: int) -> tuple[int, int, int, int]:
-        kind, zero, num_refs, mark, number, length = _HEADER.unpack_from(self._data, at)
-        if mark != _MARK or zero or not PING <= kind <= END:
+    def _header(self, at: int) -> tuple[int, bool, int, int, int]:
+        kind, keeps, num_files, mark, number, length = _HEADER.unpack_from(self._data, at)
+        if mark != _MARK or keeps > 1 or not PING <= kind <= END:
             raise WireError("bytes that are no record came over the link")
         if kind != PING and number != self.received + 1:
             raise WireError(f"record {number} came over the link where {self.received + 1} was expected")
-        if kind != BLOB and not num_refs * _REF.size <= length <= _MAX_FRAMES_BYTES:
+        if kind != FILE and length > _MAX_FRAMES_BYTES:
             raise WireError(f"a record of {length} bytes came over the link")
-        return kind, num_refs, number, length
+        if num_files not in (0, len(self._files)):
+            raise WireError(f"record {number} names {num_files} files, and {len(self._files)} came")
+        return kind, bool(keeps), num_files, number, length
 
-    def _take(self, kind: int, number: int, num_refs: int, body: bytes) -> Iterator[Arrived]:
-        if kind == PING:
-            yield Arrived(PING, number, b"")
-            return
-        refs_bytes = num_refs * _REF.size
-        refs = [ref for (ref,) in _REF.iter_unpack(body[:refs_bytes])]
-        if not self._blobs.keys() >= set(refs):
-            raise WireError(f"record {number} names a blob that did not come")
-        self.received = number
-        if kind == FORGET:
-            self._forget()
-        else:
-            blobs = tuple(self._blobs[ref].hold() for ref in refs)
-            yield Arrived(kind, number, body[refs_bytes:] if refs else body, blobs)
+    def _files_of(self, num_files: int, keeps: bool) -> tuple[int, ...]:
+        """The descriptors that go beside a frame; they are the caller's."""
+        if not num_files:
+            self._drop_files()
+        self._kept = keeps
+        if keeps:
+            return tuple(map(os.dup, self._files))
+        files, self._files = self._files, []
+        return tuple(files)
 
-    def _fill(self, at: int) -> int:
-        """Put what was read behind a blob's header into it; returns how much."""
-        filling = self._filling
-        assert filling is not None
-        num = min(filling.left, len(self._data) - at)
+    def _fill_file(self, at: int) -> int:
+        """Put what was read into the file; returns how much."""
+        num = min(self._left, len(self._data) - at)
         if num:
             with memoryview(self._data) as data, data[at : at + num] as part:
-                filling.put(part)
-        if not filling.left:
-            self._blobs[filling.number] = Blob(filling.fd)
-            self.received = filling.number
-            self._filling = None
+                self._left -= os.write(self._fd, part)
+        if not self._left:
+            self._files.append(self._fd)
+            self._fd = -1
+            self.received += 1
         return num
 
-    def _forget(self) -> None:
-        for blob in self._blobs.values():
-            blob.drop()
-        self._blobs.clear()
+    def _drop_files(self) -> None:
+        close_all(self._files)
+        self._files, self._kept = [], False

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from atoll.wire.frames import Parser, WireError, receive, send_some
-from atoll.wire.resumable_protocol import END, PING, Arrived, Inbox, Outbox
+from atoll.wire.frames import Parser, WireError, close_all, receive, send_some
+from atoll.wire.resumable_protocol import END, PING, Arrived, RecordReceiver, RecordSender
 
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 _BROKEN = select.EPOLLERR | select.EPOLLHUP
@@ -123,8 +123,8 @@ class Relay:
         self._local: socket.socket | None = local
         local.setblocking(False)
         self._parser = Parser()
-        self._outbox = Outbox()
-        self._inbox = Inbox()
+        self._sender = RecordSender()
+        self._receiver = RecordReceiver()
         self._arrived: deque[Arrived] = deque()
         self._sent_bytes = 0  # of the first record in ``_arrived``
         self._passed_on_bytes = 0  # since the other side was told
@@ -158,7 +158,7 @@ class Relay:
     @property
     def received(self) -> int:
         """Number of the last record that arrived whole: what a greeting tells."""
-        return self._inbox.received
+        return self._receiver.received
 
     def adopt(self, link: Link, received: int, rest: bytes = b"", greeting: bytes = b"") -> None:
         """Go on over this link.
@@ -172,10 +172,10 @@ class Relay:
         Raises:
             WireError: what it says can't be.
         """
-        self._outbox.rewind(received)
-        self._outbox.greeting = greeting
-        self._outbox.ping_due = True
-        self._inbox.rewind(rest)
+        self._sender.rewind(received)
+        self._sender.greeting = greeting
+        self._sender.ping_due = True
+        self._receiver.rewind(rest)
         self.link = link
         self.heard()
         self.loop.watch(link.read_fd, self._link_readable)
@@ -199,7 +199,7 @@ class Relay:
         if link is None or link.write_fd < 0:
             return
         try:
-            done = self._outbox.write(link.write_fd)
+            done = self._sender.write(link.write_fd)
         except OSError:
             self.end_writing()
             return
@@ -216,13 +216,13 @@ class Relay:
 
     def say_end(self, reason: str) -> None:
         """Tell the other side that nothing comes any more, once it has everything so far."""
-        self._outbox.end(reason)
+        self._sender.end(reason)
         self.flush()
 
     @property
     def all_passed_on(self) -> bool:
         """Did the other side pass on everything that it was sent?"""
-        return self._outbox.empty
+        return self._sender.empty
 
     def _link_writable(self, _events: int) -> None:
         self.flush()
@@ -232,7 +232,7 @@ class Relay:
         if link is None:
             return
         try:
-            if not self._inbox.read(link.read_fd):
+            if not self._receiver.read(link.read_fd):
                 self.give_up("")
                 return
             self.heard()
@@ -251,9 +251,9 @@ class Relay:
 
     def _take_records(self) -> None:
         try:
-            for record in self._inbox.cut():
+            for record in self._receiver.cut():
                 if record.kind == PING:
-                    self._outbox.acknowledge(record.number)
+                    self._sender.acknowledge(record.number)
                     self._watch_local()
                 else:
                     self._arrived.append(record)
@@ -265,7 +265,7 @@ class Relay:
     def _local_ready(self, events: int) -> None:
         if events & _WRITE:
             self._deliver()
-        if not events & ~_WRITE or self._local is None or (self._outbox.full and not events & _BROKEN):
+        if not events & ~_WRITE or self._local is None or (self._sender.full and not events & _BROKEN):
             return
         try:
             data, fds = receive(self._local)
@@ -278,13 +278,13 @@ class Relay:
             self.close_local()
             self.local_ended()
             return
-        self._outbox.add(received)
+        self._sender.add(received)
         self.flush()
         self._watch_local()
 
     def _watch_local(self) -> None:
         if self._local is not None:
-            events = (0 if self._outbox.full else _READ) | (_WRITE if self._arrived else 0)
+            events = (0 if self._sender.full else _READ) | (_WRITE if self._arrived else 0)
             self.loop.watch(self._local.fileno(), self._local_ready, events)
 
     def _deliver(self) -> None:
@@ -294,12 +294,12 @@ class Relay:
         while self._arrived and self._pass_on(self._arrived[0]):
             record = self._arrived.popleft()
             self._passed_on_bytes += len(record.data)
-            urgent = urgent or bool(record.blobs) or record.kind == END
+            urgent = urgent or bool(record.fds) or record.kind == END
             ended = record if record.kind == END else None
-        self._outbox.passed_on = self._arrived[0].number - 1 if self._arrived else self._inbox.received
+        self._sender.passed_on = self._arrived[0].number - 1 if self._arrived else self._receiver.received
         if urgent or self._passed_on_bytes > _ACK_BYTES:
             self._passed_on_bytes = 0
-            self._outbox.ping_due = True
+            self._sender.ping_due = True
             self.flush()
         self._watch_local()
         if ended is not None:
@@ -312,15 +312,14 @@ class Relay:
         view = memoryview(record.data)
         try:
             while self._local is not None and self._sent_bytes < len(view):
-                fds = [] if self._sent_bytes else [blob.fd for blob in record.blobs]
+                fds = () if self._sent_bytes else record.fds
                 self._sent_bytes += send_some(self._local, view[self._sent_bytes :], fds)
         except BlockingIOError:
             return False
         except OSError:
             pass  # it is closed; reading it will say so
         self._sent_bytes = 0
-        for blob in record.blobs:
-            blob.drop()
+        close_all(record.fds)
         return True
 
     def close_local(self) -> None:
@@ -346,8 +345,7 @@ class Relay:
         now = time.monotonic()
         if now - self._pinged_s >= _PING_S - _TICK_S / 2:
             self._pinged_s = now
-            self._outbox.forget()
-            self._outbox.ping_due = True
+            self._sender.ping_due = True
             self.flush()
 
     def close(self) -> None:
@@ -357,10 +355,9 @@ class Relay:
             self.link.close()
             self.link = None
         for record in self._arrived:
-            for blob in record.blobs:
-                blob.drop()
+            close_all(record.fds)
         self._arrived.clear()
         self._parser.close()
-        self._outbox.close()
-        self._inbox.close()
+        self._sender.close()
+        self._receiver.close()
         self.loop.close()
