@@ -1,4 +1,4 @@
-"""Checks of what ``ComputePool`` is given: each message names the value, what is expected and the next step."""
+"""Checks of what a ``ComputePool`` and its methods are given: each message names the value and the next step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from atoll.core import events
 from atoll.core.errors import ConfigError
 from atoll.core.secrets import redact
 from atoll.core.validation import MOST_PROCESSES
+from atoll.functions.serialize import name_of
 from atoll.images.image import Image
 from atoll.providers.base import Provider
 from atoll.providers.local import Local
 
 
-def provider(value: object) -> Provider:
+def check_provider(value: object) -> Provider:
     """A provider; this machine where None."""
     if value is None:
         return Local()
@@ -27,7 +28,7 @@ def provider(value: object) -> Provider:
     raise ConfigError(f"provider={value!r}: expected a provider such as sky.Local(){step}")
 
 
-def image(value: object) -> Image:
+def check_image(value: object) -> Image:
     """An image; an empty one where None."""
     if value is None:
         return Image()
@@ -39,8 +40,19 @@ def image(value: object) -> Image:
     raise ConfigError(redact(f"image={value!r}: expected an Image; packages are given as sky.Image(pip={wanted!r})"))
 
 
-def callback(value: Callable[[events.Event], object] | None) -> Callable[[events.Event], object] | None:
-    """The user's callback, made so that what it raises is said and stops nothing."""
+def check_workers(value: object) -> int | str:
+    """Ranks of each node, or how to choose them."""
+    if isinstance(value, str) and value in ("auto", "gpu"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_PROCESSES:
+        raise ConfigError(
+            f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number from 1 to {MOST_PROCESSES}"
+        )
+    return value
+
+
+def safe_callback(value: Callable[[events.Event], object] | None) -> Callable[[events.Event], object] | None:
+    """The user's ``on_event``; what it raises is printed and stops nothing."""
     if value is None:
         return None
     if not callable(value):
@@ -55,12 +67,30 @@ def callback(value: Callable[[events.Event], object] | None) -> Callable[[events
     return call
 
 
-def workers(value: object) -> int | str:
-    """Ranks of each node, or how to choose them."""
-    if isinstance(value, str) and value in ("auto", "gpu"):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_PROCESSES:
-        raise ConfigError(
-            f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number from 1 to {MOST_PROCESSES}"
+def not_a_call(other: object, operator: str) -> str:
+    """What to say of ``other @ pool``."""
+    if isinstance(other, (list, tuple)) and other and all(hasattr(item, "__atoll_pending__") for item in other):
+        return (
+            f"several calls run side by side as `sky.gather(*calls) {operator} pool`, not as a {type(other).__name__}"
         )
-    return value
+    if callable(other):
+        name = name_of(other)
+        step = "" if hasattr(other, "__atoll_function__") else "decorate it with @sky.compute, and "
+        return (
+            f"`{name} {operator} pool` names the function without calling it: {step}write `{name}(...) {operator} pool`"
+        )
+    return (
+        f"{type(other).__name__} on the left of `{operator} pool` is a value, not a pending call: the function ran "
+        f"here. Did you forget @sky.compute? Or write pool.run(function, ...)"
+    )
+
+
+def not_a_function(value: object) -> str:
+    """What to say of ``pool.submit(value, ...)``."""
+    if hasattr(value, "__atoll_pending__"):
+        value._used = True  # type: ignore[attr-defined]  # refused, so no warning on top that it was never dispatched
+        return (
+            f"{value} is a pending call: write `{value} >> pool`, or give function and arguments apart, as in "
+            f"pool.submit({str(value).removesuffix('(...)')}, ...)"
+        )
+    return f"expected a function and its arguments, not {type(value).__name__}: pool.submit(function, ...)"

@@ -18,10 +18,16 @@ from atoll.core import events
 from atoll.core.errors import ConfigError, PoolClosed, UsageError
 from atoll.core.paths import atoll_home, current_folder
 from atoll.core.validation import MOST_NODES, MOST_TRIES, check_seconds, check_truth, check_whole, suggests_keywords
-from atoll.functions import settings
+from atoll.functions.arguments import (
+    check_image,
+    check_provider,
+    check_workers,
+    not_a_call,
+    not_a_function,
+    safe_callback,
+)
 from atoll.functions.import_path import ImportPath
 from atoll.functions.mapping import Mapped, zip_items
-from atoll.functions.mistakes import no_function, not_a_call
 from atoll.functions.named.client import Attached
 from atoll.functions.named.config import IDLE_S, wishes_of
 from atoll.functions.named.registry import check_name, end_pool
@@ -109,7 +115,7 @@ class ComputePool:
                     f"one setting; give one"
                 )
             workers_per_node = nproc_per_node
-        self.provider: Provider = settings.provider(provider)
+        self.provider: Provider = check_provider(provider)
         self.nodes = check_whole(
             "nodes", getattr(self.provider, "num_nodes", 1) if nodes is None else nodes, 1, MOST_NODES
         )
@@ -119,10 +125,10 @@ class ComputePool:
                 f"mig={self.accelerator.mig!r}: MIG slices are not supported by this version; leave mig out to use "
                 f"whole cards"
             )
-        self.image = settings.image(image)
+        self.image = check_image(image)
         self.pip = check_pip("pip=", pip) or None
         self.env = check_env("env=", env)
-        self.workers_per_node = settings.workers("auto" if workers_per_node is None else workers_per_node)
+        self.workers_per_node = check_workers("auto" if workers_per_node is None else workers_per_node)
         self.timeout = check_seconds("timeout", timeout)
         self.ttl = check_seconds("ttl", ttl)
         self.retries = check_whole("retries", retries, 0, MOST_TRIES)
@@ -135,7 +141,7 @@ class ComputePool:
             )
         self.logs: Logs = logs
         self.id = ""
-        self._on_event = settings.callback(on_event)
+        self._on_event = safe_callback(on_event)
         self._config = wishes_of(self)
         given: dict[str, object] = {"provider": provider, "nodes": nodes, "accelerator": accelerator, "image": image}
         given |= {
@@ -344,7 +350,7 @@ class ComputePool:
             raise UsageError("map needs at least one iterable of items: pool.map(f, items)")
         self._running()
         if not callable(function):
-            raise UsageError(no_function(function))
+            raise UsageError(not_a_function(function))
         items = zip_items(name_of(unwrap(function)), iterables)
         return Mapped(self._submit_chunk(function), function, items, self.world_size, ordered, chunksize)
 
@@ -380,7 +386,7 @@ class ComputePool:
         options = options if options is not None else getattr(function, "__atoll_options__", None)
         raw = unwrap(function)
         if not callable(raw):
-            raise UsageError(no_function(raw))
+            raise UsageError(not_a_function(raw))
         elsewhere = isinstance(self._modules, LocalModules)
         with self._modules.by_value():
             arguments = pack_arguments(raw, args, kwargs)  # before anything is laid out that would have to be let go

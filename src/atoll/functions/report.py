@@ -146,10 +146,9 @@ def _whole(found: dict[Step, dict[int, Path]]) -> list[Step]:
 
 
 def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
             fsync_folder(path)
+        elif path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())

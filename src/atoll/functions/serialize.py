@@ -41,25 +41,13 @@ _pure: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, Any, Any, Shipped
 
 
 class ByName:
-    """Stands for a function in a payload; becomes the function itself when it is loaded."""
+    """Stands in a payload for what ``maker(*args)`` gives when it is loaded, such as a function that is imported."""
 
-    def __init__(self, module: str, qualname: str) -> None:
-        self.module = module
-        self.qualname = qualname
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return resolve, (self.module, self.qualname)
-
-
-class BoundByName:
-    """Stands for a bound method whose function a rank can import; becomes the method when it is loaded."""
-
-    def __init__(self, function: ByName, owner: object) -> None:
-        self.function = function
-        self.owner = owner
+    def __init__(self, maker: Callable[..., Any], *args: object) -> None:
+        self._reduced = maker, args
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (self.function, self.owner)
+        return self._reduced
 
 
 def resolve(module: str, qualname: str) -> Callable[..., Any]:
@@ -130,7 +118,7 @@ def _payload(function: Callable[..., Any]) -> Payload:
     what = f"the function {name_of(function)}"
     if isinstance(function, MethodType):
         by_name = importable(function.__func__)
-        return dumps(BoundByName(by_name, function.__self__) if by_name else function, what=what)
+        return dumps(ByName(MethodType, by_name, function.__self__) if by_name else function, what=what)
     return dumps(importable(function) or function, what=what)
 
 
@@ -142,15 +130,11 @@ def _is_pure(function: FunctionType) -> bool:
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return (
         not function.__closure__
-        and not _custom_attributes(function)
+        and not function.__dict__.keys() - {"__wrapped__"}
         and all(type(value) in _SCALARS for value in defaults)
         and not _uses_globals(function.__code__, function.__globals__)  # a global may be defined after the first call
         and importable(function) is None
     )
-
-
-def _custom_attributes(function: FunctionType) -> bool:
-    return any(name != "__wrapped__" for name in function.__dict__)
 
 
 def _uses_globals(code: CodeType, names: Mapping[str, Any]) -> bool:
@@ -171,7 +155,7 @@ def importable(function: Any) -> ByName | None:
     found: Any = module
     for part in qualname.split("."):
         found = getattr(found, part, None)
-    return ByName(module_name, qualname) if unwrap(found) is function else None
+    return ByName(resolve, module_name, qualname) if unwrap(found) is function else None
 
 
 def module_importable(module: ModuleType) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from atoll.core import context
 from atoll.core.errors import ConfigError
@@ -100,27 +100,20 @@ class _TorchFinder:
         if fullname != "torch":
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            # No subclass of importlib.abc's: importing that costs every rank half its start.
-            spec.loader = cast("Any", _AfterImport(spec.loader))
+        if spec is None or spec.loader is None:
+            return spec
+        # On the loader itself: importing importlib.abc for a subclass costs every rank half its start.
+        loader: Any = spec.loader
+        import_torch = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with _whole():
+                import_torch(module)
+                isolation.note_torch(module)
+                _on_torch()
+
+        loader.exec_module = exec_module
         return spec
-
-
-class _AfterImport:
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        with _whole():
-            self._loader.exec_module(module)
-            isolation.note_torch(module)
-            _on_torch()
 
 
 def _on_torch() -> None:
@@ -181,7 +174,9 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
     _state.num_groups += 1
     prefixed = dist.PrefixStore(f"atoll/{worker.call}/{_state.num_groups}", store)
     with _whole():
-        _original_init(dist)(chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options)
+        dist.init_process_group._atoll_original(
+            chosen, store=prefixed, rank=ctx.rank, world_size=ctx.world_size, **options
+        )
         # One whose function is done at once would close what another is still connecting to.
         if prefixed.add("made", 1) == ctx.world_size:
             prefixed.set("all made", "")
@@ -253,8 +248,10 @@ def _replace_init_process_group(torch: Any) -> None:
             for name, mine in (("rank", ctx.rank), ("world_size", ctx.world_size)):
                 if kwargs.get(name, -1) == -1:
                     kwargs[name] = mine
-        if ctx.simulated:
-            args, kwargs = _simulated_backend(args, kwargs)
+        if ctx.simulated and args[:1] == ("nccl",):  # its GPUs are not there
+            args = ("gloo", *args[1:])
+        if ctx.simulated and kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
         with _whole():
             original(*args, **kwargs)
         os.environ.__class__ = _WatchedEnviron
@@ -267,19 +264,6 @@ def _replace_init_process_group(torch: Any) -> None:
 def _environment_is_ours(ctx: context.CallContext) -> bool:
     wanted = {"MASTER_ADDR": ctx.head_addr, "MASTER_PORT": str(ctx.head_port), "WORLD_SIZE": str(ctx.world_size)}
     return all(os.environ.get(key) == value for key, value in wanted.items())
-
-
-def _simulated_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Explicit ``nccl`` becomes Gloo where the GPUs are simulated."""
-    if args and args[0] == "nccl":
-        return ("gloo", *args[1:]), kwargs
-    if kwargs.get("backend") == "nccl":
-        return args, {**kwargs, "backend": "gloo"}
-    return args, kwargs
-
-
-def _original_init(dist: Any) -> Any:
-    return getattr(dist.init_process_group, "_atoll_original", dist.init_process_group)
 
 
 def _after_call() -> None:
