@@ -22,8 +22,7 @@ import pickle
 import traceback
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.core.errors import RemoteError, RemoteTraceback
 from atoll.wire import codec
@@ -50,9 +49,8 @@ _STDLIB = os.path.dirname(os.path.abspath(traceback.__file__)) + os.sep
 Packed = tuple[bytes, list[bytes]]
 
 
-@dataclass(slots=True)
-class _Record:
-    """One exception as builtin values; travels as a tuple of its fields.
+class _Record(NamedTuple):
+    """One exception; travels as a plain tuple, so that a class that is missing there keeps nothing shut.
 
     ``pickled`` is the head of a payload and the range of buffers that belong to it: of the exception, or of a group's
     class and attributes, as ``members`` are records.
@@ -60,16 +58,13 @@ class _Record:
 
     type_name: str
     message: str
-    text: str = ""
-    pickled: tuple[bytes, int, int] | None = None
-    notes: list[str] = field(default_factory=list)
-    cause: int | None = None
-    context: int | None = None
-    suppress: bool = False
-    members: list[int] | None = None
-
-    def astuple(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__)
+    text: str
+    pickled: tuple[bytes, int, int] | None
+    notes: list[str]
+    cause: tuple[Any, ...] | None
+    context: tuple[Any, ...] | None
+    suppress: bool
+    members: list[tuple[Any, ...]] | None
 
 
 # --- packing -------------------------------------------------------------------------------------------------------
@@ -80,79 +75,73 @@ def pack_exception(exc: BaseException) -> Payload:
 
     Never raises: what cannot travel is left out and named in a note, down to the bare type name and message.
     """
-    packer = _Packer()
+    chain = Payload([], [], [])
     try:
-        packer.add(exc, 0)
-        packer.records[0].text = remote_traceback(exc)
-        table = [record.astuple() for record in packer.records]
-        return Payload([pickle.dumps(table, protocol=5)], packer.buffers, packer.notes)
+        record = _pack(exc, 0, chain, {})
+        return Payload([pickle.dumps(record, protocol=5)], chain.buffers, chain.notes)
     except Exception:  # noqa: BLE001 - whatever went wrong, the driver has to hear of the failure it was about
-        bare = _Record(type_name(type(exc)), message_of(exc), f"{type_name(type(exc))}: {message_of(exc)}")
-        return Payload([pickle.dumps([bare.astuple()], protocol=5)], [], [])
+        name, message = type_name(type(exc)), message_of(exc)
+        bare = _Record(name, message, f"{name}: {message}", None, [], None, None, False, None)
+        return Payload([pickle.dumps(tuple(bare), protocol=5)], [], [])
 
 
-class _Packer:
-    """Collects the records of one chain; record 0 is the exception itself."""
+def _pack(
+    exc: BaseException | None, depth: int, chain: Payload, known: dict[int, tuple[Any, ...] | None]
+) -> tuple[Any, ...] | None:
+    """The record of an exception and of all below it; None for a link that would close a cycle or goes too deep.
 
-    def __init__(self) -> None:
-        self.records: list[_Record] = []
-        self.buffers: list[memoryview] = []
-        self.notes: list[str] = []
-        self.index: dict[int, int] = {}
-        self.open: set[int] = set()
+    Buffers and notes are added to ``chain``; ``known`` has what was packed, and None for what is being packed.
+    """
+    if exc is None or id(exc) in known or depth > _MAX_DEPTH:
+        return None if exc is None else known.get(id(exc))
+    known[id(exc)] = None
+    notes = _notes(exc)
+    pickled = _pickle(exc, chain, notes)
 
-    def add(self, exc: BaseException | None, depth: int, parent: _Record | None = None) -> int | None:
-        """The index of the record for ``exc``; None for a link that would close a cycle or goes too deep."""
-        if exc is None or id(exc) in self.open:
-            return None
-        if id(exc) in self.index:
-            return self.index[id(exc)]
-        if depth > _MAX_DEPTH and parent is not None:
-            parent.notes.append(f"an exception chained below it was left out: {type_name(type(exc))}")
-            return None
-        message = exc.message if isinstance(exc, BaseExceptionGroup) else message_of(exc)
-        record = _Record(type_name(type(exc)), message, notes=_notes(exc), suppress=exc.__suppress_context__)
-        index = self.index[id(exc)] = len(self.records)
-        self.records.append(record)
-        self.open.add(id(exc))
-        self._pickle(record, exc)
-        if depth:
-            record.text = remote_traceback(exc, chain=False)
-        record.cause = self.add(exc.__cause__, depth + 1, record)
-        record.context = self.add(exc.__context__, depth + 1, record)
-        if isinstance(exc, BaseExceptionGroup):
-            links = [self.add(member, depth + 1, record) for member in exc.exceptions]
-            record.members = [link for link in links if link is not None]
-        self.open.discard(id(exc))
-        return index
+    def link(other: BaseException | None) -> tuple[Any, ...] | None:
+        record = _pack(other, depth + 1, chain, known)
+        if other is not None and id(other) not in known:
+            notes.append(f"an exception chained below it was left out: {type_name(type(other))}")
+        return record
 
-    def _pickle(self, record: _Record, exc: BaseException) -> None:
-        """The exception with all that it holds, else without attributes and with text for arguments, else nothing."""
-        try:
-            if isinstance(exc, BaseExceptionGroup):
-                record.pickled = self._piece((type(exc), exc.message, _fields(exc)))
-            else:
-                record.pickled = self._piece(exc)
-        except Exception as problem:  # noqa: BLE001 - reduction code of any object runs here
-            record.notes.append(f"what it holds could not travel and was left out: {problem}")
-        else:
-            return
-        try:
-            args, extra = _arguments(exc)
-            shown = tuple(arg if type(arg) in _PLAIN else brief(arg) for arg in (*args, *extra))
-            bare: object = (
-                (type(exc), exc.message, {}) if isinstance(exc, BaseExceptionGroup) else _Bare(type(exc), shown)
-            )
-            record.pickled = self._piece(bare)
-        except Exception as problem:  # noqa: BLE001 - nor can its class; it arrives as a RemoteError
-            record.notes.append(f"its class could not travel: {problem}")
+    group = exc if isinstance(exc, BaseExceptionGroup) else None
+    record = _Record(
+        type_name(type(exc)),
+        group.message if group else message_of(exc),
+        remote_traceback(exc, chain=depth == 0),
+        pickled,
+        notes,
+        link(exc.__cause__),
+        link(exc.__context__),
+        exc.__suppress_context__,
+        [record for member in group.exceptions if (record := link(member))] if group else None,
+    )
+    known[id(exc)] = tuple(record)
+    return known[id(exc)]
 
-    def _piece(self, value: object) -> tuple[bytes, int, int]:
+
+def _pickle(exc: BaseException, chain: Payload, notes: list[str]) -> tuple[bytes, int, int] | None:
+    """The exception with all that it holds, else without attributes and with text for arguments, else nothing."""
+
+    def piece(value: object) -> tuple[bytes, int, int]:
         payload = codec.dumps(value)
-        start = len(self.buffers)
-        self.buffers += payload.buffers
-        self.notes += [line for line in payload.notes if line not in self.notes]
-        return payload.head, start, len(self.buffers)
+        start = len(chain.buffers)
+        chain.buffers += payload.buffers
+        chain.notes += [line for line in payload.notes if line not in chain.notes]
+        return payload.head, start, len(chain.buffers)
+
+    group = exc if isinstance(exc, BaseExceptionGroup) else None
+    try:
+        return piece((type(exc), group.message, _fields(exc)) if group else exc)
+    except Exception as problem:  # noqa: BLE001 - reduction code of any object runs here
+        notes.append(f"what it holds could not travel and was left out: {problem}")
+    try:
+        args, extra = _arguments(exc)
+        shown = tuple(arg if type(arg) in _PLAIN else brief(arg) for arg in (*args, *extra))
+        return piece((type(exc), group.message, {}) if group else _Bare(type(exc), shown))
+    except Exception as problem:  # noqa: BLE001 - nor can its class; it arrives as a RemoteError
+        notes.append(f"its class could not travel: {problem}")
+    return None
 
 
 class _Bare:
@@ -252,26 +241,26 @@ def unpack_exception(head: bytes | memoryview, buffers: Sequence[Any], *, rank: 
         The exception as its own type, or a RemoteError where its class cannot be had here. Its ``__cause__`` is a
         RemoteTraceback; see the module's docstring for the chain below it.
     """
-    records = [_Record(*values) for values in codec.loads(head)]
     built: dict[int, BaseException] = {}
 
-    def build(index: int) -> BaseException:
+    def build(values: tuple[Any, ...]) -> BaseException:
         """The exception of a record, with the chain below it. Links form no cycle: packing left those out."""
-        if index in built:
-            return built[index]
-        record = records[index]
+        if id(values) in built:
+            return built[id(values)]
+        record = _Record(*values)
         members = None if record.members is None else [build(member) for member in record.members]
-        exc = built[index] = _rebuild(record, buffers, members, rank, node)
+        exc = built[id(values)] = _rebuild(record, buffers, members, rank, node)
         if record.notes:
             _set(exc, "__notes__", record.notes)
-        for name, link in (("__context__", record.context), ("__cause__", record.cause)):
-            if link is not None:
-                _set(exc, name, build(link))
+        for name, linked in (("__context__", record.context), ("__cause__", record.cause)):
+            if linked is not None:
+                _set(exc, name, build(linked))
         _set(exc, "__suppress_context__", record.suppress)
         return exc
 
-    exc = build(0)
-    shown = RemoteTraceback(records[0].text, rank, node)
+    first = codec.loads(head)
+    exc = build(first)
+    shown = RemoteTraceback(_Record(*first).text, rank, node)
     if exc.__cause__ is not None:
         shown.__cause__ = exc.__cause__
     elif not exc.__suppress_context__:
