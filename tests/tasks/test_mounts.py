@@ -17,20 +17,22 @@ import fsspec
 import pytest
 
 from atoll.core.errors import ConfigError, ProvisionError
-from atoll.tasks import launches
+from atoll.tasks import clusters, launches
 from atoll.tasks.nodes import TARGETS
-from atoll.tasks.sync import receive
-from atoll.tasks.sync.mounts import Mount, apply_mount, fetch_mount, place, resolve_mounts
-from atoll.tasks.sync.select import survey
-from atoll.tasks.sync.send import changed, write_tar
-from atoll.tasks.sync.task_files import check_sources
+from atoll.tasks.spec import ClusterSpec
+from atoll.tasks.sync.mounts import place, resolve_mounts
+from atoll.tasks.sync.send import Progress
+from atoll.tasks.sync.task_files import check_sources, ship
 from atoll.tasks.task import Task
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    (tmp_path / "node/home").mkdir(parents=True)
-    return tmp_path / "node/home"
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the first node of the local cluster ``c``."""
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "atoll"))
+    home = clusters.node_home("c", 0)
+    home.mkdir(parents=True)
+    return home
 
 
 @pytest.fixture
@@ -47,10 +49,10 @@ def bucket() -> Iterator[str]:
     system.rm("/bucket", recursive=True)
 
 
-def put(home: Path, target: str, value: object) -> list[str]:
-    lines = []
-    for mount in resolve_mounts({target: value}):
-        lines += apply_mount(mount, home)
+def put(target: str, value: object, *, num_nodes: int = 1, progress: Progress | None = None) -> list[str]:
+    lines: list[str] = []
+    cluster = ClusterSpec("c", num_nodes=num_nodes)
+    ship(cluster, None, {target: value}, say=lines.append, progress=progress)
     return lines
 
 
@@ -67,7 +69,7 @@ def put(home: Path, target: str, value: object) -> list[str]:
     ],
 )
 def test_where_a_target_lies(target, at, link):
-    assert place(target, Path("/h/home")) == (Path("/h") / at, link and Path(link))
+    assert place(target, "/h/home", "/h/home/sky_workdir") == (f"/h/{at}", link)
 
 
 def test_folders_and_files_of_this_machine(tmp_path, home, monkeypatch):
@@ -77,10 +79,10 @@ def test_folders_and_files_of_this_machine(tmp_path, home, monkeypatch):
     (source / "run.sh").write_text("x")
     (source / "run.sh").chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    assert put(home, "~/all", "src") == []
-    assert put(home, "~/.config/one.sh", str(source / "run.sh")) == []
-    assert put(home, "rel", f"file://{source}/deep") == []
-    assert put(home, "/tmp/t", "src/deep") == []
+    assert put("~/all", "src") == []
+    assert put("~/.config/one.sh", str(source / "run.sh")) == []
+    assert put("rel", f"file://{source}/deep") == []
+    assert put("/tmp/t", "src/deep") == []
     assert (home / "all/deep/a").read_text() == "1"
     assert os.access(home / ".config/one.sh", os.X_OK)
     assert (home / "sky_workdir/rel/a").read_text() == "1"
@@ -89,7 +91,7 @@ def test_folders_and_files_of_this_machine(tmp_path, home, monkeypatch):
     (source / "deep/a").unlink()
     (source / "deep/c").write_text("3")
     (home / "all/deep/result").write_text("job")
-    put(home, "~/all", "src")
+    put("~/all", "src")
     assert sorted(os.listdir(home / "all/deep")) == ["c", "result"]
 
 
@@ -98,21 +100,11 @@ def test_a_target_outside_of_home_is_noted_for_the_node(tmp_path, home, not_belo
     source.write_text("1")
     for text in ("1", "22"):
         source.write_text(text)
-        assert put(home, f"{outside}/deep/file", str(source)) == []
+        assert put(f"{outside}/deep/file", str(source)) == []
     at = home / f".atoll-mounts{outside}/deep/file"
     assert at.read_text() == "22"
     assert json.loads((home.parent / TARGETS).read_text()) == {f"{outside}/deep/file": str(at)}
     assert not any(outside.iterdir())  # of the machine itself nothing is changed
-
-
-def test_variables_in_targets_and_sources(tmp_path):
-    (tmp_path / "x").mkdir()
-    mounts = {"~/$WHERE/d": "${ROOT}/x", "~/u": "s3://$UNKNOWN/x"}
-    found = resolve_mounts(mounts, {"WHERE": "there", "ROOT": str(tmp_path)})
-    assert [(each.target, each.source) for each in found] == [
-        ("~/there/d", str(tmp_path / "x")),
-        ("~/u", "s3://$UNKNOWN/x"),
-    ]
 
 
 # ----------------------------------------------------------------------------------------------- what is refused
@@ -124,7 +116,6 @@ def test_variables_in_targets_and_sources(tmp_path):
         ("~", ".", r"file_mounts.~: expected ~/NAME"),
         ("~other/x", ".", r"file_mounts.~other/x: expected ~/NAME"),
         ("", ".", r"file_mounts.: expected a path"),
-        (3, ".", r"file_mounts.3: expected a path"),
         ("/usr", ".", r"file_mounts./usr: a node can't do without its own /usr: choose a folder in it, or ~/NAME"),
         ("/lib64", ".", r"file_mounts./lib64: a node can't do without its own /lib64"),
         ("/", ".", r"file_mounts./: a target has no / at its end"),
@@ -135,7 +126,6 @@ def test_variables_in_targets_and_sources(tmp_path):
             r"file_mounts.~/d: no/such/place is not on this machine \(looked for /.*no/such/place\)",
         ),
         ("~/d", 3, r"file_mounts.~/d: 3: expected a path of this machine, or a URL"),
-        ("~/d", {"source": "s3://b", "mode": "MOUNTED"}, r"file_mounts.~/d: mode is 'MOUNTED': did you mean 'MOUNT'"),
         ("~/d", {"source": "no/such"}, r"file_mounts.~/d: no/such is not on this machine"),
     ],
 )
@@ -151,16 +141,16 @@ def test_the_workdirs_place_is_free_where_there_is_none(tmp_path):
 def test_a_node_that_cannot_be_written(tmp_path, home):
     (home / "file").touch()
     with pytest.raises(ProvisionError, match="could not be written"):
-        put(home, "~/file/x", str(tmp_path))
+        put("~/file/x", str(tmp_path))
     with pytest.raises(ProvisionError, match="could not be written"):
-        put(home, "~/file/x", {"name": "bucket"})
+        put("~/file/x", {"name": "bucket"})
 
 
 # --------------------------------------------------------------------------------------------------------- URLs
 def test_a_folder_of_a_bucket(home, bucket):
     progress: list[tuple[int, int]] = []
-    (mount,) = resolve_mounts({"~/data": {"source": f"{bucket}/data", "mode": "COPY"}})
-    assert apply_mount(mount, home, progress=lambda *each: progress.append(each)) == []
+    storage = {"source": f"{bucket}/data", "mode": "COPY"}
+    assert put("~/data", storage, progress=lambda *each: progress.append(each)) == []
     assert (home / "data/a.txt").read_text() == "1"
     assert (home / "data/deep/b.txt").read_text() == "22"
     assert progress[-1] == (3, 3)
@@ -170,56 +160,55 @@ def test_a_folder_of_a_bucket(home, bucket):
     system.rm("/bucket/data/deep/b.txt")
     system.pipe("/bucket/data/c.txt", b"4")
     (home / "data/result").write_text("job")
-    apply_mount(mount, home)
+    put("~/data", storage)
     assert sorted(path.name for path in (home / "data").iterdir()) == ["a.txt", "c.txt", "result"]
     assert (home / "data/a.txt").stat().st_ino == inode
     system.pipe("/bucket/data/a.txt", b"9")
-    apply_mount(mount, home)
+    put("~/data", storage)
     assert (home / "data/a.txt").read_text() == "9"
 
 
 def test_a_single_object_and_several_sources(home, bucket):
-    assert put(home, "~/one.txt", f"{bucket}/other") == []
+    assert put("~/one.txt", f"{bucket}/other") == []
     assert (home / "one.txt").read_text() == "3"
-    put(home, "~/both", {"source": [f"{bucket}/other", f"{bucket}/data"], "mode": "MOUNT_CACHED"})
+    put("~/both", {"source": [f"{bucket}/other", f"{bucket}/data"], "mode": "MOUNT_CACHED"})
     assert (home / "both/other").read_text() == "3"
     assert (home / "both/data/a.txt").read_text() == "1"
 
 
 def test_a_bucket_without_a_source_is_an_empty_folder(home):
-    assert put(home, "/tmp/out", {"name": "results", "mode": "MOUNT", "store": "s3"}) == [
-        "file_mounts./tmp/out has no source: an empty folder that stays on its node"
+    assert put("/tmp/out", {"name": "results", "mode": "MOUNT", "store": "s3"}) == [
+        "file_mounts./tmp/out: an empty folder that stays on its node: it has no source"
     ]
     assert (home / ".atoll-mounts/tmp/out").is_dir()
 
 
 def test_nothing_there_and_schemes_that_nobody_knows(home, bucket):
     with pytest.raises(ConfigError, match=r"file_mounts.~/d: memory://bucket/none: there is nothing at this address"):
-        put(home, "~/d", f"{bucket}/none")
+        put("~/d", f"{bucket}/none")
     with pytest.raises(ConfigError, match=r"file_mounts.~/d: s33://b: unknown scheme 's33': did you mean 's3'"):
-        put(home, "~/d", "s33://b")
+        put("~/d", "s33://b")
 
 
 def test_a_missing_package_is_named(home):
     with pytest.raises(ConfigError, match=r'gs:// needs a package that is not installed: pip install "atoll\[gcs\]"'):
-        put(home, "~/d", "gs://bucket/x")
+        put("~/d", "gs://bucket/x")
 
 
-def test_fetched_once_for_hosts_elsewhere(tmp_path, home, bucket):
-    (mount,) = resolve_mounts({"~/data": f"{bucket}/data"})
-    assert mount.is_url
-    here = fetch_mount(mount, tmp_path / "cache")
-    assert not here.is_url
-    assert here.source is not None
-    seen = survey(Path(here.source))
-    read, wrote = os.pipe()
-    with open(wrote, "wb") as stream:
-        write_tar(seen, changed(seen, {}), stream)
-    with open(read, "rb") as stream:
-        receive.apply(stream, home / "data")
-    assert (home / "data/deep/b.txt").read_text() == "22"
-    local = Mount("file_mounts.~/x", "~/x", str(tmp_path))
-    assert fetch_mount(local, tmp_path / "cache") is local
+def test_fetched_once_for_several_nodes(home, bucket, monkeypatch):
+    opened: list[str] = []
+    system = fsspec.filesystem("memory")
+    real = type(system)._open
+
+    def counted(self: object, path: str, *args: object, **how: object) -> object:
+        opened.append(path)
+        return real(self, path, *args, **how)
+
+    monkeypatch.setattr(type(system), "_open", counted)
+    put("~/data", f"{bucket}/data", num_nodes=2)
+    for node in range(2):
+        assert (clusters.node_home("c", node) / "data/deep/b.txt").read_text() == "22"
+    assert sorted(opened) == ["/bucket/data/a.txt", "/bucket/data/deep/b.txt"]
 
 
 def test_over_http(tmp_path, home):
@@ -237,15 +226,14 @@ def test_over_http(tmp_path, home):
         try:
             # In a process of its own: fsspec keeps a thread and connections for the life of one.
             code = (
-                "import sys\nfrom pathlib import Path\n"
-                "from atoll.tasks.sync.mounts import apply_mount, resolve_mounts\n"
-                "try: print(apply_mount(resolve_mounts({'~/f': sys.argv[1]})[0], Path(sys.argv[2])))\n"
+                "import sys\nfrom atoll.tasks.spec import ClusterSpec\nfrom atoll.tasks.sync.task_files import ship\n"
+                "try: ship(ClusterSpec('c'), None, {'~/f': sys.argv[1]}, say=print, progress=None)\n"
                 "except Exception as error: print(type(error).__name__, error)"
             )
             address = f"http://me:hunter2@127.0.0.1:{server.server_address[1]}"
             outputs = [
                 subprocess.run(
-                    [sys.executable, "-c", code, f"{address}/{name}", str(home)],
+                    [sys.executable, "-c", code, f"{address}/{name}"],
                     capture_output=True,
                     text=True,
                     timeout=60,
@@ -255,7 +243,7 @@ def test_over_http(tmp_path, home):
         finally:
             server.shutdown()
             thread.join()
-    assert outputs[0] == "[]"
+    assert outputs[0] == ""
     assert (home / "f").read_text() == "hello"
     assert outputs[1].startswith("ConfigError file_mounts.~/f: http://****@127.0.0.1:")
     assert outputs[1].endswith("/none.txt: there is nothing at this address")

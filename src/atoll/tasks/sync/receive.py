@@ -1,10 +1,9 @@
 """Where files arrive: puts what a client sends into a folder, one whole file at a time, and nowhere else.
 
-Standard library only: on an ssh host it reads a tar from the connection, and for local nodes ``send`` uses the same
-``Receiver``. As a program it answers for one folder:
-``python -m atoll.tasks.sync.receive manifest|apply|expose PATH …``. Beside a folder ``x`` it keeps ``.atoll-x.json``:
-the paths that transfers brought, which are the only ones that a later transfer may delete. Paths are relative, with
-``/``; bytes that are not UTF-8 are surrogates.
+Standard library only: on an ssh host ``python -m atoll.tasks.sync.receive FOLDER [LINK]`` reads from the connection,
+and for local nodes ``send`` uses the same ``Receiver``. Beside a folder ``x`` it keeps ``.atoll-x.json``: the paths
+that transfers brought, the only ones that a later transfer may delete. Paths are relative, with ``/``; bytes that are
+not UTF-8 are surrogates.
 """
 
 from __future__ import annotations
@@ -18,20 +17,25 @@ import shutil
 import stat
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.paths import write_atomic
 from atoll.tasks.spec import WORKDIR
 
-LISTING = ".atoll-listing.json"  # first member of a tar: every entry of the source, sent or not
-END = ".atoll-end"  # its last: a tar that is cut between two members looks whole to tarfile
+END = ".atoll-end"  # last member of a tar: one that is cut between two members looks whole to tarfile
 MOUNTS = ".atoll-mounts"  # below HOME: what was to lie elsewhere
 SELF = "."  # the path of what is not a folder but a single file
 BUFFER_BYTES = 1 << 20
+
+
+class Readable(Protocol):
+    """What a file's bytes are read from."""
+
+    def read(self, size: int = ..., /) -> bytes: ...
 
 
 class Entry(NamedTuple):
@@ -73,59 +77,29 @@ def below(root: str | os.PathLike[str], path: str) -> str:
     return os.fspath(root) if path == SELF else os.path.join(root, path)
 
 
-def entries_from(text: bytes | str) -> dict[str, Entry]:
-    """Entries by path, from what a tar begins with or the program's ``manifest`` printed."""
-    return {entry.path: entry for entry in (Entry(*each) for each in json.loads(text))}
-
-
-def manifest(dest: Path) -> dict[str, Entry]:
-    """What lies in ``dest`` at the paths that earlier transfers brought, by path."""
-    dest = Path(os.path.realpath(dest))
-    found = {}
-    for path in _brought(state_file(dest)):
-        with contextlib.suppress(OSError):  # the job has removed it, or made a file of its folder
-            entry = entry_of(path, below(dest, path))
-            if entry is not None:
-                found[path] = entry
-    return found
-
-
-def apply(stream: IO[bytes], dest: Path) -> int:
-    """Read a tar that ``send.write_tar`` wrote and make ``dest`` what it says; the number of files deleted.
-
-    ``stream`` is read to its end.
+def receive(stream: IO[bytes], dest: Path, answer: Callable[[object], object]) -> None:
+    """Make ``dest`` what a client sends: a line with all entries of its source, then a tar of the files ``answer``ed.
 
     Raises:
-        ConfigError: the tar names something outside ``dest``, ends early, or a folder of the job is in the way.
+        ConfigError: it names something outside ``dest``, ends early, or a folder of the job is in the way.
         OSError: the disk is full, or may not be written.
     """
     try:
-        with tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER_BYTES) as tar:
-            first = tar.next()
-            listing = tar.extractfile(first) if first is not None and first.name == LISTING else None
-            if listing is None:
-                raise ConfigError(f"{dest}: expected a tar of Atoll's, which begins with {LISTING}")
-            entries = entries_from(listing.read())
-            with Receiver(dest, entries) as receiver:
+        entries = {entry.path: entry for entry in (Entry(*each) for each in json.loads(stream.readline()))}
+        with Receiver(dest, entries) as receiver:
+            answer([entry.path for entry in receiver.wanted()])
+            with tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER_BYTES) as tar:
                 while (member := tar.next()) is not None and member.name != END:
-                    _receive(receiver, entries, tar, member)
-                if member is None:
-                    raise EOFError("its last file is missing")
-                receiver.put_links_and_folders()
-            while stream.read(BUFFER_BYTES):
-                pass  # padding, whose writer must not find the pipe closed
-            return receiver.num_deleted
+                    entry, content = entries.get(member.name), tar.extractfile(member) if member.isreg() else None
+                    if entry is None or content is None:
+                        raise ConfigError(f"{member.name!r} in the tar was not listed: nothing more was unpacked")
+                    receiver.put(entry, content)
+            if member is None:
+                raise EOFError("its last file is missing")
+        while stream.read(BUFFER_BYTES):
+            pass  # padding, whose writer must not find the pipe closed
     except (tarfile.TarError, EOFError, json.JSONDecodeError) as error:
         raise ConfigError(f"{dest}: the transfer ended early or was damaged ({error}): try again") from None
-
-
-def _receive(receiver: Receiver, entries: Mapping[str, Entry], tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-    entry = entries.get(member.name)
-    content = tar.extractfile(member) if member.isreg() else None
-    if entry is None or content is None:
-        raise ConfigError(f"{member.name!r} in the tar is not in its listing, or no file: nothing more was unpacked")
-    with receiver.file(entry) as file:
-        shutil.copyfileobj(content, file, BUFFER_BYTES)
 
 
 def _private(path: str, flags: int) -> int:
@@ -164,62 +138,64 @@ class Receiver:
 
     def __init__(self, dest: Path, entries: Mapping[str, Entry]) -> None:
         for path in entries:
-            if path.startswith("/") or "\0" in path or (path != SELF and _odd(path)):
+            if path != SELF and ("\0" in path or any(part in ("", ".", "..") for part in path.split("/"))):
                 raise ConfigError(f"{path!r}: a path below {dest} was expected, without '..': nothing was written")
-        self.num_deleted = 0
         self._dest = Path(os.path.realpath(dest))
         self._entries = entries
         self._state = state_file(self._dest)
         self._parts = self._dest.parent / f".atoll-{self._dest.name}.part"
-        self._whole = contextlib.ExitStack()
         self._parents: dict[str, str] = {}  # folders that were seen to be inside, and where to write for each
         self._num_parts = 0
-        self._brought: set[str] = set()
 
     def __enter__(self) -> Receiver:
         self._dest.parent.mkdir(parents=True, exist_ok=True)
-        lock = self._whole.enter_context(open(lock_file(self._dest), "wb"))
-        try:
+        with contextlib.ExitStack() as stack:
+            lock = stack.enter_context(open(lock_file(self._dest), "wb"))
             fcntl.flock(lock, fcntl.LOCK_EX)  # two clients that send at once
             shutil.rmtree(self._parts, ignore_errors=True)  # of a transfer that was killed
             self._parts.mkdir(mode=0o700)
-            self._whole.callback(shutil.rmtree, self._parts, ignore_errors=True)
-            self._brought = _brought(self._state)
-            gone = self._brought - self._entries.keys()
+            stack.callback(shutil.rmtree, self._parts, ignore_errors=True)
+            self._before = self._brought = _brought(self._state)
             # Both, until all has arrived: what an interrupted transfer brought is ours too.
-            self._remember(self._brought | self._entries.keys())
-            self._delete(gone)
+            self._remember(self._before | self._entries.keys())
+            self._delete(self._before - self._entries.keys())
             if SELF not in self._entries:
                 _make_folder(self._dest)
-        except BaseException:
-            self._whole.close()
-            raise
+            self._held = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._whole:
+        with self._held:
             if error is None:
+                self._put_links_and_folders()
                 self._remember(self._entries.keys())
 
-    @contextlib.contextmanager
-    def file(self, entry: Entry) -> Iterator[IO[bytes]]:
-        """A file to write the content of ``entry`` to; it takes its place when the block ends well."""
-        target = below(self._dest, entry.path)
-        self._num_parts += 1
-        part = os.path.join(self._parent(entry.path), f"{self._num_parts}.atoll-part")
+    def wanted(self) -> list[Entry]:
+        """The files that no earlier transfer brought, or that are not as they are to be."""
+        return [entry for entry in self._entries.values() if entry.kind == "file" and not self._has(entry)]
+
+    def _has(self, entry: Entry) -> bool:
+        try:
+            return entry.path in self._before and entry_of(entry.path, below(self._dest, entry.path)) == entry
+        except OSError:
+            return False  # the job has removed it, or made a file of its folder
+
+    def put(self, entry: Entry, content: Readable) -> None:
+        """Write a file, which takes its place once ``content`` is read to its end."""
+        part = self._new_part(entry.path)
         try:
             with open(part, "wb", buffering=0, opener=_private) as file:
-                yield file
+                shutil.copyfileobj(content, file, BUFFER_BYTES)
                 os.fchmod(file.fileno(), entry.mode)
                 os.utime(file.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))
-            _replace(part, target)
+            _replace(part, below(self._dest, entry.path))
         except BaseException:  # also Ctrl-C
             Path(part).unlink(missing_ok=True)
             raise
 
-    def put_links_and_folders(self) -> None:
+    def _put_links_and_folders(self) -> None:
         """Make the links and empty folders among the entries; last, so that no file goes through a new link."""
         for entry in self._entries.values():
             target = below(self._dest, entry.path)
@@ -227,10 +203,13 @@ class Receiver:
                 self._parent(entry.path)
                 _make_folder(target)
             elif entry.kind == "link" and not (os.path.islink(target) and os.readlink(target) == entry.target):
-                self._num_parts += 1
-                part = os.path.join(self._parent(entry.path), f"{self._num_parts}.atoll-part")
+                part = self._new_part(entry.path)
                 os.symlink(entry.target, part)
                 _replace(part, target)
+
+    def _new_part(self, path: str) -> str:
+        self._num_parts += 1
+        return os.path.join(self._parent(path), f"{self._num_parts}.atoll-part")
 
     def _parent(self, path: str) -> str:
         """Make the folder of ``path``, and say where its files are written before they are renamed into it."""
@@ -258,26 +237,19 @@ class Receiver:
                 os.rmdir(target) if os.path.isdir(target) and not os.path.islink(target) else os.unlink(target)
             except OSError:
                 continue  # gone already, or a folder that the job has filled
-            self.num_deleted += 1
             parents.add(parent)
         # Folders that are empty now, the deepest first.
         for parent in sorted(parents, key=len, reverse=True):
             folder = parent
-            while folder.startswith(f"{self._dest}/"):
-                try:
+            with contextlib.suppress(OSError):
+                while folder.startswith(f"{self._dest}/"):
                     os.rmdir(folder)
-                except OSError:
-                    break
-                folder = os.path.dirname(folder)
+                    folder = os.path.dirname(folder)
 
     def _remember(self, paths: Set[str]) -> None:
         if paths != self._brought:
             write_atomic(self._state, json.dumps({"format": 1, "paths": sorted(paths)}).encode())
             self._brought = set(paths)
-
-
-def _odd(path: str) -> bool:
-    return any(part in ("", ".", "..") for part in path.split("/"))
 
 
 def _replace(part: str, target: str) -> None:
@@ -288,7 +260,6 @@ def _replace(part: str, target: str) -> None:
         try:
             os.rmdir(target)
         except OSError:
-            Path(part).unlink(missing_ok=True)
             raise _in_the_way(target, "a folder with files", "a file") from None
         os.replace(part, target)
 
@@ -325,7 +296,7 @@ def _brought(state: Path) -> set[str]:
 
 
 def unwritable(dest: Path, error: OSError) -> ProvisionError:
-    """What to tell where files could not be put."""
+    """The error for a folder into which files could not be put."""
     at = error.filename or dest
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ProvisionError(f"no space left for {at}: free some, or list large files in .gitignore")
@@ -333,26 +304,23 @@ def unwritable(dest: Path, error: OSError) -> ProvisionError:
 
 
 def main(arguments: list[str]) -> int:
-    """The program: ``manifest DEST`` prints entries, ``apply DEST`` reads a tar, ``expose AT PATH`` makes a link.
+    """The program: fills a folder from stdin, and links it where it is to be seen; two lines of JSON go to stdout.
 
-    It exits with 1 and one line on stderr where the folder cannot be what it should be.
+    The first lists the files it wants, the second is a remark for the user or null. It exits with 1 and one line on
+    stderr where the folder cannot be what it should be.
     """
-    operation, first, *more = arguments
-    at = Path(first).expanduser()
+    dest, *links = (Path(each).expanduser() for each in arguments)
+
+    def answer(said: object) -> None:
+        sys.stdout.write(f"{json.dumps(said)}\n")
+        sys.stdout.flush()
+
     try:
-        if operation == "manifest":
-            answer: object = list(manifest(at).values())
-        elif operation == "apply":
-            answer = apply(sys.stdin.buffer, at)
-        else:
-            answer = expose(at, Path(more[0]).expanduser())
-    except OSError as error:
-        sys.stderr.write(f"{unwritable(at, error)}\n")
+        receive(sys.stdin.buffer, dest, answer)
+        answer(expose(links[0], dest) if links else None)
+    except (OSError, ConfigError) as error:
+        sys.stderr.write(f"{unwritable(dest, error) if isinstance(error, OSError) else error}\n")
         return 1
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(json.dumps(answer))
     return 0
 
 

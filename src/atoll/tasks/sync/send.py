@@ -1,6 +1,7 @@
-"""How a folder travels: a copy to a node of this machine, or a tar to a host, of what is not there yet.
+"""How a folder is sent: file by file to a ``Receiver`` on this machine, or in a tar to one on a host.
 
-What an earlier transfer brought and the source no longer has is deleted; what a job wrote stays (``receive``).
+Only what differs in size, time or mode is sent. What an earlier transfer brought and the source no longer has is
+deleted there; what a job wrote stays (``receive``).
 """
 
 from __future__ import annotations
@@ -11,197 +12,115 @@ import json
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from atoll.core.errors import ConfigError
-from atoll.tasks.sync.receive import BUFFER_BYTES, END, LISTING, Entry, Receiver, below, manifest, unwritable
-from atoll.tasks.sync.select import Survey, printable, survey, unreadable
+from atoll.tasks.sync.receive import BUFFER_BYTES, END, Entry, Readable, Receiver, below, unwritable
+from atoll.tasks.sync.select import Selection, printable, select, unreadable
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
-_PIECE_BYTES = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class Mirrored:
-    """What a mirror did: what it copied and deleted, and lines for the user."""
-
-    num_files: int
-    num_bytes: int
-    num_deleted: int
-    notes: tuple[str, ...]
+Progress = Callable[[int, int], object]  # bytes done, bytes in all
 
 
-def changed(source: Survey, there: Mapping[str, Entry]) -> list[Entry]:
-    """The files of ``source`` that have to be sent to where ``there`` (a ``receive.manifest``) lies."""
-    return [entry for entry in source.entries if entry.kind == "file" and there.get(entry.path) != entry]
-
-
-def mirror(source: Path | Survey, dest: Path, progress: Progress | None = None) -> Mirrored:
-    """Make ``dest`` on this machine what travels of ``source``, copying only what differs in size, time or mode.
-
-    What an earlier mirror brought and the source no longer has is deleted; what a job wrote stays.
+def mirror(source: Path | Selection, dest: Path, progress: Progress | None = None) -> list[str]:
+    """Make ``dest`` on this machine what is selected of ``source``; a line for each file that went away meanwhile.
 
     Args:
-        source: a folder or a single file, or what ``survey`` saw there.
+        source: a folder or a single file, or what ``select`` found there.
         progress: called with the bytes copied so far and those to copy.
 
     Raises:
         ConfigError: a file cannot be read, or something that a job wrote is in the way.
         ProvisionError: ``dest`` cannot be written, e.g. because the disk is full.
     """
-    seen = source if isinstance(source, Survey) else survey(source)
-    todo = changed(seen, manifest(dest))
-    count = _Count(sum(entry.size for entry in todo), progress)
+    selection = source if isinstance(source, Selection) else select(source)
     try:
-        with Receiver(dest, {entry.path: entry for entry in seen.entries}) as receiver:
-            for entry in todo:
-                with _Opened(seen.root, entry, count) as opened:
-                    if opened.file is not None:
-                        with receiver.file(entry) as file:
-                            opened.copy_to(file)
-            receiver.put_links_and_folders()
+        with Receiver(dest, {entry.path: entry for entry in selection.entries}) as receiver:
+            return _send_files(selection, receiver.wanted(), receiver.put, progress)
     except OSError as error:
         raise unwritable(dest, error) from None
-    return Mirrored(count.num_files, count.num_bytes, receiver.num_deleted, (*seen.notes, *count.notes))
 
 
-def write_tar(source: Survey, send: Iterable[Entry], stream: IO[bytes], progress: Progress | None = None) -> Mirrored:
-    """Write a tar with the files ``send`` of ``source``, for ``receive.apply`` on the other side.
+def send(
+    selection: Selection, stream: IO[bytes], wanted: Callable[[], list[str]], progress: Progress | None = None
+) -> list[str]:
+    """Write to a ``receive.receive`` at the other end of ``stream``; a line for each file that went away meanwhile.
+
+    Args:
+        wanted: waits for its answer: which files it lacks.
 
     Raises:
         ConfigError: a file cannot be read.
         OSError: ``stream`` cannot be written.
     """
-    todo = list(send)
-    count = _Count(sum(entry.size for entry in todo), progress)
+    stream.write(json.dumps(selection.entries).encode() + b"\n")
+    stream.flush()
+    lacking = set(wanted())
+    todo = [entry for entry in selection.entries if entry.path in lacking]
     with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER_BYTES, format=tarfile.PAX_FORMAT) as tar:
         tar.copybufsize = BUFFER_BYTES  # type: ignore[attr-defined]  # typeshed lacks it; 16 KiB is its default
-        _add(tar, LISTING, json.dumps(source.entries).encode())
-        for entry in todo:
-            with _Opened(source.root, entry, count) as opened:
-                if opened.file is not None:
-                    member = tarfile.TarInfo(entry.path)
-                    member.size = opened.size
-                    tar.addfile(member, opened)
-        _add(tar, END, b"")
-    return Mirrored(count.num_files, count.num_bytes, 0, (*source.notes, *count.notes))
+
+        def put(entry: Entry, content: Readable) -> None:
+            member = tarfile.TarInfo(entry.path)
+            member.size = entry.size
+            tar.addfile(member, content)
+
+        notes = _send_files(selection, todo, put, progress)
+        put(Entry(END, "file"), io.BytesIO())
+    return notes
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
+class _Content:
+    """The bytes of a file of the source, as many as it had when it was opened."""
+
+    def __init__(self, path: str, file: IO[bytes], num_bytes: int, count: Callable[[int], None]) -> None:
+        self._path, self._file, self._left, self._count = path, file, num_bytes, count
+
+    def read(self, size: int = BUFFER_BYTES, /) -> bytes:
+        piece = self._file.read(min(size, self._left))
+        if not piece and self._left:
+            raise ConfigError(f"{printable(self._path)} became shorter while it was copied: run the command again")
+        self._left -= len(piece)
+        self._count(len(piece))
+        return piece
 
 
-class _Count:
-    """What was copied so far, and what there is to tell."""
+def _send_files(
+    source: Selection, todo: list[Entry], put: Callable[[Entry, Readable], None], progress: Progress | None
+) -> list[str]:
+    notes, done, in_all = list[str](), 0, sum(entry.size for entry in todo)
 
-    def __init__(self, num_bytes_in_all: int, progress: Progress | None) -> None:
-        self.num_files = 0
-        self.num_bytes = 0
-        self.notes: list[str] = []
-        self._in_all = num_bytes_in_all
-        self._progress = progress
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, in_all)
 
-    def add(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        if self._progress is not None:
-            self._progress(self.num_bytes, self._in_all)
-
-
-class _Opened:
-    """A file of the source while it is copied: as long as it was when it was opened, whatever happens to it."""
-
-    def __init__(self, root: Path, entry: Entry, count: _Count) -> None:
-        self.file: IO[bytes] | None = None
-        self.size = 0
-        self._at = below(root, entry.path)
-        self._entry = entry
-        self._count = count
-        self._left = 0
-
-    def __enter__(self) -> _Opened:
-        try:
-            # Without following: a link that has taken the file's place would bring what was never listed.
-            descriptor = os.open(self._at, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except PermissionError:
-            raise unreadable(self._at) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                raise ConfigError(f"{printable(self._at)} cannot be read: {error.strerror}") from None
-            return self._gone()
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            os.close(descriptor)
-            return self._gone()
-        self.file = os.fdopen(descriptor, "rb", buffering=0)
-        self.size = self._left = found.st_size
-        return self
-
-    def _gone(self) -> _Opened:
-        self._count.notes.append(f"not copied, it went away meanwhile: {printable(self._entry.path)}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file is None:
-            return
-        with self.file:
-            now = os.fstat(self.file.fileno())
-            if (now.st_size, now.st_mtime_ns) != (self._entry.size, self._entry.mtime_ns):
-                self._count.notes.append(f"changed while it was copied: {printable(self._entry.path)}")
-        self._count.num_files += 1
-
-    def read(self, size: int = -1) -> bytes:
-        """For a tar, whose header has told the size: what a file that shrank lacks is zeros."""
-        assert self.file is not None
-        size = min(size, self._left) if size >= 0 else self._left
-        piece = self.file.read(size)
-        self._left -= size
-        self._count.add(size)
-        return piece.ljust(size, b"\0")
-
-    def copy_to(self, file: IO[bytes]) -> None:
-        """Copy inside the kernel, without the bytes coming here; holes stay holes."""
-        assert self.file is not None
-        here, there = self.file.fileno(), file.fileno()
-        copy: Callable[[int, int, int], int] = os.copy_file_range
-        done = 0
-        while done < self.size:
-            start, end = _next_data(here, done, self.size)
-            if start > done:
-                self._count.add(start - done)
-                os.ftruncate(there, start)
-                done = os.lseek(there, start, os.SEEK_SET)
-                continue
-            try:
-                num_bytes = copy(here, there, min(_PIECE_BYTES, end - done))
-            except OSError as error:
-                if copy is not os.copy_file_range or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-                    raise
-                copy = _send_file  # two file systems that cannot do it, or one that never can
-                continue
-            if num_bytes == 0:
-                break  # it shrank
-            done += num_bytes
-            self._count.add(num_bytes)
+    for entry in todo:
+        path = below(source.root, entry.path)
+        file = _open(path)
+        if file is None:
+            notes.append(f"not copied, it went away meanwhile: {printable(entry.path)}")
+            continue
+        with file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            put(entry._replace(size=num_bytes), _Content(path, file, num_bytes, count))
+    return notes
 
 
-def _next_data(fd: int, at: int, size: int) -> tuple[int, int]:
-    """Where the bytes from ``at`` on begin that are no hole, and where they end; the file stands at their beginning."""
+def _open(path: str) -> IO[bytes] | None:
+    """A file of the source; None where it is gone, or something else has taken its place."""
     try:
-        start = os.lseek(fd, at, os.SEEK_DATA)
-        end = os.lseek(fd, start, os.SEEK_HOLE)
+        # Without following: a link that has taken the file's place would bring what was never listed.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError:
+        raise unreadable(path) from None
     except OSError as error:
-        if error.errno == errno.ENXIO:  # nothing but a hole is left
-            start = end = max(at, min(size, os.fstat(fd).st_size))
-        else:  # a file system that knows of none
-            start, end = at, size
-    os.lseek(fd, start, os.SEEK_SET)
-    return min(start, size), min(end, size)
-
-
-def _send_file(here: int, there: int, num_bytes: int) -> int:
-    return os.sendfile(there, here, None, num_bytes)
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise ConfigError(f"{printable(path)} cannot be read: {error.strerror}") from None
+        return None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return None
+    return os.fdopen(descriptor, "rb", buffering=0)

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import current_folder
+from atoll.core.paths import current_folder, write_atomic
 from atoll.tasks import clusters
 from atoll.tasks.spec import WORKDIR, ClusterSpec
 
 if TYPE_CHECKING:
+    from atoll.tasks.sync.host_files import HostDisk
     from atoll.tasks.sync.mounts import Mount
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
-
-_CHECKOUT = "checkout"  # below the cluster's folder: the work tree of a git workdir
+    from atoll.tasks.sync.select import Selection
+    from atoll.tasks.sync.send import Progress
 
 
 def ship(
     cluster: ClusterSpec,
     workdir: str | Mapping[str, str] | None,
-    mounts: Mapping[str, object],
+    mounts: Mapping[str, Any],
     *,
     say: Callable[[str], None],
     progress: Progress | None,
 ) -> None:
-    """Copy to the home of every node of a cluster.
+    """Copy to every node of a cluster, only what is not there yet.
 
     Args:
         cluster: whose lock the caller holds.
@@ -40,23 +42,88 @@ def ship(
         ConfigError: a source can't be read.
         ProvisionError: a node can't be written to.
     """
-    from atoll.tasks.sync.mounts import fetch_mount, resolve_mounts
+    from atoll.tasks.sync.mounts import place, resolve_mounts
+    from atoll.tasks.sync.select import Selection, select
 
-    source = None if workdir is None else _source(cluster, workdir, say)
+    workdir_there = None if workdir is None else select(_source(cluster, workdir, say))
     resolved = resolve_mounts(mounts, workdir=workdir is not None)
     if cluster.hosts or cluster.num_nodes > 1:  # what comes from elsewhere comes once
         cache = clusters.folder_of(cluster.name) / "nodes" / "mounts"
-        resolved = [fetch_mount(mount, cache, progress) for mount in resolved]
-    if not cluster.hosts:
-        _to_local_nodes(cluster, source, resolved, say, progress)
-        return
-    from atoll.tasks.sync import host_files
+        resolved = [_fetched(mount, cache, progress) for mount in resolved]
+    sources: list[tuple[Mount, Selection | Mount]] = []
+    for line in workdir_there.notes if workdir_there is not None else ():
+        say(line)
+    for mount in resolved:
+        if mount.source is None:
+            found: Selection | Mount = Selection(
+                Path(), (), ("an empty folder that stays on its node: it has no source",)
+            )
+        else:
+            found = mount if mount.is_url else select(Path(mount.source))
+        sources.append((mount, found))
+        for line in found.notes if isinstance(found, Selection) else ():
+            say(f"{mount.key}: {line}")
 
-    paths = {mount.target: None if mount.source is None else Path(mount.source) for mount in resolved}
-    host_files.ship(cluster, source, paths, say, progress)
+    def put(disk: LocalDisk | HostDisk, counted: Progress | None) -> list[str]:
+        lines = []
+        with disk:
+            if workdir_there is not None:
+                lines += disk.put(workdir_there, disk.workdir, disk.workdir_link, counted)
+            for mount, found in sources:
+                dest, link = place(mount.target, disk.home, disk.workdir, disk.seen)
+                lines += disk.put(found, dest, link, counted)
+        return lines
+
+    if cluster.hosts:  # all get the same at once: one tells how far it is
+        from atoll.tasks.sync.host_files import host_disks
+
+        with ThreadPoolExecutor(cluster.num_nodes) as threads:
+            every = list(threads.map(put, host_disks(cluster), [progress] + [None] * (cluster.num_nodes - 1)))
+    else:
+        homes = [clusters.node_home(cluster.name, node) for node in range(cluster.num_nodes)]
+        every = [put(LocalDisk(home), _counted(progress, node, len(homes))) for node, home in enumerate(homes)]
+    for line in dict.fromkeys(line for lines in every for line in lines):
+        say(line)
 
 
-def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, object]) -> None:
+class LocalDisk:
+    """The disk of a node of this machine: a folder that is its home (``host_files.HostDisk``)."""
+
+    workdir_link = None
+    seen = ()
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.workdir = str(home), str(home / WORKDIR)
+
+    def __enter__(self) -> LocalDisk:
+        Path(self.home).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to close."""
+
+    def put(self, source: Selection | Mount, dest: str, link: str | None, progress: Progress | None) -> list[str]:
+        """Make ``dest`` what was selected, or what a mount's URL names; lines for the user.
+
+        ``link`` is noted for the node's agent, which mounts it: of the machine itself nothing is changed.
+        """
+        from atoll.tasks.nodes import TARGETS
+        from atoll.tasks.sync.mounts import Mount, download
+        from atoll.tasks.sync.send import mirror
+
+        lines: list[str] = []
+        if isinstance(source, Mount):
+            download(source, Path(dest), progress)
+        else:
+            lines = mirror(source, Path(dest), progress)
+        noted = Path(self.home).parent / TARGETS
+        known = json.loads(noted.read_text()) if noted.exists() else {}
+        if link is not None and link not in known:
+            write_atomic(noted, json.dumps({**known, link: dest}).encode())
+        return lines
+
+
+def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, Any]) -> None:
     """Is there what ``ship`` would copy? Asks nobody: git repositories and buckets are taken as they are.
 
     Raises:
@@ -85,36 +152,23 @@ def _source(cluster: ClusterSpec, workdir: str | Mapping[str, str], say: Callabl
         return _folder(workdir)
     from atoll.tasks.sync.git import fetch_git
 
-    source = clusters.folder_of(cluster.name) / _CHECKOUT
+    source = clusters.folder_of(cluster.name) / "checkout"
     commit = fetch_git(workdir["url"], workdir.get("ref"), source)
     say(f"workdir is commit {commit[:12]} of its repository")
     return source
 
 
-def _to_local_nodes(
-    cluster: ClusterSpec,
-    source: Path | None,
-    mounts: Sequence[Mount],
-    say: Callable[[str], None],
-    progress: Progress | None,
-) -> None:
-    from atoll.tasks.sync.mounts import apply_mount
-    from atoll.tasks.sync.select import survey
-    from atoll.tasks.sync.send import mirror
+def _fetched(mount: Mount, cache: Path, progress: Progress | None) -> Mount:
+    """The mount with a source on this machine."""
+    from atoll.tasks.sync.mounts import download
 
-    seen = None if source is None else survey(source)
-    there = {each.target: survey(Path(each.source)) for each in mounts if each.source is not None and not each.is_url}
-    for node in range(cluster.num_nodes):
-        home = clusters.node_home(cluster.name, node)
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        counted = None if progress is None else _counted(progress, node, cluster.num_nodes)
-        lines = [] if seen is None else list(mirror(seen, home / WORKDIR, counted).notes)
-        for mount in mounts:
-            lines += apply_mount(mount, home, counted, there.get(mount.target))
-        for line in lines if node == 0 else ():
-            say(line)
+    if not mount.is_url:
+        return mount
+    at = cache.joinpath(*(part for part in PurePosixPath(mount.target).parts if part not in ("~", "/")))
+    download(mount, at, progress)
+    return dataclasses.replace(mount, source=str(at))
 
 
-def _counted(progress: Progress, number: int, num_nodes: int) -> Progress:
+def _counted(progress: Progress | None, number: int, num_nodes: int) -> Progress | None:
     """Progress over all nodes, each of which gets about as much."""
-    return lambda done, total: progress(number * total + done, num_nodes * total)
+    return progress and (lambda done, total: progress(number * total + done, num_nodes * total))
