@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from tests.cli.test_cluster_commands import home
 from tests.pools import SOURCE_ROOT
 
@@ -58,7 +59,7 @@ def attribute(task: Task, name: str) -> Any:
     if name == "fixed_ports":
         return list(task.job(infra="local")[0].ports)
     if name == "choices":  # in the order of preference
-        return [str(wish) for each in task.resources.choices() for wish in each.accelerators]
+        return [str(kind) for each in task.resources.choices() for kind in each.requested]
     if name == "mounts":
         return task.resolved_mounts()
     if name == "workdir":
@@ -66,6 +67,8 @@ def attribute(task: Task, name: str) -> Any:
     value = getattr(task, name, getattr(task.resources, name, task.resources.config.get(name)))
     if dataclasses.is_dataclass(value):
         value = {key: plain(each) for key, each in dataclasses.asdict(value).items()}
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
     return plain(value)
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from atoll.core.errors import ConfigError
 from atoll.tasks.entrypoint import Overrides, load_tasks
-from atoll.tasks.schema import Place, read_documents
+from atoll.tasks.schema import Document, read_documents
 
 
-def read(folder: Path, content: str) -> list[tuple[Any, Place]]:
+def read(folder: Path, content: str) -> list[tuple[Any, Document]]:
     path = folder / "task.yaml"
     path.write_text(content)
     return read_documents(path, "task.yaml")
@@ -33,14 +33,28 @@ def complaint(folder: Path, content: str) -> str:
 def test_places_know_line_and_text(tmp_path: Path) -> None:
     ((value, at),) = read(tmp_path, "a: 1\nb:\n  - x\n  - {c: 010,\n     d: e}\nf: &m {g: 1}\nh:\n  <<: *m\n")
     assert value == {"a": 1, "b": ["x", {"c": "010", "d": "e"}], "f": {"g": 1}, "h": {"g": 1}}
-    assert str(at) == "task.yaml:1"
-    assert str(at / "b" / 1 / "d") == "task.yaml:5: b[1].d"
-    assert (at / "b" / 1 / "c").shown == "010"
-    assert (at / "b").shown is None
-    assert str(at / "h" / "g") == "task.yaml:6: h.g"  # where it was written
-    assert str(at / "b" / "none" / 3) == "task.yaml:2: b.none[3]"  # what is not there is looked for above
-    assert str(Place("Task") / "resources" / "cpus") == "Task: resources.cpus"
-    assert str(Place("") / "num_nodes") == "--num-nodes"
+    assert at.at() == "task.yaml:1"
+    assert at.at("b", 1, "d") == "task.yaml:5: b[1].d"
+    assert at.shown("b", 1, "c") == "010"
+    assert at.shown("b") is None
+    assert at.at("h", "g") == "task.yaml:6: h.g"  # where it was written
+    assert at.at("b", "none", 3) == "task.yaml:2: b.none[3]"  # what is not there is looked for above
+    assert Document("Task").at("resources", "cpus") == "Task: resources.cpus"
+    assert Document("").at("num_nodes") == "--num-nodes"
+
+
+def test_every_mistake_is_told_in_the_order_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text("nmae: a\nnum_nodes: many\nresources:\n  cpus: lots\n  ports: [1, x]\nrun: [echo]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(path, overrides=Overrides())
+    assert str(caught.value).replace(f"{path}", "task.yaml").splitlines() == [
+        "task.yaml:1: nmae: there is no such key: did you mean 'name'?",
+        "task.yaml:2: num_nodes is 'many': expected a whole number from 1 to 4096",
+        "task.yaml:4: resources.cpus is 'lots': expected a number of CPUs, or at least so many: 4 or \"4+\"",
+        "task.yaml:5: resources.ports is 'x': expected a port from 1 to 65535, or a range as in 8000-8010",
+        "task.yaml:6: run is a list: expected text",
+    ]
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

@@ -106,7 +106,7 @@ def test_the_torchtitan_task_takes_its_token_from_the_shell(tmp_path: Path, monk
     task = load(tmp_path, TITAN, env=["HF_TOKEN", "CONFIG_FILE=70b.toml"], num_nodes=4)
     spec, secrets = task.job(infra="local")
     assert (spec.accelerator, spec.num_accelerators, spec.num_nodes) == ("H100", 8, 4)
-    assert [str(each.accelerators[0]) for each in task.resources.choices()] == ["H100:8", "H200:8"]
+    assert [str(each.requested[0]) for each in task.resources.choices()] == ["H100:8", "H200:8"]
     assert spec.env == {"CONFIG_FILE": "70b.toml"}
     assert spec.secret_names == ()  # by its name alone: logs hide its value where that looks like a secret
     assert secrets == {"HF_TOKEN": "hf_sesame"}
@@ -259,7 +259,7 @@ def test_a_command_with_flags() -> None:
     flags = Overrides(name="hi", num_nodes=2, accelerators="none", env=["A=b=c"], infra="ssh/lab", ports=["80"])
     task = load_command("echo $A", flags)
     assert (task.name, task.num_nodes, task.run, task.envs) == ("hi", 2, "echo $A", {"A": "b=c"})
-    assert (task.infra, task.resources.ports, task.job()[0].ports) == ("ssh/lab", ("80",), ())
+    assert (task.infra, task.resources.ports, task.job()[0].ports) == ("ssh/lab", ["80"], ())
 
 
 def test_several_documents_are_a_pipeline(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_task_written_in_python(tmp_path: Path) -> None:
         "Task(name='t', num_nodes=2, Resources(cpus='4', accelerators='A40:2'), envs=['LR'], secrets=['S', 'MY_TOKEN'])"
     )
     task.set_resources([Resources(accelerators="H100"), Resources(accelerators="A100")])
-    assert [str(each.accelerators[0]) for each in task.resources.choices()] == ["H100:1", "A100:1"]
+    assert [str(each.requested[0]) for each in task.resources.choices()] == ["H100:1", "A100:1"]
 
 
 def test_a_task_from_a_file_and_from_a_mapping(tmp_path: Path) -> None:

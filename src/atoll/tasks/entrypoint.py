@@ -6,23 +6,27 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
 from atoll.tasks.resources import check_changes, is_none
-from atoll.tasks.schema import Check, Place, anything, one_of, read_documents, section
-from atoll.tasks.task import Task, check_name, check_task
+from atoll.tasks.schema import Document, Section, check, one_of, read_documents
+from atoll.tasks.task import Name, Task, TaskSection
 from atoll.tasks.variables import Given, gather
 
+_FLAGS = Document("")
 _SUFFIXES = (".yaml", ".yml")
-_HEADER: dict[str, Check] = {
-    "name": check_name,
-    "execution": one_of("serial", "parallel"),
-    "primary_tasks": anything,
-    "termination_delay": anything,
-    "inter_connection": anything,
-}
+
+
+class _Header(Section):
+    """What may come before the tasks of a pipeline."""
+
+    name: Name | None = None
+    execution: Annotated[str | None, one_of("serial", "parallel")] = None
+    primary_tasks: Any = None
+    termination_delay: Any = None
+    inter_connection: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +77,7 @@ class Overrides:
         if git and self.workdir is not None:
             raise ConfigError("--workdir and --git-url both say where the workdir comes from: give one of them")
         flags = {"name": self.name, "num_nodes": self.num_nodes, "workdir": git or self.workdir}
-        checked: dict[str, Any] = check_task(Place(""), flags)
-        return checked
+        return check(TaskSection, flags, _FLAGS)
 
     def of_nodes(self) -> dict[str, Any]:
         """Keys of the resources that change; None takes one away."""
@@ -83,7 +86,7 @@ class Overrides:
         said = {key: value for key, value in flags.items() if value is not None and value != ()}
         none = {key for key, value in said.items() if isinstance(value, str) and value.strip().lower() == "none"}
         none |= {key for key in ("accelerators",) if is_none(said.get(key))}
-        return check_changes({key: None if key in none else value for key, value in said.items()}, Place(""))
+        return check_changes({key: None if key in none else value for key, value in said.items()}, _FLAGS)
 
 
 def load_entrypoint(entrypoint: str, overrides: Overrides) -> list[Task]:
@@ -102,7 +105,7 @@ def load_command(command: str, overrides: Overrides) -> Task:
     """A task that runs ``command``."""
     if not command.strip():
         raise ConfigError("there is nothing to run: give a task file, or a command such as 'echo hi'")
-    return _load({"run": command}, Place("the command"), overrides)
+    return _load({"run": command}, Document("the command"), overrides)
 
 
 def load_tasks(path: str | Path, *, overrides: Overrides) -> list[Task]:
@@ -118,11 +121,17 @@ def load_tasks(path: str | Path, *, overrides: Overrides) -> list[Task]:
     if not documents:
         raise ConfigError(f"{path} is empty: a task file says at least what to run, as in `run: echo hi`")
     pipeline = None
-    first, at = documents[0]
-    if len(documents) > 1 and isinstance(first, dict) and "name" in first and first.keys() <= _HEADER.keys():
-        header = section(_HEADER)(at, first)
+    first, document = documents[0]
+    if (
+        len(documents) > 1
+        and isinstance(first, dict)
+        and "name" in first
+        and first.keys() <= _Header.model_fields.keys()
+    ):
+        header = check(_Header, first, document)
         if header.get("execution") == "parallel":
-            (at / "execution").refuse("this version runs the tasks of a file one after the other (serial) only")
+            why = "this version runs the tasks of a file one after the other (serial) only"
+            raise document.error("execution", why=why)
         pipeline = header.get("name")
         del documents[0]
     if len(documents) == 1:
@@ -131,14 +140,14 @@ def load_tasks(path: str | Path, *, overrides: Overrides) -> list[Task]:
         return [task]
     # A name on the command line is the pipeline's: its tasks keep their own.
     pipeline = overrides.name or pipeline
-    tasks = [_load(config, place, replace(overrides, name=None)) for config, place in documents]
+    tasks = [_load(config, each, replace(overrides, name=None)) for config, each in documents]
     for index, task in enumerate(tasks):
         task.name = task.name or (f"{pipeline}-{index}" if pipeline else None)
     return tasks
 
 
-def _load(config: Any, at: Place, overrides: Overrides) -> Task:
-    return Task.from_document(config, at, overrides.given(os.environ), overrides.of_task(), overrides.of_nodes())
+def _load(config: Any, document: Document, overrides: Overrides) -> Task:
+    return Task.from_document(config, document, overrides.given(os.environ), overrides.of_task(), overrides.of_nodes())
 
 
 def _missing(file: Path, shown: str) -> str:

@@ -248,7 +248,7 @@ def _wish(task: Task, options: Options) -> Wish:
     return Wish(
         num_nodes=task.num_nodes,
         infra=infra,
-        accelerators=tuple((kind.name, kind.num_accelerators) for each in able for kind in each.accelerators[:1]),
+        accelerators=tuple((kind.name, kind.num_accelerators) for each in able for kind in each.requested[:1]),
         cpus=able[0].cpus,
         memory=able[0].memory,
         simulate=options.simulate,

@@ -6,25 +6,27 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
-from atoll.core.errors import ConfigError
-from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_TRIES, nearest, suggests_keywords
+from pydantic import BeforeValidator, PlainValidator, StrictBool, ValidationError, model_validator
+
+from atoll.core.errors import ConfigError, UsageError
+from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_TRIES, nearest
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.tasks.schema import (
-    Check,
-    Place,
-    any_mapping,
-    anything,
-    list_of,
-    mapping_of,
-    number,
+    Document,
+    Expected,
+    Keys,
+    Refused,
+    Section,
+    Text,
+    TextOrTexts,
+    check,
+    config_error,
+    load,
     one_of,
-    section,
-    text,
-    text_or,
+    refused,
     whole,
-    yes_no,
 )
 from atoll.tasks.spec import Restarts
 
@@ -35,7 +37,6 @@ _CLOUDS = (
 )
 _GB = {"": 1.0, "M": 2.0**-10, "G": 1.0, "T": 1024.0}
 _MINUTES = {"": 1.0, "s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0, "w": 10080.0}
-_IDLE_MINUTES = 5  # of `autostop: true`
 _AMOUNT = r"(\d{1,12}(?:\.\d+)?)"  # hundreds of digits before the point are infinite as a number
 _SIZE = rf"{_AMOUNT}\s*(?:([MGT]?)(?:i?B)?)"
 
@@ -60,7 +61,7 @@ _NOT_ON_OWN_MACHINES = {
 
 
 @dataclass(frozen=True, slots=True)
-class AcceleratorWish:
+class AcceleratorRequest:
     """Accelerators of one kind for each node; ``count`` may be a fraction of one."""
 
     name: str
@@ -75,77 +76,68 @@ class AcceleratorWish:
         return f"{self.name}:{_plain(self.count)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Autostop:
-    """When an idle cluster is stopped (``down``: taken down), and what keeps it from being idle."""
-
-    idle_minutes: int
-    down: bool = False
-    wait_for: str = "jobs"
-
-
-# ------------------------------------------------------------------------------------------------------ checks
+# ------------------------------------------------------------------------------------------------------ values
 def _plain(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _cpus(at: Place, value: Any) -> str:
-    expected = 'a number of CPUs, or at least so many: 4 or "4+"'
-    found = re.fullmatch(rf"{_AMOUNT}(\+?)", _number_text(at, value, expected))
+def _cpus(value: Any) -> str:
+    found = re.fullmatch(rf"{_AMOUNT}(\+?)", _number_text(value))
     if found is None or float(found[1]) == 0:
-        at.fail(value, expected)
+        raise Expected('a number of CPUs, or at least so many: 4 or "4+"')
     return _plain(float(found[1])) + found[2]
 
 
-def _memory(at: Place, value: Any) -> str:
-    expected = 'GB of memory, at least so many, or so many for each CPU: 32, "32+", "32GB" or "4x"'
-    shown = _number_text(at, value, expected)
-    found = re.fullmatch(rf"{_SIZE}(x?)(\+?)", shown, re.I)
+def _memory(value: Any) -> str:
+    found = re.fullmatch(rf"{_SIZE}(x?)(\+?)", _number_text(value), re.I)
     if found is None or float(found[1]) == 0 or (found[3] and found[2]):
-        at.fail(value, expected)
+        raise Expected('GB of memory, at least so many, or so many for each CPU: 32, "32+", "32GB" or "4x"')
     return _plain(float(found[1]) * _GB[found[2].upper()]) + found[3].lower() + found[4]
 
 
-def _disk_size(at: Place, value: Any) -> int:
-    expected = 'whole GB: 256 or "1TB"'
-    found = re.fullmatch(_SIZE, _number_text(at, value, expected), re.I)
+def _disk_size(value: Any) -> int:
+    found = re.fullmatch(_SIZE, _number_text(value), re.I)
     size_gb = float(found[1]) * _GB[found[2].upper()] if found else 0
     if size_gb < 1 or size_gb != int(size_gb):
-        at.fail(value, expected)
+        raise Expected('whole GB: 256 or "1TB"')
     return int(size_gb)
 
 
-def _number_text(at: Place, value: Any, expected: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        at.fail(value, expected)
-    return str(value).strip()
+def _number_text(value: Any) -> str:
+    """A number or text as text, to be matched; anything else matches nothing."""
+    return "" if isinstance(value, bool) or not isinstance(value, (str, int, float)) else str(value).strip()
 
 
-def _wishes(at: Place, value: Any) -> list[AcceleratorWish]:
+def _price(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise Expected("a number, 0 or more")
+    return value
+
+
+def _requests(value: Any) -> list[AcceleratorRequest]:
     """All spellings of ``accelerators``: text, a mapping or set of one or several, a list."""
     if isinstance(value, (list, tuple)):
-        return [wish for index, item in enumerate(value) for wish in _wishes(at / index, item)]
+        return [each for item in value for each in _requests(item)]
     if isinstance(value, (set, frozenset)):
         value = dict.fromkeys(sorted(value, key=str))
     if isinstance(value, Mapping):  # {H100:8, H200:8} is read by YAML as two keys without values
-        pairs = [(at / str(key), key if count is None else (key, count)) for key, count in value.items()]
-    else:
-        pairs = [(at, str(value) if isinstance(value, AcceleratorSpec) else value)]
-    return [_wish(place, said) for place, said in pairs]
+        return [_request(key if count is None else (key, count)) for key, count in value.items()]
+    return [_request(str(value) if isinstance(value, AcceleratorSpec) else value)]
 
 
-def _wish(at: Place, said: Any) -> AcceleratorWish:
+def _request(said: Any) -> AcceleratorRequest:
     name, count = said if isinstance(said, tuple) else (said, 1)
     if name is said and isinstance(said, str) and ":" in said:
         name, _, digits = said.partition(":")
         count = float(digits) if re.fullmatch(r"\s*\d+(\.\d+)?\s*", digits) else None
     if not isinstance(name, str) or re.fullmatch(r"\s*[A-Za-z][\w .-]*", name) is None:
-        at.fail(name, "an accelerator: L4, L4:2 or {L4: 2}")
+        raise Expected("an accelerator: L4, L4:2 or {L4: 2}", name)
+    shown = said if isinstance(said, str) else count
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 < count < math.inf:
-        at.fail(said if isinstance(said, str) else count, "how many accelerators, more than 0, as in L4:2 or {L4: 2}")
+        raise Expected("how many accelerators, more than 0, as in L4:2 or {L4: 2}", shown)
     if count > MOST_ACCELERATORS:
-        at.fail(said if isinstance(said, str) else count, f"at most {MOST_ACCELERATORS} accelerators a node")
-    return AcceleratorWish(_canonical(name.strip())[0], int(count) if count == int(count) else count)
+        raise Expected(f"at most {MOST_ACCELERATORS} accelerators a node", shown)
+    return AcceleratorRequest(_canonical(name.strip())[0], int(count) if count == int(count) else count)
 
 
 def _canonical(name: str) -> tuple[str, str | None]:
@@ -157,257 +149,216 @@ def _canonical(name: str) -> tuple[str, str | None]:
         return name, None if name.lower().startswith("tpu-") else f"{error}{end} It is taken as it is written"
 
 
-def _accelerators(at: Place, value: Any) -> str | list[str] | dict[str, None] | None:
-    wishes = [str(wish) for wish in _wishes(at, value)]
-    if len(wishes) < 2:
-        return wishes[0] if wishes else None
-    return wishes if isinstance(value, (list, tuple)) else dict.fromkeys(wishes)
+def _accelerators(value: Any) -> str | list[str] | dict[str, None] | None:
+    requests = [str(each) for each in _requests(value)]
+    if len(requests) < 2:
+        return requests[0] if requests else None
+    return requests if isinstance(value, (list, tuple)) else dict.fromkeys(requests)
 
 
-def _cloud(at: Place, value: Any) -> str:
-    name = text(at, value).strip().lower()
+def _cloud(value: str, key: str | None = None) -> str:
+    name = value.strip().lower()
     if name not in (*_CLOUDS, "*"):
-        at.fail(value, f"local, ssh/NAME, slurm/CLUSTER or a cloud such as aws{nearest(name, _CLOUDS)}")
+        expected = f"local, ssh/NAME, slurm/CLUSTER or a cloud such as aws{nearest(name, _CLOUDS)}"
+        raise Expected(expected, value, key)
     return name
 
 
-def _infra(at: Place, value: Any) -> str:
-    cloud, *rest = text(at, value).strip().split("/")
-    cloud = _cloud(at, cloud)
+def _infra(value: Any) -> str | None:
+    cloud, *rest = (value if isinstance(value, str) else "").strip().split("/")
+    cloud = _cloud(cloud)
     if not all(rest):
-        at.fail(value, "cloud/region/zone with no part empty; * stands for any")
+        raise Expected("cloud/region/zone with no part empty; * stands for any")
     if cloud == "local" and rest:
-        at.fail(value, "local alone: it is this machine")
+        raise Expected("local alone: it is this machine")
     if cloud == "ssh" and not rest:
-        at.fail(value, "ssh/NAME, with a NAME of ~/.ssh/config or of [ssh.NAME] in config.toml")
+        raise Expected("ssh/NAME, with a NAME of ~/.ssh/config or of [ssh.NAME] in config.toml")
     if cloud not in ("ssh", "k8s", "kubernetes") and len(rest) > 2:
-        at.fail(value, "cloud/region/zone, three parts at most")
-    return "/".join([cloud, *rest])
+        raise Expected("cloud/region/zone, three parts at most")
+    parts = [cloud, *rest]
+    while parts and parts[-1] == "*":
+        parts.pop()
+    return "/".join(parts) or None
 
 
-def _ports(at: Place, value: Any) -> list[str]:
-    expected = "a port from 1 to 65535, or a range as in 8000-8010"
+def _ports(value: Any) -> list[str]:
     ports = []
     for item in value if isinstance(value, (list, tuple)) else [value]:
-        first, dash, last = _number_text(at, item, expected).partition("-")
+        first, dash, last = _number_text(item).partition("-")
         ends = [int(end) if re.fullmatch(r"\s*\d{1,5}\s*", end) else 0 for end in ((first, last) if dash else (first,))]
         if not all(1 <= end <= 65535 for end in ends) or ends != sorted(ends):
-            at.fail(item, expected)
+            raise Expected("a port from 1 to 65535, or a range as in 8000-8010", item)
         ports.append("-".join(map(str, ends)))
     return ports
 
 
-def _idle_minutes(at: Place, value: Any) -> int:
-    expected = 'idle minutes, or a time such as "10h"'
-    found = re.fullmatch(rf"{_AMOUNT}\s*([smhdw]?)", _number_text(at, value, expected), re.I)
+def _idle_minutes(value: Any) -> int:
+    found = re.fullmatch(rf"{_AMOUNT}\s*([smhdw]?)", _number_text(value), re.I)
     if found is None:
-        at.fail(value, expected)
+        raise Expected('idle minutes, or a time such as "10h"')
     return math.ceil(float(found[1]) * _MINUTES[found[2].lower()])
 
 
-_AUTOSTOP = section({"idle_minutes": _idle_minutes, "down": yes_no, "wait_for": one_of("jobs_and_ssh", "jobs", "none")})
+class Autostop(Section):
+    """When an idle cluster is stopped (``down``: taken down), and what keeps it from being idle."""
+
+    idle_minutes: Annotated[int, PlainValidator(_idle_minutes)] = 5
+    down: StrictBool = False
+    wait_for: Annotated[str, one_of("jobs_and_ssh", "jobs", "none")] = "jobs"
 
 
-def _autostop(at: Place, value: Any) -> bool | dict[str, Any]:
+def _autostop_keys(value: Any) -> Any:
     if value is False or value == -1:  # -1 is how SkyPilot's command says never
-        return False
-    given = value if isinstance(value, Mapping) else {} if value is True else {"idle_minutes": _idle_minutes(at, value)}
-    return {"idle_minutes": _IDLE_MINUTES, **_AUTOSTOP(at, given)}
+        return None
+    given = value if isinstance(value, Mapping) else {} if value is True else {"idle_minutes": value}
+    return {"idle_minutes": 5, **given}
 
 
-def _exit_codes(at: Place, value: Any) -> list[int]:
-    code = whole(0, 255)
-    return list_of(code)(at, value) if isinstance(value, (list, tuple)) else [code(at, value)]
+class JobRecovery(Section):
+    """When a failed job is started again."""
+
+    strategy: Text | None = None
+    max_restarts_on_errors: Annotated[int, whole(0, MOST_TRIES)] = 0
+    recover_on_exit_codes: Annotated[
+        list[Annotated[int, whole(0, 255)]] | None,
+        BeforeValidator(lambda codes: codes if isinstance(codes, (list, tuple)) else [codes]),
+    ] = None
 
 
-def _job_recovery(at: Place, value: Any) -> Any:
-    fields = {"strategy": text, "max_restarts_on_errors": whole(0, MOST_TRIES), "recover_on_exit_codes": _exit_codes}
-    return section(fields)(at, {"strategy": value} if isinstance(value, str) else value)
+class Hook(Section):
+    """A script that a cloud runs before it stops a machine."""
+
+    run: Text | None = None
+    events: list[Annotated[str, one_of("stop", "preemption", "down")]] | None = None
+    timeout: Annotated[int | None, whole(1, MOST_MINUTES * 60)] = None
 
 
-def _renamed(at: Place, _: Any) -> None:
-    at.refuse("this key is called job_recovery now")
+class _Alternative(Section):
+    infra: Annotated[str | None, PlainValidator(_infra)] = None
+    instance_type: Text | None = None
+    cpus: Annotated[str | None, PlainValidator(_cpus)] = None
+    memory: Annotated[str | None, PlainValidator(_memory)] = None
+    accelerators: Annotated[Any, PlainValidator(_accelerators)] = None
+    accelerator_args: Keys | None = None
+    use_spot: StrictBool = False
+    job_recovery: Annotated[
+        JobRecovery | None, BeforeValidator(lambda said: {"strategy": said} if isinstance(said, str) else said)
+    ] = None
+    spot_recovery: Annotated[None, refused("this key is called job_recovery now")] = None
+    disk_size: Annotated[int | None, PlainValidator(_disk_size)] = None
+    disk_tier: Annotated[str | None, one_of("low", "medium", "high", "ultra", "best")] = None
+    network_tier: Annotated[str | None, one_of("standard", "best")] = None
+    local_disk: Text | None = None
+    max_hourly_cost: Annotated[float | None, PlainValidator(_price)] = None
+    ports: Annotated[list[str] | None, PlainValidator(_ports)] = None
+    labels: dict[Text, Text] | None = None
+    image_id: TextOrTexts | None = None
+    autostop: Annotated[Autostop | None, BeforeValidator(_autostop_keys)] = None
+    priority: Annotated[int | None, whole(-1000, 1000)] = None
+    priority_class: Text | None = None
+    volumes: Any = None
+    hooks: list[Hook] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infra_of_its_parts(cls, value: Any) -> Any:
+        """``cloud``, ``region`` and ``zone`` are older words for ``infra``."""
+        parts = [(value.get(key) if isinstance(value, Mapping) else None) for key in _PARTS]
+        old = [key for key, part in zip(_PARTS, parts, strict=True) if part is not None]
+        if not old:
+            return value
+        if value.get("infra") is not None:
+            raise Refused(f"infra={value['infra']!r} says this already: keep one of the two", old[0])
+        for key in old:
+            if not isinstance(value[key], str):
+                raise Expected("text", value[key], key)
+        _cloud(parts[0] or "*", "cloud")
+        rest = {key: item for key, item in value.items() if key not in _PARTS}
+        return {**rest, "infra": "/".join(part or "*" for part in parts)}
 
 
-HOOKS = list_of(
-    section(
-        {"run": text, "events": list_of(one_of("stop", "preemption", "down")), "timeout": whole(1, MOST_MINUTES * 60)}
-    ),
-)
-
-_FIELDS: dict[str, Check] = {
-    "infra": _infra,
-    "cloud": _cloud,
-    "region": text,
-    "zone": text,
-    "instance_type": text,
-    "cpus": _cpus,
-    "memory": _memory,
-    "accelerators": _accelerators,
-    "accelerator_args": any_mapping,
-    "use_spot": yes_no,
-    "job_recovery": _job_recovery,
-    "spot_recovery": _renamed,
-    "disk_size": _disk_size,
-    "disk_tier": one_of("low", "medium", "high", "ultra", "best"),
-    "network_tier": one_of("standard", "best"),
-    "local_disk": text,
-    "max_hourly_cost": number(0),
-    "ports": _ports,
-    "labels": mapping_of(text),
-    "image_id": text_or(mapping_of(text)),
-    "autostop": _autostop,
-    "priority": whole(-1000, 1000),
-    "priority_class": text,
-    "volumes": anything,
-    "hooks": HOOKS,
-}
-_HERE = Place("Resources")
-_PLACES = ("infra", "cloud", "region", "zone")
-
-
-def check_resources(at: Place, value: Any) -> dict[str, Any]:
-    """The keys of ``resources`` in their canonical forms."""
-    alternative = section(_FIELDS)
-    found: dict[str, Any] = section({**_FIELDS, "any_of": list_of(alternative), "ordered": list_of(alternative)})(
-        at, value
-    )
-    if "any_of" in found and "ordered" in found:
-        (at / "ordered").refuse("give any_of or ordered, not both")
-    for part in (found, *found.get("any_of", ()), *found.get("ordered", ())):
-        old = [key for key in _PLACES[1:] if key in part]
-        if "infra" in part and old:
-            (at / old[0]).refuse(f"infra={part['infra']!r} says this already: keep one of the two")
-    return {key: item for key, item in found.items() if item is not None}
+_PARTS = ("cloud", "region", "zone")
 
 
 # --------------------------------------------------------------------------------------------------- Resources
-class Resources:
+class Resources(_Alternative):
     """What each node of a task should be. The keywords, and their many spellings, are those of a task file.
 
     Attributes:
-        config: the keys that were given, in canonical form, as in a task file.
-        accelerators: what was wished for; of several, ``choice`` takes one.
+        infra: ``local``, ``ssh/NAME``, ``aws/us-east-1``, …, or None where any will do.
+        cpus: ``4``, or ``4+`` for at least 4.
+        memory: GB: ``32``, ``32+`` for at least 32, or ``4x`` for 4 a CPU.
+        accelerators: as a task file says it; ``requested`` has them one by one.
+        ports: ports to open, ``8080`` or ``8000-8010``.
+        autostop: when the idle cluster stops, or None for never.
+        any_of, ordered: alternatives, each of which says what is different.
 
     Raises:
         ConfigError: a value that cannot be.
         UsageError: a keyword that there is not.
     """
 
-    @suggests_keywords
-    def __init__(
-        self,
-        cloud: str | None = None,
-        instance_type: str | None = None,
-        cpus: float | str | None = None,
-        memory: float | str | None = None,
-        accelerators: Any = None,
-        accelerator_args: Mapping[str, Any] | None = None,
-        infra: str | None = None,
-        use_spot: bool | None = None,
-        job_recovery: str | Mapping[str, Any] | None = None,
-        region: str | None = None,
-        zone: str | None = None,
-        image_id: str | Mapping[str, str] | None = None,
-        disk_size: int | str | None = None,
-        disk_tier: str | None = None,
-        network_tier: str | None = None,
-        local_disk: str | None = None,
-        max_hourly_cost: float | None = None,
-        ports: Any = None,
-        labels: Mapping[str, str] | None = None,
-        autostop: Any = None,
-        hooks: Any = None,
-        priority: int | None = None,
-        priority_class: str | None = None,
-        volumes: Any = None,
-        any_of: Any = None,
-        ordered: Any = None,
-    ) -> None:
-        given = {key: value for key, value in locals().items() if key != "self" and value is not None}
-        self._fill(check_resources(_HERE, given))
+    any_of: list[_Alternative] | None = None
+    ordered: list[_Alternative] | None = None
+
+    def __init__(self, **keys: Any) -> None:
+        for name in keys:
+            if name not in (known := [*type(self).model_fields, *_PARTS]):
+                hint = nearest(name, known) or f": it takes {', '.join(known)}"
+                raise UsageError(f"Resources() has no argument {name!r}{hint}")
+        try:
+            super().__init__(**keys)
+        except ValidationError as error:
+            raise config_error(type(self), error, Document("Resources")) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections that hold one do without it
+
+    @model_validator(mode="after")
+    def _one_list(self) -> Self:
+        if self.any_of is not None and self.ordered is not None:
+            raise Refused("give any_of or ordered, not both", "ordered")
+        return self
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], at: Place | None = None) -> Resources:
-        """From the ``resources`` of a task file, which stand at ``at``."""
-        made = cls.__new__(cls)
-        made._fill(check_resources(at or _HERE, config))
-        return made
-
-    def _fill(self, config: dict[str, Any]) -> None:
-        self.config = config
-        said = config.get("accelerators")
-        self.accelerators = [] if said is None else _wishes(_HERE, said)
+    def from_config(cls, config: Mapping[str, Any]) -> Resources:
+        """From the ``resources`` of a task file."""
+        return load(cls, config, Document("Resources"))
 
     @property
-    def infra(self) -> str | None:
-        """``local``, ``ssh/NAME``, ``aws/us-east-1``, …, or None where any will do."""
-        parts = str(self.config["infra"]).split("/") if "infra" in self.config else []
-        parts = parts or [str(self.config.get(key, "*")) for key in _PLACES[1:]]
-        while parts and parts[-1] == "*":
-            parts.pop()
-        return "/".join(parts) or None
+    def config(self) -> dict[str, Any]:
+        """The keys that were given, in canonical form, as in a task file."""
+        return {key: value for key, value in self.model_dump(exclude_unset=True).items() if value is not None}
 
     @property
-    def cpus(self) -> str | None:
-        """``4``, or ``4+`` for at least 4."""
-        return self.config.get("cpus")
-
-    @property
-    def memory(self) -> str | None:
-        """GB: ``32``, ``32+`` for at least 32, or ``4x`` for 4 a CPU."""
-        return self.config.get("memory")
-
-    @property
-    def use_spot(self) -> bool:
-        """Were spot machines asked for?"""
-        return bool(self.config.get("use_spot"))
-
-    @property
-    def ports(self) -> tuple[str, ...]:
-        """Ports to open, ``8080`` or ``8000-8010``."""
-        return tuple(self.config.get("ports", ()))
-
-    @property
-    def autostop(self) -> Autostop | None:
-        """When the idle cluster stops, or None for never."""
-        said = self.config.get("autostop")
-        return Autostop(**said) if said else None
+    def requested(self) -> list[AcceleratorRequest]:
+        """The accelerators, of which ``choice`` takes one kind."""
+        return _requests(self.accelerators or [])
 
     @property
     def restarts(self) -> Restarts:
         """When a failed job is started again (``job_recovery``)."""
-        said = self.config.get("job_recovery", {})
-        return Restarts(
-            on_errors=said.get("max_restarts_on_errors", 0), on_exit_codes=tuple(said.get("recover_on_exit_codes", ()))
-        )
+        said = self.job_recovery or JobRecovery()
+        return Restarts(on_errors=said.max_restarts_on_errors, on_exit_codes=tuple(said.recover_on_exit_codes or ()))
 
-    def changed(self, changes: Mapping[str, Any], at: Place | None = None) -> Resources:
-        """A copy with other values, also in its alternatives; None takes a key away."""
-        changes = check_changes(changes, at or _HERE)
-        gone = {*changes, *(_PLACES if changes.keys() & set(_PLACES) else ())}
-
-        def without(part: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in part.items() if key not in gone}
-
-        kept = without(self.config)
+    def changed(self, changes: Mapping[str, Any]) -> Resources:
+        """A copy with other values (``check_changes``), also in its alternatives; None takes a key away."""
+        kept = {key: value for key, value in self.config.items() if key not in changes}
         for key in ("any_of", "ordered"):
             if key in kept:
-                kept[key] = [without(part) for part in kept[key]]
-        return Resources.from_config({**kept, **{key: value for key, value in changes.items() if value is not None}})
+                kept[key] = [{name: part[name] for name in part if name not in changes} for part in kept[key]]
+        return Resources.from_config({**kept, **changes})
 
     def choices(self) -> list[Resources]:
         """Every alternative with one kind of accelerator or none, the preferred first."""
-        base = {key: value for key, value in self.config.items() if key not in ("any_of", "ordered")}
-        found: list[dict[str, Any]] = []
-        for part in self.config.get("any_of") or self.config.get("ordered") or [{}]:
-            gone = _PLACES if "infra" in part else ("infra",) if part.keys() & set(_PLACES) else ()
-            whole_part = {**{key: value for key, value in base.items() if key not in gone}, **part}
-            wishes = _wishes(_HERE, whole_part.get("accelerators", ()))
-            for each in [{**whole_part, "accelerators": str(wish)} for wish in wishes] or [whole_part]:
-                if each not in found:
-                    found.append(each)
-        return [Resources.from_config(each) for each in found]
+        base = self.config
+        parts = base.pop("any_of", None) or base.pop("ordered", None) or [{}]
+        base.pop("ordered", None)
+        found: list[Resources] = []
+        for part in parts:
+            whole_part = Resources.from_config({**base, **part})
+            each_kind = [whole_part.changed({"accelerators": str(each)}) for each in whole_part.requested]
+            found += [each for each in each_kind or [whole_part] if each not in found]
+        return found
 
     def choice(self, infra: str) -> Resources:
         """The first of ``choices`` that may run on ``infra``, else the first of all."""
@@ -415,7 +366,7 @@ class Resources:
         return next((each for each in choices if each.infra in (None, infra)), choices[0])
 
     def honours(self, infra: str) -> list[str]:
-        """One line for each wish that ``infra`` can't honour; of machines that are there already (local, ssh)."""
+        """One line for each key that ``infra`` can't honour; of machines that are there already (local, ssh)."""
         if not is_own(infra):
             return []
         taken = self.choice(infra)
@@ -426,27 +377,24 @@ class Resources:
         ]
         if taken.infra not in (None, infra):
             lines.append(f"the task asks for {taken.infra} and runs on {infra}")
-        if (taken.config.get("job_recovery") or {}).get("strategy"):
+        if taken.job_recovery is not None and taken.job_recovery.strategy:
             lines.append(f"job_recovery.strategy has no effect on {infra}: a lost node is started anew where it was")
         if taken.autostop is not None and taken.autostop.wait_for != "jobs":
             lines.append(f"autostop.wait_for={taken.autostop.wait_for} has no effect on {infra}: it waits for jobs")
-        odd = [_canonical(wish.name)[1] for wish in taken.accelerators]
+        odd = [_canonical(each.name)[1] for each in taken.requested]
         lines += [
-            f"{wish}: a job has whole accelerators, so {wish.name}:{wish.num_accelerators} of each node"
-            for wish in taken.accelerators
-            if wish.count != wish.num_accelerators
+            f"{each}: a job has whole accelerators, so {each.name}:{each.num_accelerators} of each node"
+            for each in taken.requested
+            if each.count != each.num_accelerators
         ]
         return lines + [line for line in odd if line]
 
     def to_yaml_config(self) -> dict[str, Any]:
         """As the ``resources`` of a task file."""
-        return dict(self.config)
+        return self.config
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Resources) and self.config == other.config
-
-    def __repr__(self) -> str:
-        return f"Resources({', '.join(f'{key}={value!r}' for key, value in self.config.items())})"
+    def __repr_args__(self) -> Any:
+        return self.config.items()
 
 
 def is_none(accelerators: str | None) -> bool:
@@ -459,6 +407,6 @@ def is_own(infra: str) -> bool:
     return infra == "local" or infra.startswith("ssh/")
 
 
-def check_changes(changes: Mapping[str, Any], at: Place) -> dict[str, Any]:
+def check_changes(changes: Mapping[str, Any], document: Document) -> dict[str, Any]:
     """Changes for ``Resources.changed`` in canonical form; their None stays."""
-    return {**dict.fromkeys(changes), **check_resources(at, changes)}
+    return {**dict.fromkeys(changes), **check(Resources, changes, document)}

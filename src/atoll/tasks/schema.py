@@ -1,19 +1,29 @@
-"""Reading a task file: YAML whose every value knows its line, and the checks that its keys are made of.
+"""Reading a task file: YAML whose every value knows its line, and what its sections are made of.
 
-A check takes a value and the ``Place`` where it stands, and returns the value in its one canonical form, or raises a
-``ConfigError`` that names file, line, key, value and what was expected.
+A section is a pydantic model. ``check`` names every mistake with file, line, key, value and what was expected.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
 import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    PlainValidator,
+    StrictStr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
@@ -31,74 +41,156 @@ _YAML_HINTS = {
     "undefined alias": "text that starts with * needs quotes",
     "found unhashable key": "text that starts with { needs quotes",
 }
+# What was expected, by the type of pydantic's error.
+_EXPECTED = {"model_type": "keys with values", "dict_type": "keys with values", "list_type": "a list"}
+_EXPECTED |= {"string_type": "text", "bool_type": "true or false"}
+
+Keypath: TypeAlias = tuple[str | int, ...]  # keys and indices down to a value
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value stands: in a YAML document, a call in Python, or a flag of a command.
+class Document:
+    """What is checked: a YAML document, a call in Python, or the flags of a command.
 
     Attributes:
-        label: the file, or what else holds the value; empty for flags.
-        path: keys and indices down to the value.
-        node: the value's YAML, or None where there is no file.
-        line: of the value's key, from 0.
+        label: the file, or what else holds the values; empty for flags.
+        root: the YAML, or None where there is no file.
     """
 
     label: str
-    path: tuple[str | int, ...] = ()
-    node: yaml.Node | None = None
-    line: int | None = None
+    root: yaml.Node | None = None
 
-    def __truediv__(self, key: str | int) -> Place:
-        """The place of what stands under ``key``; where there is nothing, it has this one's line."""
-        node, line = None, self.line
-        if isinstance(self.node, yaml.MappingNode):
-            node, line = _children(self.node).get(str(key), (None, line))
-        elif isinstance(self.node, yaml.SequenceNode) and isinstance(key, int):
-            node = self.node.value[key]
-            line = node.start_mark.line
-        return Place(self.label, (*self.path, key), node, line)
-
-    def __str__(self) -> str:
-        """``train.yaml:12: resources.cpus``, ``Task: name`` or ``--cpus``."""
+    def at(self, *path: str | int) -> str:
+        """``train.yaml:12: resources.cpus``, ``Task: name`` or ``--cpus``; what is not there has its parent's line."""
         if not self.label:
-            return "--" + next(key for key in reversed(self.path) if isinstance(key, str)).replace("_", "-")
-        dotted = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path).removeprefix(".")
-        return self.label + ("" if self.line is None else f":{self.line + 1}") + (f": {dotted}" if dotted else "")
+            return "--" + next(key for key in reversed(path) if isinstance(key, str)).replace("_", "-")
+        line = self._find(path)[1]
+        dotted = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+        return self.label + (f":{line + 1}" if line is not None else "") + (f": {dotted}" if dotted else "")
 
-    @property
-    def shown(self) -> str | None:
-        """The text of the scalar here as its file shows it; None where there is no file or no scalar."""
-        return self.node.value if isinstance(self.node, yaml.ScalarNode) else None
+    def shown(self, *path: str | int) -> str | None:
+        """The text of a scalar as its file shows it; None where there is no file or no scalar."""
+        node = self._find(path)[0]
+        return node.value if isinstance(node, yaml.ScalarNode) else None
 
-    def fail(self, value: object, expected: str) -> NoReturn:
-        """Say that ``value`` is not what was expected here."""
-        raise ConfigError(f"{self} is {_in_words(value)}: expected {expected}")
+    def error(self, *path: str | int, why: str) -> ConfigError:
+        """The error that says what is wrong there without showing the value."""
+        return ConfigError(f"{self.at(*path)}: {why}")
 
-    def refuse(self, why: str) -> NoReturn:
-        """Say what is wrong here without showing the value."""
-        raise ConfigError(f"{self}: {why}")
-
-    def mapping(self, value: object) -> Mapping[Any, Any]:
-        """``value``, if it is a mapping."""
-        if not isinstance(value, Mapping):
-            self.fail(value, "keys with values")
-        return value
-
-    def items(self, value: object) -> list[Any]:
-        """``value``, if it is a list."""
-        if not isinstance(value, (list, tuple)):
-            self.fail(value, "a list")
-        return list(value)
-
-
-Check = Callable[[Place, Any], Any]
+    def _find(self, path: Keypath) -> tuple[yaml.Node | None, int | None]:
+        node = self.root
+        line = None if node is None else node.start_mark.line
+        for key in path:
+            if isinstance(node, yaml.MappingNode):
+                node, line = _children(node).get(str(key), (None, line))
+            elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
+                node = node.value[key]
+                line = node.start_mark.line
+            else:
+                node = None
+        return node, line
 
 
 @functools.lru_cache(maxsize=8)  # one look at all keys, not one for each of ten thousand variables
 def _children(node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, int]]:
     """Values and lines by key; the last counts: what ``<<`` merged in comes before the mapping's own."""
     return {name.value: (value, name.start_mark.line) for name, value in node.value if isinstance(name.value, str)}
+
+
+# ---------------------------------------------------------------------------------------------------- sections
+S = TypeVar("S", bound="Section")
+
+
+class Section(BaseModel):
+    """A mapping of known keys. A key without a value counts as absent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_keys(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {str(key): item for key, item in value.items() if item is not None or key not in _keys_of(cls)}
+
+
+def load(model: type[S], value: Any, document: Document) -> S:
+    """A section of ``value``.
+
+    Raises:
+        ConfigError: it can't be; every mistake has a line.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise config_error(model, error, document) from None
+
+
+def config_error(model: type[Section], error: ValidationError, document: Document) -> ConfigError:
+    """The error that names every mistake, a line for each, in the order of the file."""
+    lines = [_mistake(model, each, document) for each in error.errors(include_url=False)]
+    return ConfigError("\n".join(text for _, text in sorted(lines, key=lambda line: line[0])))
+
+
+def check(model: type[Section], value: Any, document: Document) -> dict[str, Any]:
+    """The keys that ``value`` has of a section, in canonical form; raises what ``load`` does."""
+    return load(model, value, document).model_dump(exclude_unset=True, by_alias=True)
+
+
+class Expected(ValueError):
+    """What a validator raises: what was expected instead of the value, or of ``part``, or of what its ``key`` has."""
+
+    def __init__(self, expected: str, part: object = None, key: str | None = None) -> None:
+        super().__init__(expected)
+        self.part, self.key = part, key
+
+
+class Refused(ValueError):
+    """What a validator raises that says what is wrong without showing the value, perhaps about one ``key`` of it."""
+
+    def __init__(self, why: str, key: str | None = None) -> None:
+        super().__init__(why)
+        self.key = key
+
+
+def _mistake(model: type[BaseModel], found: ErrorDetails, document: Document) -> tuple[int, str]:
+    """The line where a mistake stands, and the message."""
+    # Pydantic adds to the path which part of a union a value was taken for, and whether it is a key.
+    path = tuple(key for key in found["loc"] if not (isinstance(key, str) and key[:1] + key[-1:] in ("<>", "[]")))
+    error, value = found.get("ctx", {}).get("error"), found["input"]
+    if isinstance(error, (Expected, Refused)) and error.key is not None:
+        path = (*path, error.key)
+    if isinstance(error, Refused):
+        text = f"{document.at(*path)}: {error}"
+    elif found["type"] == "extra_forbidden":
+        keys = _keys_of(_model_at(model, path[:-1]))
+        hint = nearest(str(path[-1]), keys) or f": known are {', '.join(key for key in keys if key[0] != '_')}"
+        text = f"{document.at(*path)}: there is no such key{hint}"
+    else:
+        expected = str(error) if isinstance(error, Expected) else _EXPECTED.get(found["type"], found["msg"])
+        if found["type"] == "string_type" and isinstance(value, (bool, int, float)):
+            expected += ", so put it in quotes"
+        value = error.part if isinstance(error, Expected) and error.part is not None else value
+        text = f"{document.at(*path)} is {_in_words(value)}: expected {expected}"
+    return document._find(path)[1] or 0, text
+
+
+def _keys_of(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _model_at(model: type[BaseModel], path: Keypath) -> type[BaseModel]:
+    for key in path:
+        field = model.model_fields.get(str(key))
+        model = next(_models(field.annotation), model) if field is not None else model
+    return model
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
 
 
 def _in_words(value: object) -> str:
@@ -114,8 +206,8 @@ def _in_words(value: object) -> str:
     return kinds.get(type(value), f"of type {type(value).__name__}")
 
 
-# ------------------------------------------------------------------------------------------------------ checks
-def no_bytes(text: str) -> str | None:
+# ------------------------------------------------------------------------------------------------------ values
+def unsendable(text: str) -> str | None:
     """What of ``text`` no program could be given, as a clause; None where all of it can be."""
     if "\0" in text:
         return "a zero character, which no program can be given"
@@ -125,100 +217,45 @@ def no_bytes(text: str) -> str | None:
     return None
 
 
-def text(at: Place, value: Any) -> str:
-    """Text, as it is."""
-    if not isinstance(value, str):
-        quotes = ", so put it in quotes" if isinstance(value, (bool, int, float)) else ""
-        at.fail(value, f"text{quotes}")
-    return value
-
-
-def yes_no(at: Place, value: Any) -> bool:
-    """``true`` or ``false``."""
-    if not isinstance(value, bool):
-        at.fail(value, "true or false")
-    return value
-
-
-def anything(_: Place, value: Any) -> Any:
-    """Whatever it is: keys that only a cloud's side reads."""
-    return value
-
-
-def any_mapping(at: Place, value: Any) -> dict[str, Any]:
-    """Keys with any values."""
-    return dict(at.mapping(value))
-
-
-def whole(low: int, high: int) -> Check:
+def whole(low: int, high: int) -> PlainValidator:
     """A whole number from ``low`` to ``high``."""
-    expected = f"a whole number from {low} to {high}"
 
-    def check(at: Place, value: Any) -> int:
+    def validate(value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
-            at.fail(value, expected + (", without quotes" if isinstance(value, str) and value.isdigit() else ""))
+            quotes = ", without quotes" if isinstance(value, str) and value.isdigit() else ""
+            raise Expected(f"a whole number from {low} to {high}{quotes}")
         return value
 
-    return check
+    return PlainValidator(validate)
 
 
-def number(low: float) -> Check:
-    """A finite number of at least ``low``."""
-
-    def check(at: Place, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
-            at.fail(value, f"a number, {low:g} or more")
-        return value
-
-    return check
-
-
-def one_of(*names: str) -> Check:
+def one_of(*names: str) -> PlainValidator:
     """One of ``names``, in any case."""
     known = {name.casefold(): name for name in names}
 
-    def check(at: Place, value: Any) -> str:
-        name = known.get(text(at, value).casefold())
+    def validate(value: Any) -> str:
+        name = known.get(value.casefold()) if isinstance(value, str) else None
         if name is None:
-            at.fail(value, f"{', '.join(names[:-1])} or {names[-1]}{nearest(value, names)}")
+            raise Expected(f"{', '.join(names[:-1])} or {names[-1]}{nearest(str(value), names)}")
         return name
 
-    return check
+    return PlainValidator(validate)
 
 
-def text_or(check: Check) -> Check:
-    """Text, or what ``check`` takes."""
-    return lambda at, value: value if isinstance(value, str) else check(at, value)
+def refused(why: str) -> PlainValidator:
+    """No value at all."""
+
+    def validate(_: Any) -> None:
+        raise Refused(why)
+
+    return PlainValidator(validate)
 
 
-def list_of(check: Check) -> Check:
-    """A list of what ``check`` takes."""
-    return lambda at, value: [check(at / index, item) for index, item in enumerate(at.items(value))]
-
-
-def mapping_of(check: Check) -> Check:
-    """Text keys with values that ``check`` takes."""
-    return lambda at, value: {
-        text(at / str(key), key): check(at / key, item) for key, item in at.mapping(value).items()
-    }
-
-
-def section(fields: Mapping[str, Check]) -> Check:
-    """A mapping of known keys. A key without a value counts as absent."""
-
-    def check(at: Place, value: Any) -> dict[str, Any]:
-        entries = at.mapping(value)
-        for key in entries:
-            if key not in fields:
-                (at / str(key)).refuse(f"there is no such key{_suggestion(str(key), fields)}")
-        return {key: fields[key](at / key, item) for key, item in entries.items() if item is not None}
-
-    return check
-
-
-def _suggestion(key: str, known: Iterable[str]) -> str:
-    names = [name for name in known if not name.startswith("_")]
-    return nearest(key, names) or f": known are {', '.join(names)}"
+Text = StrictStr
+Keys = dict[str, Any]
+BY_KIND = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
+TextOrKeys = Annotated[Annotated[Text, Tag("<text>")] | Annotated[Keys, Tag("<other>")], BY_KIND]
+TextOrTexts = Annotated[Annotated[Text, Tag("<text>")] | Annotated[dict[Text, Text], Tag("<other>")], BY_KIND]
 
 
 # -------------------------------------------------------------------------------------------------------- YAML
@@ -254,8 +291,8 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def read_documents(path: Path, label: str) -> list[tuple[Any, Place]]:
-    """The documents of a YAML file that are not empty, each with the place of its root.
+def read_documents(path: Path, label: str) -> list[tuple[Any, Document]]:
+    """The documents of a YAML file that are not empty.
 
     Raises:
         ConfigError: a file that cannot be read or is not YAML; one line, with the line number.
@@ -269,7 +306,7 @@ def read_documents(path: Path, label: str) -> list[tuple[Any, Place]]:
             _refuse_mistakes(root, label, {})
             value = loader.construct_document(root)
             if value is not None:
-                documents.append((value, Place(label, (), root, root.start_mark.line)))
+                documents.append((value, Document(label, root)))
     except ConfigError:  # it is a ValueError too
         raise
     except yaml.MarkedYAMLError as error:
@@ -299,7 +336,7 @@ def _refuse_mistakes(node: yaml.Node, label: str, sizes: dict[int, int]) -> int:
         return size
     sizes[id(node)] = 0
     size = 1
-    if isinstance(node, yaml.ScalarNode) and (wrong := no_bytes(node.value)) is not None:
+    if isinstance(node, yaml.ScalarNode) and (wrong := unsendable(node.value)) is not None:
         raise ConfigError(f"{label}:{node.start_mark.line + 1}: the text holds {wrong}")
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}

@@ -7,33 +7,35 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, StrictBool, Tag
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import MOST_NODES, checks_arguments, command_line, suggests_keywords
 from atoll.tasks.environment import OF_PLACE
-from atoll.tasks.resources import HOOKS, Resources, check_resources, is_own
+from atoll.tasks.resources import Hook, Resources, is_own
 from atoll.tasks.schema import (
-    Check,
-    Place,
-    any_mapping,
-    anything,
-    list_of,
-    mapping_of,
-    no_bytes,
+    BY_KIND,
+    Document,
+    Expected,
+    Keys,
+    Refused,
+    Section,
+    Text,
+    TextOrKeys,
+    check,
     one_of,
     read_documents,
-    section,
-    text,
-    text_or,
+    refused,
+    unsendable,
     whole,
-    yes_no,
 )
 from atoll.tasks.spec import LONGEST_NAME, JobSpec, is_name
-from atoll.tasks.variables import Given, changed_text, declared, declared_secrets, settle, shutdown_s, substitute
+from atoll.tasks.variables import Given, Secrets, Variables, changed_text, shutdown_s, split_secrets, substitute
 
 Values = Mapping[str, Any] | Iterable[tuple[str, Any]]  # of variables
-_HERE = Place("Task")
+_HERE = Document("Task")
 _WORKDIR = "~/sky_workdir"
 
 # Where scripts fix a port that every job of the same text would listen on.
@@ -46,93 +48,108 @@ _COMMENT = re.compile(r"^\s*#.*$", re.M)
 _NUMBER_ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\d+)\s*$", re.M)
 
 
-# ------------------------------------------------------------------------------------------------------ checks
-def check_name(at: Place, value: Any) -> str:
-    if not is_name(text(at, value)):
-        at.fail(value, f"letters, digits and single . _ - between them, at most {LONGEST_NAME} characters")
-    return str(value)
+# ------------------------------------------------------------------------------------------------------- file
+def _name(value: str) -> str:
+    if not is_name(value):
+        raise Expected(f"letters, digits and single . _ - between them, at most {LONGEST_NAME} characters")
+    return value
 
 
-def _script(at: Place, value: Any) -> str:
-    wrong = no_bytes(text(at, value))
+def _script(text: str) -> str:
+    wrong = unsendable(text)
     if wrong is not None:
-        at.refuse(f"the script holds {wrong}")
-    return str(value)
+        raise Refused(f"the script holds {wrong}")
+    return text
 
 
-def _file_mounts(at: Place, value: Any) -> dict[str, Any]:
-    storage = section(
-        {
-            "name": text,
-            "source": text_or(list_of(text)),
-            "store": text,
-            "persistent": yes_no,
-            "mode": one_of("MOUNT", "COPY", "MOUNT_CACHED"),
-            "config": any_mapping,
-        }
-    )
-    mounts: dict[str, Any] = mapping_of(text_or(storage))(at, value)
-    for target in mounts:
-        if target.endswith("/"):
-            (at / target).refuse("a target ends without /")
-    return mounts
+def _target(target: str) -> str:
+    if target.endswith("/"):
+        raise Refused("a target ends without /")
+    return target
 
 
-def _jobs_only(at: Place, _: Any) -> None:
-    at.refuse("this version runs jobs only, no services and pools: take this key out to run the task as a job")
+Name = Annotated[Text, AfterValidator(_name)]
+_Script = Annotated[Text, AfterValidator(_script)]
+_JobsOnly = Annotated[
+    None, refused("this version runs jobs only, no services and pools: take this key out to run the task as a job")
+]
 
 
-# Keys that only a cloud's side acts on, and that no job here needs.
-_ELSEWHERE: dict[str, Check] = {
-    "config": section(
-        {
-            **dict.fromkeys(
-                ("docker", "nvidia_gpus", "ssh", "kubernetes", "gcp", "azure", "vast", "slurm"), any_mapping
-            ),
-            "active_workspace": text,
-            "hooks": HOOKS,
-        }
-    ),
-    "event_callback": text,
-    "inputs": any_mapping,
-    "outputs": any_mapping,
-    "managed_secrets": anything,
-    "file_mounts_mapping": any_mapping,
-    "volume_mounts": anything,
-    "api_server_access": yes_no,
-    "_metadata": any_mapping,
-}
-_FIELDS: dict[str, Check] = {
-    "name": check_name,
-    "workdir": text_or(section({"url": text, "ref": text})),
-    "num_nodes": whole(1, MOST_NODES),
-    "resources": check_resources,
-    "envs": declared,
-    "secrets": declared_secrets,
-    "file_mounts": _file_mounts,
-    "volumes": mapping_of(text_or(any_mapping)),
-    "setup": _script,
-    "run": _script,
-    "service": _jobs_only,
-    "pool": _jobs_only,
-    **_ELSEWHERE,
-}
-check_task = section(_FIELDS)
+class _GitWorkdir(Section):
+    url: Text | None = None
+    ref: Text | None = None
 
 
-def _moved_up(at: Place, config: Any) -> tuple[Any, list[str]]:
+class _Storage(Section):
+    name: Text | None = None
+    source: Annotated[Annotated[Text, Tag("<text>")] | Annotated[list[Text], Tag("<other>")], BY_KIND] | None = None
+    store: Text | None = None
+    persistent: StrictBool | None = None
+    mode: Annotated[str | None, one_of("MOUNT", "COPY", "MOUNT_CACHED")] = None
+    config: Keys | None = None
+
+
+_Source = Annotated[Annotated[Text, Tag("<text>")] | Annotated[_Storage, Tag("<other>")], BY_KIND]
+
+
+class _Config(Section):
+    docker: Keys | None = None
+    nvidia_gpus: Keys | None = None
+    ssh: Keys | None = None
+    kubernetes: Keys | None = None
+    gcp: Keys | None = None
+    azure: Keys | None = None
+    vast: Keys | None = None
+    slurm: Keys | None = None
+    active_workspace: Text | None = None
+    hooks: list[Hook] | None = None
+
+
+class TaskSection(Section):
+    """A task as its file says it."""
+
+    name: Name | None = None
+    workdir: Annotated[Annotated[Text, Tag("<text>")] | Annotated[_GitWorkdir, Tag("<other>")], BY_KIND] | None = None
+    num_nodes: Annotated[int | None, whole(1, MOST_NODES)] = None
+    resources: Resources | None = None
+    envs: Variables | None = None
+    secrets: Secrets | None = None
+    file_mounts: dict[Annotated[Text, AfterValidator(_target)], _Source] | None = None
+    volumes: dict[Text, TextOrKeys] | None = None
+    setup: _Script | None = None
+    run: _Script | None = None
+    service: _JobsOnly = None
+    pool: _JobsOnly = None
+    # Only a cloud's side acts on these, and no job here needs them.
+    config: _Config | None = None
+    event_callback: Text | None = None
+    inputs: Keys | None = None
+    outputs: Keys | None = None
+    managed_secrets: Any = None
+    file_mounts_mapping: Keys | None = None
+    volume_mounts: Any = None
+    api_server_access: StrictBool | None = None
+    metadata: Keys | None = Field(default=None, alias="_metadata")
+
+
+_KEYS = [field.alias or name for name, field in TaskSection.model_fields.items()]
+_ELSEWHERE = _KEYS[_KEYS.index("config") :]
+
+
+def _moved_up(document: Document, config: Any) -> tuple[Any, list[str]]:
     """``num_nodes`` inside ``resources``, as some task files have it, moved to where it belongs."""
     resources = config.get("resources") if isinstance(config, Mapping) else None
     if not isinstance(resources, Mapping) or "num_nodes" not in resources:
         return config, []
-    inside = at / "resources" / "num_nodes"
-    num_nodes = whole(1, MOST_NODES)(inside, resources["num_nodes"])
+    inside, num_nodes = document.at("resources", "num_nodes"), resources["num_nodes"]
     if config.get("num_nodes", num_nodes) != num_nodes:
-        inside.fail(num_nodes, f"the same as num_nodes, which is {config['num_nodes']!r}; keep one of the two")
+        raise ConfigError(
+            f"{inside} is {num_nodes}: expected the same as num_nodes, which is {config['num_nodes']!r}; "
+            "keep one of the two"
+        )
     kept = {key: value for key, value in resources.items() if key != "num_nodes"}
-    return {**config, "num_nodes": num_nodes, "resources": kept}, [
-        f"{inside} belongs beside resources: taken from there"
-    ]
+    note = f"{inside} belongs beside resources: taken from there"
+    return {**config, "num_nodes": num_nodes, "resources": kept}, [note]
 
 
 # -------------------------------------------------------------------------------------------------------- Task
@@ -176,26 +193,16 @@ class Task:
         event_callback: str | None = None,
         api_server_access: bool | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "name": name,
-            "setup": _lines(setup),
-            "run": _lines(run),
-            "envs": envs,
-            "secrets": secrets,
-            "workdir": os.fspath(workdir) if isinstance(workdir, os.PathLike) else workdir,
-            "num_nodes": num_nodes,
-            "file_mounts": _merged(file_mounts, storage_mounts),
-            "volumes": volumes,
-            "config": config,
-            "event_callback": event_callback,
-            "api_server_access": api_server_access,
+        given = {
+            key: value for key, value in locals().items() if key in TaskSection.model_fields and key != "resources"
         }
-        at = _HERE
-        self._fill(check_task(at, given), at, Given())
+        given |= {"setup": _lines(setup), "run": _lines(run), "file_mounts": _merged(file_mounts, storage_mounts)}
+        given["workdir"] = os.fspath(workdir) if isinstance(workdir, os.PathLike) else workdir
+        self._fill(check(TaskSection, given, _HERE), _HERE, Given())
         if resources is not None:
             self.set_resources(resources)
 
-    def _fill(self, checked: Mapping[str, Any], at: Place, given: Given) -> None:
+    def _fill(self, checked: Mapping[str, Any], document: Document, given: Given) -> None:
         """Take over what was checked, with the variables that were given from outside."""
         self.name: str | None = checked.get("name")
         self.num_nodes: int = checked.get("num_nodes", 1)
@@ -206,14 +213,15 @@ class Task:
         self.volumes: dict[str, Any] = checked.get("volumes", {})
         self.resources = Resources.from_config(checked.get("resources", {}))
         self.notes: list[str] = []
-        self._elsewhere = {key: checked[key] for key in _ELSEWHERE if key in checked}
-        self.envs, self.secrets = settle(at, checked.get("envs", {}), checked.get("secrets", {}), given)
+        self._elsewhere = {key: value for key, value in checked.items() if key in _ELSEWHERE}
+        self.envs, self.secrets = split_secrets(document, checked.get("envs", {}), checked.get("secrets", {}), given)
         self._declared = {*checked.get("secrets", ()), *given.secrets}  # else its name made it one
         for target in self.file_mounts if self.workdir is not None else ():
             if target.rstrip("/") == _WORKDIR:
-                (at / "file_mounts" / target).refuse("that is where workdir goes: mount into a folder below it")
+                why = "that is where workdir goes: mount into a folder below it"
+                raise document.error("file_mounts", target, why=why)
         if isinstance(self.workdir, dict) and "url" not in self.workdir:
-            (at / "workdir").refuse("a git workdir needs its url")
+            raise document.error("workdir", why="a git workdir needs its url")
 
     @classmethod
     @checks_arguments
@@ -250,23 +258,23 @@ class Task:
     def from_document(
         cls,
         config: Any,
-        at: Place,
+        document: Document,
         given: Given,
         top: Mapping[str, Any] = MappingProxyType({}),
         node: Mapping[str, Any] = MappingProxyType({}),
     ) -> Task:
-        """The task of one document, whose root is ``at``; ``top`` and ``node`` change its keys and its resources'."""
-        config, notes = _moved_up(at, config)
-        checked = check_task(at, config)
+        """The task of one document; ``top`` and ``node`` change its keys and its resources'."""
+        config, notes = _moved_up(document, config)
+        checked = check(TaskSection, config, document)
         workdirs = checked.get("workdir"), top.get("workdir")
         checked |= top
         if isinstance(workdirs[0], dict) and isinstance(workdirs[1], dict):
             checked["workdir"] = workdirs[0] | workdirs[1]  # `--git-ref` alone keeps the url
         task = cls.__new__(cls)
-        task._fill(checked, at, given)
+        task._fill(checked, document, given)
         if node:
             task.resources = task.resources.changed(node)
-        changed = [changed_text(at / key, checked.get(key, {}), given.names) for key in ("envs", "secrets")]
+        changed = [changed_text(document, key, checked.get(key, {}), given.names) for key in ("envs", "secrets")]
         task.notes = [*notes, *(line for line in changed if line)]
         return task
 
@@ -289,7 +297,7 @@ class Task:
         return self._update(Given(secrets=_complete("secrets", secrets)))
 
     def _update(self, given: Given) -> Task:
-        self.envs, self.secrets = settle(_HERE, self.envs, self.secrets, given)
+        self.envs, self.secrets = split_secrets(_HERE, self.envs, self.secrets, given)
         self._declared |= given.secrets.keys()
         return self
 
@@ -306,7 +314,8 @@ class Task:
             each_of = list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
             configs = [each.config for each in each_of if isinstance(each, Resources)]
             if len(configs) < len(each_of):
-                (_HERE / "resources").fail(given, "sky.Resources(...), a mapping, or a list or set of sky.Resources")
+                expected = "sky.Resources(...), a mapping, or a list or set of sky.Resources"
+                raise ConfigError(f"Task: resources={given!r:.60}: expected {expected}")
             self.resources = Resources.from_config(
                 {"ordered" if isinstance(given, (list, tuple)) else "any_of": configs}
             )
@@ -345,7 +354,7 @@ class Task:
     def job(self, *, infra: str | None = None) -> tuple[JobSpec, dict[str, str]]:
         """The job that runs this task on ``infra``, and its secrets apart."""
         taken = self.resources.choice(infra or self.infra)
-        wish = taken.accelerators[0] if taken.accelerators else None
+        kind = taken.requested[0] if taken.requested else None
         spec = JobSpec(
             name=self.name,
             num_nodes=self.num_nodes,
@@ -353,8 +362,8 @@ class Task:
             run=self.run,
             env=dict(self.envs),
             secret_names=tuple(sorted(self._declared)),
-            accelerator=wish.name if wish else None,
-            num_accelerators=wish.num_accelerators if wish else 0,
+            accelerator=kind.name if kind else None,
+            num_accelerators=kind.num_accelerators if kind else 0,
             ports=fixed_ports(f"{self.setup or ''}\n{self.run or ''}", self.envs),
             restarts=taken.restarts,
             workdir=self.workdir is not None,
@@ -401,16 +410,14 @@ def _lines(script: str | Sequence[str] | None) -> Any:
 
 def _complete(key: str, values: Values) -> dict[str, str]:
     """Variables given in Python, as text; none may be without a value."""
-    at = _HERE / key
-    found = {}
     try:
         pairs = dict(values)
     except (TypeError, ValueError):
-        at.fail(values, "a mapping of names to text or numbers, or pairs of them")
-    for name, value in declared(at, pairs).items():
+        raise ConfigError(f"Task: {key}: expected a mapping of names to text or numbers, or pairs of them") from None
+    found: dict[str, str] = check(TaskSection, {key: pairs}, _HERE)[key]
+    for name, value in found.items():
         if value is None:
-            (at / name).refuse("no value: give text or a number")
-        found[name] = value
+            raise _HERE.error(key, name, why="no value: give text or a number")
     return found
 
 

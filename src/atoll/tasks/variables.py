@@ -6,30 +6,24 @@ No message shows a value: any of them may be a secret.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainValidator
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
-from atoll.core.secrets import is_secret
-from atoll.tasks.schema import Place, list_of, no_bytes, text
+from atoll.tasks.schema import Document, Expected, Refused, unsendable
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's --shutdown-timeout
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
+_ONLY_COMMENT = re.compile(r"=[ \t]+#.*\s*\Z")
 _NAME_RULE = "a name of letters, digits and _ that starts with no digit"
-# A quoted value may hold line breaks; what follows one that is not quoted may be a comment.
-_ENV_LINE = re.compile(
-    r"""[ \t]*(?:export[ \t]+)?(?P<name>[^\s=#'"]+)[ \t]*=[ \t]*"""
-    r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|(?P<bare>[^'"\n][^\n]*|))"""
-    r"""[ \t]*(?:[ \t]#[^\n]*)?(?:\n|\Z)""",
-    re.S,
-)
-_BLANK_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\", "$": "$", "`": "`"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +44,49 @@ class Given:
         return {*self.envs, *self.secrets}
 
 
-def declared(at: Place, value: Any) -> dict[str, str | None]:
-    """``envs``: names with their text, as SkyPilot renders it; None where the value must come from outside."""
-    found: dict[str, str | None] = {}
-    for name, item in at.mapping(value).items():
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-            (at / str(name)).refuse(f"expected {_NAME_RULE}")
-        if item is not None and not isinstance(item, (str, bool, int, float)):
-            (at / name).refuse("expected text or a number; put anything else in quotes")
-        found[name] = None if item is None else _checked_text(str(at / name), str(item))
-    return found
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise Refused(f"expected {_NAME_RULE}")
+    return name
 
 
-def declared_secrets(at: Place, value: Any) -> dict[str, str | None]:
-    """``secrets``: like ``envs``, or a list of names (also ``secrets:NAME``) whose values come from outside."""
-    if isinstance(value, (list, tuple)):
-        return declared(at, dict.fromkeys(name.removeprefix("secrets:") for name in list_of(text)(at, value)))
-    return declared(at, value)
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, (str, bool, int, float)):
+        raise Refused("expected text or a number; put anything else in quotes")
+    if value is not None and (wrong := unsendable(str(value))) is not None:
+        raise Refused(f"the value holds {wrong}")
+    return None if value is None else str(value)
 
 
-def changed_text(at: Place, values: Mapping[str, str | None], given: Collection[str]) -> str | None:
-    """One line naming the variables at ``at`` whose text is not what the file shows, but for those given; or None."""
+def _by_name(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return value
+    if not all(isinstance(name, str) for name in value):
+        raise Expected("a list of names, or a mapping of names to values")
+    return dict.fromkeys(name.removeprefix("secrets:") for name in value)
+
+
+# Names with their text, as SkyPilot renders it; None where the value must come from outside.
+Variables = dict[Annotated[str, PlainValidator(_name)], Annotated[str | None, PlainValidator(_text)]]
+# The same, or a list of names (also ``secrets:NAME``) whose values come from outside.
+Secrets = Annotated[Variables, BeforeValidator(_by_name)]
+
+
+def changed_text(document: Document, key: str, values: Mapping[str, str | None], given: Collection[str]) -> str | None:
+    """One line naming the variables of ``key`` whose text is not what the file shows, but for those given; or None."""
     changes = []
     for name, value in values.items():
-        shown = (at / name).shown
+        shown = document.shown(key, name)
         if name not in given and value is not None and shown not in (None, value):
-            secret = is_secret(name) or at.path[-1] == "secrets"
+            secret = is_secret(name) or key == "secrets"
             changes.append(name if secret else f"{name}: {shown} is {value}")
     if not changes:
         return None
-    return f"{at}: YAML changes the text of some values (quotes keep it): {', '.join(changes)}"
+    return f"{document.at(key)}: YAML changes the text of some values (quotes keep it): {', '.join(changes)}"
 
 
-def settle(
-    at: Place, envs: Mapping[str, str | None], secrets: Mapping[str, str | None], given: Given
+def split_secrets(
+    document: Document, envs: Mapping[str, str | None], secrets: Mapping[str, str | None], given: Given
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What the scripts see: variables, and secrets apart.
 
@@ -99,9 +102,8 @@ def settle(
     for name, value in values.items():
         if value is None:
             key, flag = ("secrets", "--secret") if name in secrets else ("envs", "--env")
-            (at / key / name).refuse(
-                f"no value: give one with {flag} {name}=…, or {flag} {name} for that of your shell"
-            )
+            why = f"no value: give one with {flag} {name}=…, or {flag} {name} for that of your shell"
+            raise document.error(key, name, why=why)
         complete[name] = value
     shown = {name: value for name, value in complete.items() if name not in hidden}
     return shown, {name: value for name, value in complete.items() if name in hidden}
@@ -147,39 +149,25 @@ def gather(flag: str, assignments: Iterable[str], files: Iterable[str], environ:
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """The variables of a ``.env`` file: ``NAME=VALUE`` lines with comments, ``export`` and quotes.
-
-    Text in single quotes and without quotes is taken as it is, text in double quotes knows backslash escapes; both
-    quoted forms may span lines. ``$`` is never replaced.
+    """The variables of a ``.env`` file, as python-dotenv reads it; ``$`` is never replaced.
 
     Raises:
         ConfigError: a file that cannot be read, or a line that is no assignment, by number.
     """
-    content = read_text(os.path.expanduser(path), path, "a .env file")
+    from dotenv.parser import parse_stream
+
     found: dict[str, str] = {}
-    position = 0
-    while position < len(content):
-        blank = _BLANK_LINE.match(content, position)
-        if blank is not None:
-            position = blank.end()
-            continue
-        where = f"{path}:{content.count(chr(10), 0, position) + 1}"
-        line = _ENV_LINE.match(content, position)
-        if line is None:
-            raise ConfigError(f"{where}: expected NAME=VALUE, VALUE bare or wholly in quotes")
-        if _NAME.fullmatch(line["name"]) is None:
-            raise ConfigError(f"{where}: {line['name']}=…: expected {_NAME_RULE}")
-        found[line["name"]] = _checked_text(f"{where}: {line['name']}", _unquoted(line))
-        position = line.end()
+    for each in parse_stream(io.StringIO(read_text(os.path.expanduser(path), path, "a .env file"))):
+        line = each.original.line + len(each.original.string) - len(each.original.string.lstrip("\n"))
+        if each.error or (each.key is not None and each.value is None):
+            raise ConfigError(f"{path}:{line}: expected NAME=VALUE, VALUE bare or wholly in quotes")
+        if each.key is None or each.value is None:
+            continue  # a comment
+        if _NAME.fullmatch(each.key) is None:
+            raise ConfigError(f"{path}:{line}: {each.key}=…: expected {_NAME_RULE}")
+        value = "" if _ONLY_COMMENT.search(each.original.string) else each.value
+        found[each.key] = _checked_text(f"{path}:{line}: {each.key}", value)
     return found
-
-
-def _unquoted(line: re.Match[str]) -> str:
-    if line["single"] is not None:
-        return line["single"]
-    if line["double"] is not None:
-        return re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[0]), line["double"], flags=re.S)
-    return re.split(r"(?:^|\s)#", line["bare"], maxsplit=1)[0].strip()
 
 
 def substitute(value: Any, variables: Mapping[str, str]) -> Any:
@@ -194,7 +182,7 @@ def substitute(value: Any, variables: Mapping[str, str]) -> Any:
 
 
 def _checked_text(where: str, value: str) -> str:
-    wrong = no_bytes(value)
+    wrong = unsendable(value)
     if wrong is not None:
         raise ConfigError(f"{where}: the value holds {wrong}")
     return value
