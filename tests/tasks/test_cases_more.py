@@ -37,18 +37,17 @@ def test_a_workdir_with_rules_links_and_a_large_file(atoll: Atoll, tmp_path: Pat
     (work / ".gitignore").write_text("dataset/*\n/build\n!keep.txt\n")
     (work / "link").symlink_to("main.py")
     (work / "dangling").symlink_to("nowhere")
-    with open(work / "sparse", "wb") as file:
-        file.truncate(2 << 30)
+    with open(work / "large", "wb") as file:
+        file.truncate(64 << 20)
     subprocess.run(["git", "init", "-q", work], check=True)
-    script = "find . -type f -o -type l | sort; readlink link dangling; stat -c %s sparse; du -m sparse | cut -f 1"
+    script = "find . -type f -o -type l | sort; readlink link dangling; stat -c %s large"
     code, out, _ = atoll("launch", "-c", "t", "--workdir", str(work), script)
     assert code == 0
     lines = [line.partition(") ")[2] for line in out.splitlines() if line.startswith("(task")]
     assert lines[:7] == [
-        *("./.gitignore", "./dangling", "./dataset/keep.txt", "./link", "./main.py", "./sparse", "./src/build/kept")
+        *("./.gitignore", "./dangling", "./dataset/keep.txt", "./large", "./link", "./main.py", "./src/build/kept")
     ]
-    assert lines[7:10] == ["main.py", "nowhere", str(2 << 30)]
-    assert int(lines[10]) < 100, "holes stay holes"
+    assert lines[7:10] == ["main.py", "nowhere", str(64 << 20)]
 
 
 def test_a_file_that_vanishes_while_it_is_copied(atoll: Atoll, tmp_path: Path) -> None:

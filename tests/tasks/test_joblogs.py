@@ -8,8 +8,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from atoll.tasks import api, logs, record, supervisor
+from atoll.tasks import api, record, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, follow_log, only_rank, tail_start
 from atoll.tasks.spec import JobSpec, JobStatus
@@ -183,20 +181,6 @@ def test_a_full_disk_costs_output_and_says_so(tmp_path: Path) -> None:
         assert len(line) == 8
 
 
-def test_a_disk_that_another_log_found_full_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_DISK", logs._Disk())
-    monkeypatch.setattr(logs, "_ROOM_BYTES", 1 << 62)
-    raw, log = LogFile(Path("/dev/full")), LogFile(tmp_path / "run.log")
-    raw.write(b"lost\n")
-    log.write(b"lost\n")
-    monkeypatch.setattr(logs, "_ROOM_BYTES", 0)
-    log.write(b"kept\n")
-    raw.close()
-    log.close()
-    said = "atoll: 5 bytes of output are missing here: No space left on device\n"
-    assert (tmp_path / "run.log").read_text() == f"{said}kept\n"
-
-
 def test_a_folder_that_is_gone_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     log = LogFile(tmp_path / "file" / "run.log")
@@ -326,37 +310,6 @@ def test_short_lines_of_a_long_secret_are_hidden(tmp_path: Path) -> None:
     log.say("abcd xyz -----BEGIN----- 12345")
     log.close(1.0)
     assert (tmp_path / "run.log").read_text() == "**** xyz **** 12345\n"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_a_log_leaves_the_room_that_is_made_on_a_full_disk(tmp_path: Path) -> None:
-    code = """
-import os, sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-from atoll.tasks.logs import JobLog
-folder = Path(sys.argv[1])
-room = folder / "room"
-room.write_bytes(bytes(1 << 18))
-log = JobLog(folder)
-stream = log.stream("(p) ")
-for _ in range(20):
-    stream.feed(b"x" * 99 + b"\\n" + b"y" * 500_000 + b"\\n", 1.0)
-room.unlink()
-stream.feed(b"z" * 300_000 + b"\\n", 1.0)
-log.end(stream, 2.0)
-assert os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize >= 1 << 18, "nothing went there"
-log.say_last("the end", lambda: print("asked"))
-log.close(2.0)
-print((folder / "run.log").read_text()[-200:])
-"""
-    script = 'mount -t tmpfs -o size=5m none "$1" && "$2" -c "$3" "$1"'
-    command = ["unshare", "--mount", "bash", "-c", script, "-", str(tmp_path), sys.executable, code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("asked\n")
-    assert "bytes of output are missing here: No space left on device\nthe end\n" in done.stdout
 
 
 def test_tail_logs_does_not_cut_a_character(

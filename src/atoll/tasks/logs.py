@@ -7,7 +7,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,6 @@ _QUIET_S = 0.5  # a line without its end is shown once nothing has come for so l
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut: it must not be kept in memory
 _SHORTEST = 6  # secrets that are shorter would be found everywhere
 _SHORTEST_LINE = 4  # of a secret of several lines
-_ROOM_BYTES = 4 << 20  # a log that met a full disk goes on once there is so much: the store's reserve is not for it
 _HIDDEN = b"****"
 _OVERDRAWN = re.compile(rb"^[^\n]*\r", re.M)
 _LINE_ENDS = re.compile(rb"\r+\n")
@@ -167,31 +165,6 @@ class Prefixer:
         return b"".join((begin, body.replace(b"\n", self._joint), b"\n"))
 
 
-class _Disk:
-    """What all logs of this process lie on: where one finds it full, none may take the room that is made there."""
-
-    def __init__(self) -> None:
-        self._full = self._quota = False
-        self.problem = ""  # why the last write failed
-
-    def refused(self, error: OSError) -> None:
-        """Something could not be written."""
-        self._quota = self._quota or error.errno == errno.EDQUOT
-        self._full = self._full or error.errno in (errno.ENOSPC, errno.EDQUOT)
-        self.problem = error.strerror or str(error)
-
-    def has_room(self, folder: Path) -> bool:
-        """May a log be written? A quota does not tell what is left of it, so that one counts as used up for good."""
-        if self._full and not self._quota:
-            with contextlib.suppress(OSError):
-                found = os.statvfs(folder)
-                self._full = found.f_bavail * found.f_frsize < _ROOM_BYTES
-        return not self._full
-
-
-_DISK = _Disk()
-
-
 class LogFile:
     """A file that is only added to. Where it can't be written, output is lost, never the job."""
 
@@ -213,45 +186,23 @@ class LogFile:
         """Add to it; after output was lost, first a line that says how much."""
         if not data:
             return
-        if not _DISK.has_room(self._path.parent):
-            self._lost_bytes += len(data)
-            self.problem = _DISK.problem
-            return
-        self._put_after_gap(data)
-
-    def write_last(self, data: bytes, make_room: Callable[[], object]) -> None:
-        """Add a line of our own, also where there is hardly room."""
-        if not _DISK.has_room(self._path.parent):
-            make_room()
-        self._put_after_gap(data if self.begun_by is None else b"\n" + data)
-        self.begun_by = None
-
-    def _put_after_gap(self, data: bytes) -> None:
-        if self._lost_bytes:
-            end = b"" if self._whole else b"\n"
-            gap = f"atoll: {self._lost_bytes} bytes of output are missing here: {self.problem}\n"
-            if self._put(end + gap.encode()):
-                self._lost_bytes += len(data)
-                return
-            self._lost_bytes = 0
-        self._lost_bytes = self._put(data)
-
-    def _put(self, data: bytes) -> int:
-        """Write; returns how many bytes could not be."""
-        view = memoryview(data)
+        lost_bytes = self._lost_bytes
+        if lost_bytes:
+            gap = f"atoll: {lost_bytes} bytes of output are missing here: {self.problem}\n".encode()
+            data = (b"" if self._whole else b"\n") + gap + data
+        left = memoryview(data)
         try:
             if self._fd is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._fd = os.open(self._path, flags, 0o600)
-            while view:
-                num = os.write(self._fd, view)
-                self._whole = view[num - 1] == 10
-                view = view[num:]
+            while left:
+                num = os.write(self._fd, left)
+                self._whole = left[num - 1] == 10
+                left = left[num:]
         except OSError as error:
-            _DISK.refused(error)
-            self.problem = _DISK.problem
-        return len(view)
+            self.problem = error.strerror or str(error)
+        self._lost_bytes = lost_bytes + len(left) if left else 0
 
     def close(self) -> None:
         """Close the file."""
@@ -328,10 +279,6 @@ class JobLog:
     def say(self, text: str) -> None:
         """A line of our own."""
         self._run_log.write_for(None, self.redactor.hide(_bytes_of(text)) + b"\n")
-
-    def say_last(self, text: str, make_room: Callable[[], object]) -> None:
-        """The line that says how the job ended; ``make_room`` is called where the disk is full."""
-        self._run_log.write_last(self.redactor.hide(_bytes_of(text)) + b"\n", make_room)
 
     def stream(self, prefix: str) -> Stream:
         """For one process."""

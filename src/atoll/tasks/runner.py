@@ -29,7 +29,7 @@ from atoll.tasks.nodes import NodeSource, StartedNode
 from atoll.tasks.ports import free_port
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
-from atoll.tasks.store import drop_variables, give_reserve, read_variables
+from atoll.tasks.store import drop_variables, read_variables
 from atoll.tasks.transitions import (
     Action,
     CancelAsked,
@@ -237,7 +237,7 @@ class JobRunner:
                 case SetStatus():
                     rows.append(action)
                     if action.status.ended:
-                        if self._log.problem is not None:  # not before: its room, on a full disk, is for the end
+                        if self._log.problem is not None:
                             rows.insert(0, Log("note", f"this log is incomplete: {self._log.problem}"))
                         self._say_end(action)
         if rows and self._record(self.job.id, rows).ended and not self._machine.done:
@@ -245,11 +245,11 @@ class JobRunner:
 
     def _say_end(self, end: SetStatus) -> None:
         if end.status is JobStatus.SUCCEEDED:
-            self._say_last("✓ Job finished (status: SUCCEEDED).")
+            self._log.say("✓ Job finished (status: SUCCEEDED).")
             return
         if end.status is JobStatus.CANCELLED:
             why = "" if end.reason in ("", "cancelled") else f": {end.reason}"
-            self._say_last(f"✗ Job {self.job.id} was cancelled (status: CANCELLED){why}.")
+            self._log.say(f"✗ Job {self.job.id} was cancelled (status: CANCELLED){why}.")
             return
         line = f"✗ Job {self.job.id} failed (status: {end.status}): {end.reason.removesuffix('.')}."
         tail = str(dict(self._culprit.data).get("tail") or "") if self._culprit is not None else ""
@@ -261,10 +261,7 @@ class JobRunner:
             line += " Its last lines:\n" + "\n".join(f"    {each}" for each in tail.splitlines()[-_TAIL_LINES:])
         if self._culprit is not None and self.job.spec.num_nodes * self.job.spec.num_processes > 1:
             line += "\n  The others were stopped by the launcher." if tail else " The others were stopped."
-        self._say_last(line)
-
-    def _say_last(self, line: str) -> None:
-        self._log.say_last(line, lambda: give_reserve(self._folder))
+        self._log.say(line)
 
     # ------------------------------------------------------------------------------------------- nodes
     def _start_node(self, action: StartNode) -> None:
