@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, PlainValidator
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
+from atoll.core.secrets import is_secret
 from atoll.tasks.schema import Document, Expected, Refused, unsendable
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's --shutdown-timeout
