@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import http.server
 import io
 import json
 import os
@@ -639,6 +641,30 @@ def test_a_login_in_a_url_is_not_shown_and_not_kept(tmp_path):
     assert f"http://****@127.0.0.1:{port}/x.git" in str(caught.value)
     kept = b"".join(path.read_bytes() for path in (tmp_path / "dest").rglob("*") if path.is_file())
     assert b"hunter2" not in kept
+
+
+def test_a_login_in_a_url_reaches_its_host_alone(tmp_path):
+    asked: list[str | None] = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"])
+            self.send_error(404)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(ConfigError, match="could not be fetched"):
+                fetch_git(f"http://me:hunter%402@127.0.0.1:{server.server_port}/x.git", None, tmp_path / "dest")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked
+    assert set(asked) == {f"Basic {base64.b64encode(b'me:hunter@2').decode()}"}
 
 
 def test_unwritable_is_a_provision_error(tmp_path):

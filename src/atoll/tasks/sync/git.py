@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 from collections.abc import Mapping
@@ -14,10 +15,6 @@ from atoll.core.secrets import redact
 # A hook that calls us must not turn git to its own repository.
 _HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 _QUIET = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-# Answers git with a login from the environment, which no `ps` shows.
-_HELPER = (
-    '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n" "$ATOLL_GIT_USER" "$ATOLL_GIT_PASSWORD"; }; f'
-)
 
 
 class GitError(Exception):
@@ -125,23 +122,15 @@ def _must(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -
 def _split_login(url: str) -> tuple[str, dict[str, str]]:
     """The URL without a login, and variables that give git the login: git shows URLs to `ps` and keeps them on disk."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or "@" not in parts.netloc:
+    login, at, host = parts.netloc.rpartition("@")
+    if parts.scheme not in ("http", "https") or not at:
         return url, {}
-    user, _, password = parts.netloc.rpartition("@")[0].partition(":")
-    plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    user, _, password = login.partition(":")
+    basic = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
     count = int(os.environ.get("GIT_CONFIG_COUNT", "0"))
-    return plain, {
-        "ATOLL_GIT_USER": unquote(user),
-        "ATOLL_GIT_PASSWORD": unquote(password),
-        "GIT_CONFIG_COUNT": str(count + 2),
-        f"GIT_CONFIG_KEY_{count}": f"credential.{_origin(plain)}.helper",
-        f"GIT_CONFIG_VALUE_{count}": "",  # first, not the user's own
-        f"GIT_CONFIG_KEY_{count + 1}": f"credential.{_origin(plain)}.helper",
-        f"GIT_CONFIG_VALUE_{count + 1}": _HELPER,
+    return urlunsplit(parts._replace(netloc=host)), {
+        "GIT_CONFIG_COUNT": str(count + 1),
+        # For this scheme and host alone: a submodule elsewhere must not be given the login.
+        f"GIT_CONFIG_KEY_{count}": f"http.{parts.scheme}://{host}/.extraHeader",
+        f"GIT_CONFIG_VALUE_{count}": f"Authorization: Basic {basic}",
     }
-
-
-def _origin(url: str) -> str:
-    """Scheme and host: a submodule elsewhere must not be given the login."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}"
