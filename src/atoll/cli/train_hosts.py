@@ -106,7 +106,7 @@ def make_ready(
         ConfigError: there are no such hosts, or too few, or one lacks the GPUs.
         ProvisionError: one can't be used.
     """
-    from atoll.tasks.sync.host_files import send_folder
+    from atoll.tasks.sync.host_disks import send_folder
 
     group = _group(infra, nodes)
     one = group.targets[0]

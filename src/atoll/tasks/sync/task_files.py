@@ -15,7 +15,7 @@ from atoll.tasks import clusters
 from atoll.tasks.spec import WORKDIR, ClusterSpec
 
 if TYPE_CHECKING:
-    from atoll.tasks.sync.host_files import HostDisk
+    from atoll.tasks.sync.host_disks import HostDisk
     from atoll.tasks.sync.mounts import Mount
     from atoll.tasks.sync.select import Selection
     from atoll.tasks.sync.send import Progress
@@ -75,7 +75,7 @@ def ship(
         return lines
 
     if cluster.hosts:  # all get the same at once: one tells how far it is
-        from atoll.tasks.sync.host_files import host_disks
+        from atoll.tasks.sync.host_disks import host_disks
 
         with ThreadPoolExecutor(cluster.num_nodes) as threads:
             every = list(threads.map(put, host_disks(cluster), [progress] + [None] * (cluster.num_nodes - 1)))
@@ -87,7 +87,7 @@ def ship(
 
 
 class LocalDisk:
-    """The disk of a node of this machine: a folder that is its home (``host_files.HostDisk``)."""
+    """The disk of a node of this machine: a folder that is its home (``host_disks.HostDisk``)."""
 
     workdir_link = None
     seen = ()

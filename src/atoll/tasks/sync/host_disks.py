@@ -1,0 +1,132 @@
+"""The disks of ssh hosts: workdirs, mounts and folders are put there, over one stream each."""
+
+from __future__ import annotations
+
+import dataclasses
+import posixpath
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from atoll.core.errors import ProvisionError
+from atoll.providers.remote import RemotePlan
+from atoll.providers.ssh import bundle
+from atoll.providers.ssh.connection import connections
+from atoll.providers.ssh.hosts import Target
+from atoll.providers.ssh.output import parsed, skip_login_text
+from atoll.tasks.spec import WORKDIR, ClusterSpec
+from atoll.tasks.ssh_nodes import plans_of, provider_of, workdir_of
+from atoll.tasks.sync.host_files import program
+from atoll.tasks.sync.mounts import Mount
+from atoll.tasks.sync.select import Selection, select
+from atoll.tasks.sync.send import Progress, send
+
+Say = Callable[[str], object]
+
+
+def send_folder(
+    source: Path, targets: Sequence[Target], plans: Sequence[RemotePlan], dest: str, *, leave_out: str, say: Say
+) -> None:
+    """Send a folder of this machine to the same place on every host, only what is not there yet.
+
+    Args:
+        source: the folder.
+        dest: where it goes, on each.
+        leave_out: a path in it that is not sent.
+        say: called with a line for each thing the user should know.
+
+    Raises:
+        ConfigError: something in it can't be read.
+        ProvisionError: a host can't be written to.
+    """
+    selection = select(source)
+    entries = [entry for entry in selection.entries if not PurePosixPath(entry.path).is_relative_to(leave_out)]
+    selection = dataclasses.replace(selection, entries=tuple(entries))
+    num_files = sum(entry.kind != "folder" for entry in entries)
+    size = f"{sum(entry.size for entry in entries) / 1000:,.0f} kB"
+    files = f"{num_files} file{'s' if num_files != 1 else ''} ({size})"
+    for line in (*selection.notes, f"copying {files} of {source} to {dest} on each host"):
+        say(line)
+
+    def send_to(target: Target, plan: RemotePlan) -> None:
+        with HostDisk(target, plan, dest) as disk:
+            disk.put(selection, dest, None, None)
+
+    with ThreadPoolExecutor(len(plans)) as threads:
+        list(threads.map(send_to, targets, plans))
+
+
+def host_disks(cluster: ClusterSpec) -> list[HostDisk]:
+    """The disks of a cluster's hosts; each is used in a ``with`` block."""
+    plans, targets = plans_of(cluster), provider_of(cluster).targets()
+    is_run = bool(cluster.ssh.get("files_in"))
+    return [
+        HostDisk(target, plan, workdir_of(cluster, plan), is_run=is_run)
+        for target, plan in zip(targets, plans, strict=False)
+    ]
+
+
+class HostDisk:
+    """The disk of an ssh host.
+
+    Attributes:
+        home, workdir: folders there.
+        workdir_link: where scripts look for the workdir, or None. A run's script starts in it: that link may be one
+            that a cluster's job goes by.
+        seen: further folders in which jobs see what is put.
+    """
+
+    seen = ("/tmp",)
+
+    def __init__(self, target: Target, plan: RemotePlan, workdir: str, *, is_run: bool = False) -> None:
+        self.home, self.workdir = plan.home, workdir
+        self.workdir_link = None if is_run else posixpath.join(plan.home, WORKDIR)
+        self._target = target
+        self._plan = plan
+
+    def __enter__(self) -> HostDisk:
+        self._connection = connections.hold(self._target)
+        try:
+            bundle.put(self._connection, self._plan, self._plan.bundles[0])
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        connections.release(self._target)
+
+    def put(self, source: Selection | Mount, dest: str, link: str | None, progress: Progress | None) -> list[str]:
+        """Make a folder there what was selected here, and link it where jobs are to see it; lines for the user."""
+        assert isinstance(source, Selection), "what a URL names is fetched before"
+        host, lines = self._plan.host, []
+        with tempfile.TemporaryFile() as stderr:
+            links = () if link is None else (link,)
+            process = self._connection.open(program(self._plan, "sync.receive", dest, *links), stderr)
+            assert process.stdin is not None
+            assert process.stdout is not None
+
+            def answer() -> Any:
+                line = process.stdout.readline() if process.stdout is not None else b""
+                if not line:
+                    raise BrokenPipeError
+                return parsed(host, line)
+
+            with process.stdout:
+                try:
+                    with process.stdin:
+                        skip_login_text(process.stdout)
+                        lines = send(source, process.stdin, answer, progress)
+                    said = answer()
+                    lines += [] if said is None else [f"{host}: {said}"]
+                except BrokenPipeError:
+                    pass  # it ended, and says why
+                process.stdout.read()
+                process.wait()
+            stderr.seek(0)
+            if process.returncode != 0:
+                shown = stderr.read().decode(errors="replace").strip().splitlines()
+                raise ProvisionError(f"{host}: {shown[-1] if shown else f'exit code {process.returncode}'}")
+        return lines
