@@ -69,35 +69,6 @@ def _bytes_of(text: str) -> bytes:
     return _HALF.sub("?", text).encode(errors="surrogateescape")
 
 
-class _Redacted:
-    """One stream without its secrets. Output is held back to the end of its line: a value may come in two parts."""
-
-    def __init__(self, redactor: Redactor) -> None:
-        self._redactor = redactor
-        self._held = b""
-
-    def feed(self, data: bytes) -> bytes:
-        if not self._redactor.longest_bytes:
-            return data
-        data = self._held + data
-        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if not cut and len(data) > _LONGEST_LINE_BYTES:
-            data = self._redactor.hide(data)
-            cut = len(data) - self._redactor.longest_bytes
-        self._held = data[cut:]
-        return self._redactor.hide(data[:cut])
-
-    def settle(self) -> bytes:
-        """What is held back and can be shown though its line has no end yet."""
-        cut = self._redactor.num_settled(self._held) if self._held else 0
-        settled, self._held = self._held[:cut], self._held[cut:]
-        return self._redactor.hide(settled)
-
-    def flush(self) -> bytes:
-        held, self._held = self._held, b""
-        return self._redactor.hide(held)
-
-
 class Prefixer:
     """Makes what one process writes into whole lines that begin with its prefix. No I/O."""
 
@@ -213,13 +184,16 @@ class LogFile:
 
 
 class Stream:
-    """What one process writes, as prefixed lines into its job's log."""
+    """What one process writes, as prefixed lines into its job's log.
+
+    A line without its end is held back: a secret in it may come in two parts.
+    """
 
     def __init__(self, run_log: LogFile, prefix: str, redactor: Redactor) -> None:
         self._run_log = run_log
-        self._redacted = _Redacted(redactor)
+        self._redactor = redactor
         self._prefixer = Prefixer(prefix.encode())
-        self._begun = bytearray()  # pieces of a line, such as dots: looking at all for each would cost their square
+        self._held = bytearray()
         self._quiet_at: float | None = None  # until then it may have more to say
 
     @property
@@ -231,30 +205,30 @@ class Stream:
     def feed(self, data: bytes, now: float) -> None:
         """Bytes that it wrote."""
         self._quiet_at = None if data.endswith(b"\n") else now + _QUIET_S
-        self._begun += data
-        if b"\n" in data or b"\r" in data or len(self._begun) > _LONGEST_LINE_BYTES:
-            self._hand_on(now)
+        self._held += data
+        num_open = len(data) - max(data.rfind(b"\n"), data.rfind(b"\r")) - 1
+        if num_open < len(data):
+            self._hand_on(len(self._held) - num_open, now)
+        elif len(self._held) > _LONGEST_LINE_BYTES:
+            self._held[:] = self._redactor.hide(bytes(self._held))
+            self._hand_on(len(self._held) - self._redactor.longest_bytes, now)
 
     def tick(self, now: float) -> None:
         """Show the state of a progress bar where it is time, and the beginning of a line once it is quiet."""
         self._show(self._prefixer.tick(now))
         if self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
-            self._hand_on(now)
-            self._take(self._redacted.settle(), now)
+            self._hand_on(self._redactor.num_settled(bytes(self._held)), now)
             self._show(self._prefixer.settle())
 
     def close(self, now: float) -> None:
         """It ended: what it left without an end of line is shown too."""
-        self._hand_on(now)
-        self._take(self._redacted.flush(), now)
+        self._hand_on(len(self._held), now)
         self._show(self._prefixer.flush())
 
-    def _hand_on(self, now: float) -> None:
-        data, self._begun = bytes(self._begun), bytearray()
-        self._take(self._redacted.feed(data), now)
-
-    def _take(self, data: bytes, now: float) -> None:
+    def _hand_on(self, num_bytes: int, now: float) -> None:
+        data = self._redactor.hide(bytes(self._held[:num_bytes]))
+        del self._held[:num_bytes]
         if self._run_log.begun_by is not self:
             self._prefixer.interrupted()
         self._show(self._prefixer.feed(data, now))
