@@ -75,7 +75,7 @@ def train(
     recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
     loaded = load_recipe(recipe, arguments, world_size=num_nodes * (num_ranks or 1))
     if dryrun:
-        _dryrun(loaded, num_nodes, num_ranks, accelerator)
+        _dryrun(loaded, num_nodes, num_ranks, accelerator, as_json)
         return
     require_complete(loaded.recipe)
     _check_schedule(loaded)
@@ -387,10 +387,12 @@ def _has_export(recipe: Recipe) -> bool:
     return True
 
 
-def _dryrun(loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None) -> None:
+def _dryrun(loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None, as_json: bool) -> None:
     from atoll.train.dryrun import dryrun
 
     for line in loaded.notes:
         print(f"note: {line}", file=sys.stderr)
-    for line in dryrun(loaded.recipe, nodes=nodes, nproc=nproc, gpus=gpus):
-        print(line)
+    found = dryrun(loaded.recipe, nodes=nodes, nproc=nproc, gpus=gpus)
+    print(json.dumps(found.facts, indent=2) if as_json else "\n".join(found.lines))
+    if not found.ok:
+        raise typer.Exit(ExitCode.USAGE)
