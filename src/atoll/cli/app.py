@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
-from atoll.cli import check, clusters, launching, nodes, output, run, train, weights
+from atoll.cli import check, clusters, completion, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.options import Output, as_json, normalized
 from atoll.cli.recipes import recipes_app
@@ -68,6 +68,7 @@ nodes.register(app)
 check.register(app)
 train.register(app)
 weights.register(app)
+completion.register(app)
 
 # SkyPilot's commands that this version lacks, and what comes next to each.
 _LACKING = {
