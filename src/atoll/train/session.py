@@ -154,7 +154,7 @@ class _Session:
                 advice = self._plan.first_fix or "use more ranks"
                 text = f"rank {self.world.rank} ran out of GPU memory: {str(error).splitlines()[0]} Try: {advice}"
                 self._end(run, folder, "failed", text)
-                raise ConfigError(text) from error
+                raise AtollError(text) from error
             except AtollError as error:
                 if run is not None:  # else it did not begin, and whoever typed the command is told now
                     self._end(run, folder, "failed", str(error))
