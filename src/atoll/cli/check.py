@@ -32,11 +32,11 @@ def register(app: typer.Typer) -> None:
 
 def check(
     infras: Annotated[
-        list[str] | None, typer.Argument(metavar="[INFRA]...", help="local, ssh/NAME; by default all that is declared.")
+        list[str] | None, typer.Argument(metavar="[INFRA]...", help="local or ssh/NAME; all declared by default.")
     ] = None,
     output: options.Output = "table",
 ) -> None:
-    """Look at what jobs could run on, and say what is missing. Each line that begins with ✗ says how to get it.
+    """Show what jobs can run on, and what is missing. Each line that begins with ✗ says how to get it.
 
     \b
         atoll check

@@ -73,7 +73,7 @@ def _layout(parallel: ParallelSection) -> str:
 @recipes_app.command("show", context_settings=_WITH_OVERRIDES)
 def show(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a file.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a file.")],
 ) -> None:
     """Print a recipe with the value of every key.
 
@@ -93,8 +93,10 @@ def show(
 
 @recipes_app.command("cp")
 def cp(
-    name: Annotated[str, typer.Argument(help="A name that `atoll recipes ls` shows.")],
-    dest: Annotated[Path | None, typer.Argument(help="File or folder to write; NAME.toml by default.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `atoll recipes ls` shows.")],
+    dest: Annotated[
+        Path | None, typer.Argument(metavar="DEST", help="File or folder to write; NAME.toml by default.")
+    ] = None,
 ) -> None:
     """Write a shipped recipe to a file, to edit it."""
     from atoll.train.recipe.files import shipped_file
