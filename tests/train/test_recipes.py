@@ -507,9 +507,7 @@ def test_recipes_ls():
     runner = CliRunner()
     table = runner.invoke(recipes_app, ["ls"])
     assert table.exit_code == 0
-    assert re.search(
-        r"llama3_70b +70,553,706,496 +8192 +shard rest × tensor 8 +Llama 3.1 70B; needs --data.path", table.stdout
-    )
+    assert re.search(r"llama3_70b +70.6 B +8192 +shard rest × tensor 8 +Llama 3.1 70B; needs --data.path", table.stdout)
     rows = json.loads(runner.invoke(recipes_app, ["ls", "-o", "json"]).stdout)
     assert {row["name"]: row["parameters"] for row in rows}.items() >= PUBLISHED.items()
     assert {row["name"] for row in rows} == ALL
@@ -531,10 +529,10 @@ def test_recipes_show():
 def test_recipes_cp(workdir):
     runner = CliRunner()
     copied = runner.invoke(recipes_app, ["cp", "llama3_70b"])
-    assert copied.stdout == "llama3_70b.toml is yours to edit; then: atoll train ./llama3_70b.toml\n"
+    assert copied.stdout == "written to ./llama3_70b.toml; edit it, then: atoll train ./llama3_70b.toml\n"
     assert recipe("./llama3_70b.toml") == recipe("llama3_70b")
     again = runner.invoke(recipes_app, ["cp", "llama3_70b"])
-    assert "llama3_70b.toml exists and stays as it is" in str(again.exception)
+    assert "llama3_70b.toml already exists, not overwritten" in str(again.exception)
     (workdir / "folder").mkdir()
     assert runner.invoke(recipes_app, ["cp", "gpt_mini.toml", "folder"]).exit_code == 0
     assert (workdir / "folder" / "gpt_mini.toml").read_text() == shipped_file("gpt_mini").read_text()

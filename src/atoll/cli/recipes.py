@@ -36,11 +36,12 @@ def ls(output: options.Output = "table") -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'NAME':13} {'PARAMS':>7} {'SEQ_LEN':>7}  {'LAYOUT':21}  NOTE")
+    print(f"{'NAME':13} {'PARAMS':>7} {'CPU':3} {'SEQ_LEN':>7}  {'LAYOUT':21}  NOTE")
     for row in rows:
-        size = f"{row['parameters'] / 1e9:.1f} B" if row["parameters"] >= 1e8 else f"{row['parameters'] / 1e6:.1f} M"
-        mark = "  ✓ trains on a CPU" if row["parameters"] < 1e8 else ""
-        print(f"{row['name']:13} {size:>7} {row['seq_len']:7}  {row['layout']:21}  {row['note']}{mark}")
+        small = row["parameters"] < 1e8  # trains on a CPU in minutes
+        size = f"{row['parameters'] / 1e6:.1f} M" if small else f"{row['parameters'] / 1e9:.1f} B"
+        head = f"{row['name']:13} {size:>7} {'✓' if small else ' ':3} {row['seq_len']:7}"
+        print(f"{head}  {row['layout']:21}  {row['note']}")
     print("\n`atoll recipes show NAME` prints every key, `atoll recipes cp NAME` writes a file to edit")
 
 
