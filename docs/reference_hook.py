@@ -97,7 +97,7 @@ def meanings_of(model: type) -> dict[str, str]:
     found = {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = []
+            above: list[str] = []
             at = node.lineno - 2
             while lines[at].strip().startswith("#"):
                 above.insert(0, lines[at].strip("# "))
