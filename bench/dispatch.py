@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 TARGETS = {
-    "one_p50_ms": ("warm >> of a no-op, p50", "ms", 0.25),
-    "one_p99_ms": ("warm >> of a no-op, p99", "ms", 0.6),
+    "one_p50_ms": ("warm >> of a no-op, p50", "ms", 0.12),
+    "one_p99_ms": ("warm >> of a no-op, p99", "ms", 0.3),
     "task_p50_ms": ("(Ray task, p50)", "ms", None),
     "task_p99_ms": ("(Ray task, p99)", "ms", None),
     "gang8_p50_ms": ("@ of a no-op over 8 local ranks, p50", "ms", 1.0),

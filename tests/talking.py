@@ -21,7 +21,7 @@ from atoll.gang.members import agent_command
 from atoll.providers.base import Node, NodePlace, NodePlan
 from atoll.providers.local import Local
 from atoll.wire import frames
-from atoll.wire.frames import EVERY, Frame, Parser, pack, receive, send_all
+from atoll.wire.frames import EVERY, Frame, Parser, close_all, pack, receive, send_all
 
 BASE_ENV = {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", leaks.TAG: os.environ.get(leaks.TAG, "")}
 
@@ -47,10 +47,16 @@ class Talk:
                 raise EOFError(f"the channel ended before {frames.name_of(kind)} came")
             self._got += [raw.parsed() for raw in self._parser.feed(data, fds)]
 
-    def send(self, kind: int, number: int = 0, meta: dict[str, Any] | None = None) -> None:
-        """One frame to the agent."""
+    def send(self, kind: int, number: int = 0, meta: dict[str, Any] | None = None, call: int = 0) -> None:
+        """One frame to the other side."""
         self.channel.settimeout(60)
-        send_all(self.channel, pack(kind, number, meta=meta))
+        send_all(self.channel, pack(kind, number, call, meta))
+
+    def close(self) -> None:
+        """Close descriptors of frames that nobody asked for."""
+        for frame in self._got:
+            close_all(frame.fds)
+        self._parser.close()
 
     def start(self, script: str, number: int = 0, *, cwd: str = "/", env: dict[str, str] | None = None) -> int:
         """Run a script by bash, from a file; returns its pid as the node sees it."""
@@ -100,7 +106,6 @@ class TaskNode(Talk):
                 "tag": self.tag,
                 "env": {},
                 "cwd": "/",
-                "log_dir": None,
                 "tmp_dir": self.tmp,
                 "ranks": [],
                 "task": True,

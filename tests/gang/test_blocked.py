@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from tests.gang.test_gang import Gangs, played
-from tests.pools import agent_pid, assert_usable, eventually, script, start_script
+from tests.pools import agent_pid, assert_usable, eventually, rank_pid, script, start_script
 
 import atoll as sky
 from atoll.core import events
 from atoll.gang.log_router import LogLine, LogRouter
 from atoll.gang.notifier import Notifier
-from atoll.wire import frames
-
-__all__ = ["played"]
 
 PAUSED = """
 import os, signal, sys, threading, time
@@ -132,28 +127,20 @@ def test_a_callback_that_never_returns_holds_up_no_call() -> None:
         gate.set()
 
 
-def test_a_stopped_agent_and_an_argument_larger_than_its_socket() -> None:
+def test_a_stopped_node_and_an_argument_larger_than_its_socket() -> None:
     with sky.ComputePool(nodes=1, workers_per_node=4, logs="quiet") as pool:
         assert pool.run(len, b"") == [0] * 4
-        agent = agent_pid(pool, 0)
-        os.kill(agent, signal.SIGSTOP)
+        stopped = [agent_pid(pool, 0), *(rank_pid(pool, rank) for rank in range(4))]
+        os.kill(stopped[0], signal.SIGSTOP)
         try:
+            assert pool.run(len, b"x") == [1] * 4, "calls go on without their agent"
+            for pid in stopped[1:]:
+                os.kill(pid, signal.SIGSTOP)
             started = time.monotonic()
             with pytest.raises(sky.CallTimeout):
                 sky.compute(timeout=1)(len)(b"x" * 110_000) @ pool
             assert time.monotonic() - started < 3 * 2
         finally:
-            os.kill(agent, signal.SIGCONT)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
         assert_usable(pool)
-
-
-def test_what_a_channel_does_not_take_is_sent_when_it_does(played: object) -> None:
-    gang: Gangs = played(1)  # type: ignore[operator]
-    future, number = gang.call()
-    gang.agents.talk.channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    for size in range(2000):
-        gang.gang.credit(future.job, 0, size)  # more than the channel takes; nobody reads
-    assert gang.gang.nodes.states[0].out, "something waits"
-    assert [gang.agents.talk.next(frames.CREDIT, 0).meta["n"] for _ in range(2000)] == list(range(2000))
-    gang.agents.raises(0, number, ValueError("enough"))
-    assert isinstance(future.exception(30), ValueError)

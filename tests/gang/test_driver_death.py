@@ -256,7 +256,7 @@ def test_the_script_ends(tmp_path: Path, how: str) -> None:
 def test_down_while_calls_run(pool: sky.ComputePool) -> None:
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(pool.run, time.sleep, 60) for _ in range(3)]
-        eventually(lambda: pool._backend._calls.running, "a running call")  # type: ignore[union-attr]
+        eventually(lambda: pool._backend.state.running, "a running call")  # type: ignore[union-attr]
         pool.down()
         for future in waiting:
             assert isinstance(future.exception(30), sky.PoolClosed)

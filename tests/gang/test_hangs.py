@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from tests.gang.test_gang import job_on
+from tests.gang.test_state import call_of
 from tests.pools import assert_usable
 
 import atoll as sky
 from atoll.core import events
-from atoll.gang.call import Job
+from atoll.gang.call import Call
 from atoll.gang.hangs import Evidence, Sight, evidence, own_frames
 
 
@@ -193,8 +193,14 @@ def sight(stack: str, entered: int = 0, **more: Any) -> Sight:
     return Sight(**{"quiet_since": 0.0, "idle_since": 9.0, "idle_cpu_s": 0.0, "stack": stack, "groups": groups} | more)
 
 
-def found(*sights: Sight, job: Job | None = None) -> Evidence | None:
-    return evidence(job or job_on(0, 1, 2), dict(enumerate(sights)), 5.0)
+def call_on(*ranks: int) -> Call:
+    call = call_of()
+    call.begin(1, ranks, 0.0)
+    return call
+
+
+def found(*sights: Sight, call: Call | None = None) -> Evidence | None:
+    return evidence(call or call_on(0, 1, 2), dict(enumerate(sights)), 5.0)
 
 
 def test_what_proves_a_hang() -> None:
@@ -210,15 +216,15 @@ def test_what_proves_a_hang() -> None:
     )
     assert found(waits, sight(WAITS, 4, idle_since=6.0, state="T"), waits) is None, "only just"
     assert found(sight(WORKS), sight(WORKS), sight(WORKS)) is None, "the same line is no proof"
-    job = job_on(0, 1, 2)
-    job.wants_group = {0, 2}
-    assert found(sight(WAITS), sight(WORKS), sight(WAITS), job=job) == Evidence(
+    call = call_on(0, 1, 2)
+    call.wants_group = {0, 2}
+    assert found(sight(WAITS), sight(WORKS), sight(WAITS), call=call) == Evidence(
         (1,), "ranks 0 and 2 entered a collective that rank 1 did not"
     )
-    job = job_on(0, 1, 2)
-    job.ended = {2}
+    call = call_on(0, 1, 2)
+    call.ended = {2}
     idle = sight(WAITS, 4, idle_since=1.0)
-    assert found(idle, idle, job=job) == Evidence(
+    assert found(idle, idle, call=call) == Evidence(
         (2,), "no CPU time was used by ranks 0 and 1; rank 2 returned, and the others wait for them"
     )
 

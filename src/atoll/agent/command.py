@@ -84,7 +84,9 @@ class Process:
             # As PID 1 of a namespace the kernel takes it down with the agent; else it has to be asked to.
             argv, program = ["setpriv", "--pdeathsig", "KILL", "--", *argv], setpriv
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
-            self.output, writer = Output.piped(None, False, failed, given)
+            self.output, writer = Output.piped(None, False)
+            given.callback(os.close, writer)
+            failed.callback(self.output.close)
             self.pid, self.pidfd = spawn(program, argv, self._env, (writer, writer), failed)
             failed.pop_all()
 
@@ -224,7 +226,7 @@ class Processes:
             return
         data = process.output.read()
         if data:
-            self._loop.log(process.number, 0, process.output, data)
+            self._loop.log(process.number, process.output, data)
         elif data is not None:
             self._loop.unwatch(process.output.reader)
 
@@ -240,7 +242,7 @@ class Processes:
         kill_tree(process.pid, process.tag)  # before it is reaped: its pid can't have become somebody else's
         code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
         for data in process.output.drain():
-            self._loop.log(process.number, 0, process.output, data)
+            self._loop.log(process.number, process.output, data)
         del self._running[process.number]
         self._loop.unwatch(process.output.reader)
         tail = tail_lines(process.output.tail, _NUM_TAIL_LINES)

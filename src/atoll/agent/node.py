@@ -1,4 +1,6 @@
-"""The agent's loop. One thread, no locks: frames from the driver go to ranks, frames and output of ranks go back.
+"""The agent's loop. One thread, no locks: it starts, watches and ends processes.
+
+On the driver's machine ranks have a channel to the driver; elsewhere their frames and output go through the agent.
 
 It ends, and everything below it, when the driver closes the channel or dies, however that dies.
 """
@@ -14,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atoll.agent.command import Processes
@@ -30,7 +32,7 @@ from atoll.agent.process_tree import (
     prctl,
     reap_orphans,
 )
-from atoll.agent.rank import CHANNEL_FD, CONTROL_FD, Output, Rank, exit_meta, raise_descriptor_limit
+from atoll.agent.rank import CHANNEL_FD, CONTROL_FD, Output, Rank, exit_meta, last_lines, raise_descriptor_limit
 from atoll.agent.send_queue import Outbox
 from atoll.wire import frames
 from atoll.wire.frames import Parser, RawFrame, WireError, close_all, pack, receive
@@ -43,7 +45,6 @@ _LOOK_S = 0.01
 _CLOSED_S = 0.2  # a rank whose channel is closed gets this long to end by itself: it is probably about to
 _GOODBYES = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LEASE_S, _LEASE_RETRY_S = 5.0, 0.1  # who has GPUs and dies has given them back by then
-_FROM_RANK = frozenset(range(frames.HELLO, frames.WANT_GROUP + 1))
 
 
 class DriverGone(Exception):
@@ -65,6 +66,7 @@ class Agent:
         self._logs_paused = False
         self._ranks: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
+        self._to_spawn: dict[int, list[int]] | None = {}  # ranks that wait for GPUs, with their descriptors
         self._setup: dict[str, Any] = {}
         self._asked: set[int] = set()  # calls whose stacks are being collected
         self._oom = OomCounter()
@@ -124,17 +126,15 @@ class Agent:
         rank = self._ranks.get(frame.rank)
         match frame.kind:
             case frames.CALL | frames.CREDIT | frames.CLOSE | frames.GROUP:
-                if rank is None:  # it died and the driver does not know yet: the EXIT frame is on its way
+                if rank is None or rank.sock is None:  # it died and the driver does not know yet
                     close_all(frame.fds)
                     return
-                if frame.kind == frames.CALL:
-                    rank.busy = frame.call
-                    self._oom.tick()
                 self._to_rank(rank, frame.data, frame.fds)
-            case frames.CANCEL if rank is not None and rank.busy == frame.call:
+            case frames.CANCEL if rank is not None:
                 rank.cancel(frame.call)
             case frames.KILL if rank is not None:
-                rank.killed = True
+                rank.fault = frame.parsed().meta.get("fault")
+                rank.killed = rank.fault is None
                 self._kill(rank)
             case frames.START:
                 self._processes.start(frame.rank, frame.parsed().meta, self._setup)
@@ -148,18 +148,18 @@ class Agent:
                 for process in self._processes.chosen(frame.rank):
                     process.kill()
             case frames.STACKS:
-                self._look(frame.call)
+                self._look(frame.call, frame.parsed().meta["ranks"])
             case frames.SETUP:
                 self._set_up(frame.parsed().meta)
+            case frames.SPAWN if self._to_spawn is not None:
+                self._to_spawn[frame.rank] = list(frame.fds)
             case frames.SPAWN:
-                self._spawn(frame.rank)
+                self._spawn(frame.rank, list(frame.fds))
             case frames.SHUTDOWN:
-                self._say_goodbye()
+                self._say_goodbye(frame.parsed().meta["busy"])
 
     def _set_up(self, setup: dict[str, Any]) -> None:
         self._setup = setup
-        if setup["log_dir"] is not None:
-            os.makedirs(setup["log_dir"], mode=0o700, exist_ok=True)
         if self._place is None:
             os.makedirs(setup["tmp_dir"], mode=0o700, exist_ok=True)
             folder = os.open(setup["tmp_dir"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -169,6 +169,7 @@ class Agent:
         os.chdir(setup["cwd"])
         if setup.get("ttl_s"):
             self._deadline = time.monotonic() + setup["ttl_s"]
+        self._specs = {spec["rank"]: spec for spec in setup["ranks"]}
         self._start_ranks(time.monotonic() + _LEASE_S)
 
     def _start_ranks(self, deadline: float) -> None:
@@ -182,9 +183,9 @@ class Agent:
                 self.tell(frames.AGENT, meta={"ended": why})
                 raise DriverGone
             self._setup["env"]["CUDA_VISIBLE_DEVICES"] = ",".join(self._leases.gpus)
-        for spec in self._setup["ranks"]:
-            self._specs[spec["rank"]] = spec
-            self._spawn(spec["rank"])
+        waiting, self._to_spawn = self._to_spawn or {}, None
+        for number, fds in waiting.items():
+            self._spawn(number, fds)
 
     def _lease(self, wish: dict[str, Any]) -> str | None:
         """Leases GPUs in place of those that are leased; returns why it can't."""
@@ -198,27 +199,29 @@ class Agent:
         held = "; ".join(f"{names[gpu]} is held by {holder}" for gpu, holder in taken.items())
         return f"{wish['count']} of {len(names)} GPUs asked for, {len(names) - len(taken)} free: {held}"
 
-    def _spawn(self, number: int) -> None:
+    def _spawn(self, number: int, fds: list[int]) -> None:
         if number in self._ranks:
+            close_all(fds)
             return
         try:
-            rank = Rank(self._specs[number], self._setup)
+            rank = Rank(self._specs[number], self._setup, fds)
         except OSError as error:
             self.tell(frames.EXIT, number, meta=exit_meta(127, [str(error)]))
             return
         self._ranks[number] = rank
         self.tell(frames.STARTED, number, meta={"pid": outer_pid(self._proc_fd, rank.pid)})
-        self.watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
+        if rank.sock is not None:
+            self.watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
         self.watch(rank.pidfd, lambda _readable, _writable: self._rank_died(rank))
         if not self._logs_paused:
             self._watch_outputs(rank)
 
-    def _look(self, call: int) -> None:
-        """Tell the driver where each rank of a call is, and what its processes do."""
+    def _look(self, call: int, numbers: list[int]) -> None:
+        """Tell the driver where ranks of a call are, and what their processes do."""
         if call in self._asked:  # the last answer is still being collected
             return
         self._asked.add(call)
-        asked = [rank for rank in self._ranks.values() if rank.busy == call]
+        asked = [self._ranks[number] for number in numbers if number in self._ranks]
         for rank in asked:
             rank.look()
         deadline = time.monotonic() + _ANSWER_S
@@ -236,14 +239,12 @@ class Agent:
 
         self.later(_LOOK_S, collect)
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, busy: Sequence[int] = ()) -> None:
         """Let idle ranks run their exit handlers; the loop ends when all are gone or time is up."""
         for rank in list(self._ranks.values()):
-            if rank.busy:
+            rank.leave()
+            if rank.rank in busy:
                 self._kill(rank)
-            else:
-                rank.killed = True
-                self._to_rank(rank, pack(frames.SHUTDOWN), ())
 
         def give_up() -> None:
             raise DriverGone
@@ -266,7 +267,7 @@ class Agent:
             return
         if writable:
             self._flush_rank(rank)
-        if not readable:
+        if not readable or rank.sock is None:
             return
         try:
             data, fds = receive(rank.sock)
@@ -290,12 +291,11 @@ class Agent:
             self._expel(rank, "wrote into its channel to Atoll (descriptor 3)")
             return
         for frame in received:
-            if frame.kind not in _FROM_RANK or frame.rank != rank.rank:
+            if frame.kind not in frames.FROM_RANK or frame.rank != rank.rank:
                 self._expel(rank, "wrote into its channel to Atoll (descriptor 3)")
                 return
             if frame.kind in (frames.RESULT, frames.ERROR):
                 self._drain_outputs(rank)  # what the call printed is shown before it returns
-                rank.busy = 0
             self._send(frame.data, frame.fds)
 
     def _rank_died(self, rank: Rank) -> None:
@@ -303,7 +303,7 @@ class Agent:
             return
         # The last frames it sent still count: a result may lie in the channel of a process that is gone.
         with contextlib.suppress(OSError):
-            while (received := receive(rank.sock))[0]:
+            while rank.sock is not None and (received := receive(rank.sock))[0]:
                 self._relay(rank, *received)
         kill_tree(rank.pid, rank.tag)  # before it is reaped: its pid can't have become somebody else's
         _pid, status = os.waitpid(rank.pid, 0)
@@ -312,8 +312,10 @@ class Agent:
         del self._ranks[rank.rank]
         self._forget(rank)
         oom = code == -signal.SIGKILL and not rank.killed and rank.fault is None and self._oom.rose()
-        meta = exit_meta(code, rank.log_tail(), oom=oom, killed=rank.killed, fault=rank.fault)
-        self.tell(frames.EXIT, rank.rank, rank.busy, meta)
+        meta = exit_meta(
+            code, last_lines(rank.outputs) if rank.outputs else [], oom=oom, killed=rank.killed, fault=rank.fault
+        )
+        self.tell(frames.EXIT, rank.rank, meta=meta)
         rank.close()
         self._reap_orphans()
         self._leave_if_empty()
@@ -328,8 +330,10 @@ class Agent:
         kill_tree(rank.pid, rank.tag)
 
     def _forget(self, rank: Rank) -> None:
-        for fd in (rank.sock.fileno(), rank.pidfd, *(output.reader for output in rank.outputs)):
+        for fd in (rank.pidfd, *(output.reader for output in rank.outputs)):
             self.unwatch(fd)
+        if rank.sock is not None:
+            self.unwatch(rank.sock.fileno())
 
     def _to_rank(self, rank: Rank, data: bytes, fds: tuple[int, ...]) -> None:
         if rank.out.add(data, fds):  # else it waits its turn, and is sent when the rank reads
@@ -340,9 +344,8 @@ class Agent:
             rank.out.flush()
         except OSError:  # it is dying; its pidfd will say so
             rank.out.clear()
-        if rank.out or rank.waiting:
-            rank.waiting = bool(rank.out)
-            self._poller.want_write(rank.sock.fileno(), rank.waiting)
+        if rank.sock is not None:
+            self._poller.want_write(rank.sock.fileno(), bool(rank.out))
 
     # -- output -----------------------------------------------------------------------------------------------
 
@@ -355,18 +358,18 @@ class Agent:
             return
         data = output.read()
         if data:
-            self.log(rank.rank, rank.busy, output, data)
+            self.log(rank.rank, output, data)
         elif data is not None:
             self.unwatch(output.reader)
 
     def _drain_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
             for data in output.drain():
-                self.log(rank.rank, rank.busy, output, data)
+                self.log(rank.rank, output, data)
 
-    def log(self, rank: int, call: int, output: Output, data: bytes) -> None:
+    def log(self, rank: int, output: Output, data: bytes) -> None:
         """Send the driver what was printed. Where it does not keep up, who prints has to wait."""
-        self._send(pack(frames.LOG, rank, call, None, [data], flags=int(output.is_stderr)), ())
+        self._send(pack(frames.LOG, rank, 0, None, [data], flags=int(output.is_stderr)), ())
         if self._out.num_bytes > _LOG_BACKLOG_BYTES and not self._logs_paused:
             self._logs_paused = True
             for other in self._ranks.values():
@@ -411,7 +414,7 @@ class Agent:
         self._timers.append((time.monotonic() + delay_s, action))
 
     def _timeout(self) -> float | None:
-        busy = len(self._processes) > 0 or any(rank.busy for rank in self._ranks.values())
+        busy = len(self._processes) > 0 or len(self._ranks) > 0
         if not self._timers and self._deadline is None:
             return TICK_S if busy else None
         waits = [when for when, _ in self._timers]

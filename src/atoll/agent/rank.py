@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from atoll.agent.send_queue import Outbox
-from atoll.wire.frames import Parser
+from atoll.wire.frames import Parser, close_all
 
 # Where a rank finds what the agent gave it, after standard input, output and error.
 CHANNEL_FD, CONTROL_FD = 3, 4
-LOOK = b"?"  # on CONTROL_FD: say where you are. Anything else is the number of a call to stop
+LOOK, LEAVE = b"?", b"."  # on CONTROL_FD: say where you are; end now. Anything else is the number of a call to stop
 _TAIL_BYTES = 1 << 14
 _WAITING = struct.Struct("i")
 
@@ -35,16 +35,11 @@ class Output:
         self.tail = bytearray()
 
     @classmethod
-    def piped(
-        cls, path: str | None, is_stderr: bool, failed: contextlib.ExitStack, given: contextlib.ExitStack
-    ) -> tuple[Output, int]:
-        """One over a new pipe, and the end to write to: ``given`` closes that, ``failed`` the other."""
+    def piped(cls, path: str | None, is_stderr: bool) -> tuple[Output, int]:
+        """One over a new pipe, and the end to write to."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
-        given.callback(os.close, writer)
         os.set_blocking(reader, False)
-        output = cls(reader, path, is_stderr)
-        failed.callback(output.close)
-        return output, writer
+        return cls(reader, path, is_stderr), writer
 
     def read(self) -> bytes | None:
         """What there is; empty bytes at the end; None when there is nothing just now."""
@@ -142,48 +137,76 @@ def exit_meta(
     }
 
 
-class Rank:
-    """A running rank. ``busy`` is the number of the call it runs, 0 when idle."""
+def last_lines(outputs: Sequence[Output]) -> list[str]:
+    """The last lines that were written: standard error's, or standard output's where that was silent."""
+    out, err = (output.tail for output in outputs)
+    return tail_lines(err if err.strip() else out)
 
-    def __init__(self, spec: dict[str, Any], setup: dict[str, Any]) -> None:
+
+class Rank:
+    """A running rank.
+
+    Attributes:
+        sock: its channel, where its frames go through the agent; else the driver has that, and ``outputs`` are empty.
+    """
+
+    def __init__(self, spec: dict[str, Any], setup: dict[str, Any], given: list[int]) -> None:
         self.rank: int = spec["rank"]
-        self.local_rank: int = spec["local_rank"]
-        self.busy = 0
-        self.waiting = False  # `out` has more than its channel takes just now
         self.killed = False
         self.fault: str | None = None  # what it did that made its agent end it
         self.sight: dict[str, Any] | None = None  # what it last said of itself, see `look`
         self._owes_sight = False
         self.parser = Parser()
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{self.rank}"
-        self._spawn(spec, setup)
+        self.sock: socket.socket | None = None
+        self.outputs: list[Output] = []
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as ends:
+            ends.callback(close_all, tuple(given))
+            self._spawn(spec, setup, given, failed, ends)
+            failed.pop_all()
 
-    def _spawn(self, spec: dict[str, Any], setup: dict[str, Any]) -> None:
-        log = setup["log_dir"] and os.path.join(setup["log_dir"], f"rank{self.rank}")
-        with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
+    def _spawn(
+        self,
+        spec: dict[str, Any],
+        setup: dict[str, Any],
+        given: list[int],
+        failed: contextlib.ExitStack,
+        ends: contextlib.ExitStack,
+    ) -> None:
+        """Start its process; ``ends`` closes what that has a copy of, ``failed`` the rest where it can't be started."""
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ends.callback(control.close)
+        failed.callback(self._control.close)
+        self._control.setblocking(False)
+        if not given:
             self.sock, theirs = socket.socketpair()
-            given.callback(theirs.close)
+            ends.callback(theirs.close)
             failed.callback(self.sock.close)
             self.sock.setblocking(False)
             self.out = Outbox(self.sock)  # what its channel has yet to take
-            self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            given.callback(control.close)
-            failed.callback(self._control.close)
-            self._control.setblocking(False)
-            out, out_writer = Output.piped(log and f"{log}.out", False, failed, given)
-            err, err_writer = Output.piped(log and f"{log}.err", True, failed, given)
-            self.outputs = [out, err]
-            fds = (out_writer, err_writer, theirs.fileno(), control.fileno())
-            key, _, value = self.tag.partition("=")
-            env = {**setup["env"], **spec["env"], key: value, "ATOLL_POOL_TAG": f"{setup['tag']}.{setup['node']}"}
-            if os.getpid() != 1:  # as PID 1 of a namespace the kernel takes ranks down with the agent; else they ask
-                env["ATOLL_PDEATHSIG"] = "1"
-            self.pid, self.pidfd = spawn(setup["python"], [setup["python"], *setup["argv"]], env, fds, failed)
-            failed.pop_all()
+            given = [theirs.fileno()]
+            for is_stderr in (False, True):
+                output, writer = Output.piped(None, is_stderr)
+                ends.callback(os.close, writer)
+                failed.callback(output.close)
+                self.outputs.append(output)
+                given.append(writer)
+        channel, out, err = given
+        key, _, value = self.tag.partition("=")
+        env = {**setup["env"], **spec["env"], key: value, "ATOLL_POOL_TAG": f"{setup['tag']}.{setup['node']}"}
+        if os.getpid() != 1:  # as PID 1 of a namespace the kernel takes ranks down with the agent; else they ask
+            env["ATOLL_PDEATHSIG"] = "1"
+        argv, fds = [setup["python"], *setup["argv"]], (out, err, channel, control.fileno())
+        self.pid, self.pidfd = spawn(setup["python"], argv, env, fds, failed)
 
     def cancel(self, call: int) -> None:
         """Raise in the rank's main thread if it still runs that call."""
         self._request(call.to_bytes(8))
+
+    def leave(self) -> None:
+        """Have the rank run its exit handlers and end."""
+        self.killed = True
+        self._request(LEAVE)
 
     def look(self) -> None:
         """Have the rank say where it is, as ``sight``; one that owes an answer is not asked again."""
@@ -204,17 +227,13 @@ class Rank:
             return bool(self._control.send(request))
         return False
 
-    def log_tail(self) -> list[str]:
-        """The last lines it wrote: standard error's, or standard output's where that was silent."""
-        out, err = (output.tail for output in self.outputs)
-        return tail_lines(err if err.strip() else out)
-
     def close(self) -> None:
         """Give up every descriptor of a rank that is gone."""
-        self.sock.close()
+        if self.sock is not None:
+            self.sock.close()
+            self.out.clear()
         self.parser.close()
         for output in self.outputs:
             output.close()
         self._control.close()
         os.close(self.pidfd)
-        self.out.clear()

@@ -74,7 +74,7 @@ class ImageError(AtollError):
 
 
 class PoolClosed(AtollError):
-    """The pool is not up: never entered, already left, past its ``ttl``, or its keeper went away."""
+    """The pool is not up: never entered, already left, past its ``ttl``, or its server went away."""
 
 
 class RemoteTraceback(Exception):

@@ -171,9 +171,11 @@ class Pending(_Dispatched, Generic[R]):
 
     def __rshift__(self, pool: ComputePool) -> R:
         """Run on one rank, as a world of one; the result."""
-        target = self._target(pool, ">>")
+        if type(pool) is not ComputePool:
+            pool = self._target(pool, ">>")
         self._used = True
-        result: R = target.run_one(cast("Any", self.function), *self.args, **self.kwargs)
+        function: Any = self.function
+        result: R = pool.run_one(function, *self.args, **self.kwargs)
         return result
 
     def __and__(self, other: Pending[Any]) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import sys
@@ -29,16 +30,17 @@ from atoll.functions.arguments import (
 from atoll.functions.import_path import ImportPath
 from atoll.functions.mapping import Mapped, zip_items
 from atoll.functions.named.client import Attached
-from atoll.functions.named.config import IDLE_S, wishes_of
+from atoll.functions.named.config import IDLE_S, PoolConfig, shown_provider, shown_variables
 from atoll.functions.named.registry import check_name, end_pool
 from atoll.functions.remote_code import LocalModules, prepare, starts_elsewhere
 from atoll.functions.retention import prune_jobs, prune_logs
-from atoll.functions.serialize import ByValueModules, encode, name_of, pack_arguments, ship, unwrap
-from atoll.gang.call import Request
+from atoll.functions.serialize import ByValueModules, name_of, serialize_call, unwrap
+from atoll.gang.call import Call, Request, random_bits
 from atoll.gang.futures import Backend, CallFuture, RankResults
 from atoll.gang.gang import Gang
 from atoll.gang.log_router import LogRouter, Logs
 from atoll.gang.members import GangSpec, sweep_stale
+from atoll.gang.messages import Submit
 from atoll.gang.notifier import Notifier
 from atoll.gang.remote_ranks import OneUseArena, is_remote
 from atoll.images.image import Image, check_env, check_pip
@@ -63,22 +65,21 @@ class ComputePool:
     ``f(x) >> pool`` on one.
 
     Args:
-        provider: where nodes come from, also as text (``"local"``, ``"ssh/NAME"``) and also ``infra=``; this machine
-            by default.
-        nodes: number of nodes; by default every host of ``SSH(hosts=…)``, otherwise one.
-        accelerator: accelerators per node, in any spelling: ``"A100"``, ``"A100:2"``, ``sky.NVIDIA.A100``; also
-            ``accelerators=`` and ``gpus=``. None leases all GPUs of the machine.
+        provider: where nodes come from; this machine by default.
+        nodes: how many; every host of ``SSH(hosts=…)`` by default, else one.
+        accelerator: accelerators of each node, in any spelling: ``"A100"``, ``"A100:2"``, ``sky.NVIDIA.A100``. None
+            takes what the machine has.
         image: packages and variables of the ranks.
         pip, env: added to the image's, and winning over them.
-        workers_per_node: ranks per node; ``"auto"``, the default, is one per accelerator, otherwise one. Also
-            ``nproc=`` and ``nproc_per_node=``.
+        workers_per_node: ranks a node runs; ``"auto"``, the default, is one for each accelerator, else one.
+            ``nproc_per_node`` is the same.
         timeout: seconds a call may take; None sets no limit.
         ttl: seconds the pool may live; after that it ends by itself.
-        retries: how often a call that lost a rank is restarted, with all its ranks.
+        retries: how often a call that lost a rank is started again, as a whole gang.
         hang_timeout: seconds without progress after which a call fails naming the ranks that did not arrive.
         name: keep the pool warm after the block under this name, for other processes to attach to.
         idle: seconds a named pool stays up with nothing to do; 600 by default.
-        on_event: called with each event (``atoll.core.events``), in the pool's reader thread.
+        on_event: called with each event (``atoll.core.events``), in a thread of the pool's.
         logs: ``"all"``, ``"head"`` for rank 0 only, ``"quiet"``, or a callable that takes each ``LogLine``. Files
             under ``ATOLL_HOME/logs`` have everything whichever it is.
 
@@ -91,7 +92,7 @@ class ComputePool:
     @suggests_keywords
     def __init__(
         self,
-        provider: Provider | str | None = None,
+        provider: Provider | None = None,
         nodes: int | None = None,
         accelerator: str | AcceleratorSpec | Mapping[str, int] | None = None,
         image: Image | None = None,
@@ -106,8 +107,16 @@ class ComputePool:
         idle: float | None = None,
         on_event: Callable[[events.Event], object] | None = None,
         *,
+        nproc_per_node: int | Literal["auto", "gpu"] | None = None,
         logs: Logs = "all",
     ) -> None:
+        if nproc_per_node is not None:
+            if workers_per_node not in (None, nproc_per_node):
+                raise ConfigError(
+                    f"workers_per_node={workers_per_node!r} and nproc_per_node={nproc_per_node!r} are two names of "
+                    f"one setting; give one"
+                )
+            workers_per_node = nproc_per_node
         self.provider: Provider = check_provider(provider)
         self.nodes = check_whole(
             "nodes", getattr(self.provider, "num_nodes", 1) if nodes is None else nodes, 1, MOST_NODES
@@ -135,23 +144,35 @@ class ComputePool:
         self.logs: Logs = logs
         self.id = ""
         self._on_event = safe_callback(on_event)
-        self._config = wishes_of(self)
-        given: dict[str, object] = {"provider": provider, "nodes": nodes, "accelerator": accelerator, "image": image}
-        given |= {
-            "pip": pip,
-            "env": env if env is not None else self.image.env or None,
-            "workers_per_node": workers_per_node,
-        }
-        given |= {"ttl": ttl, "hang_timeout": hang_timeout, "idle": idle}
-        self._wishes = {key: self._config[key] for key, value in given.items() if value is not None}
+        self._config = self._config_of(
+            provider=provider,
+            nodes=nodes,
+            accelerator=accelerator,
+            image=image,
+            pip=pip,
+            env=env if env is not None else self.image.env or None,
+            workers_per_node=workers_per_node,
+            ttl=ttl,
+            hang_timeout=hang_timeout,
+            idle=idle,
+        )
         self._imports = ImportPath()
         self._pid = os.getpid()
         self._backend: _Stoppable | None = None
         self._node_of: list[int] = []
         self._modules = ByValueModules()  # that ranks can't import
+        self._elsewhere = False  # its nodes are other machines
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[[], ComputePool] | None = None
         LogRouter(logs, lambda rank: 0, 1)  # refuses a wrong `logs` here, where it was written
+
+    def _config_of(self, **given: object) -> PoolConfig:
+        settings = {key: getattr(self, key) for key in given}
+        settings["provider"] = shown_provider(self.provider)
+        settings["image"] = dataclasses.replace(self.image, env=None)
+        settings["env"] = shown_variables({**(self.image.env or {}), **self.env})
+        settings["idle"] = IDLE_S if self.idle is None else self.idle
+        return PoolConfig.of(settings, given)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -195,7 +216,8 @@ class ComputePool:
         self._leave()
 
     def _start(self) -> _Stoppable:
-        self._modules = LocalModules(self.image) if starts_elsewhere(self.provider) else ByValueModules()
+        self._elsewhere = starts_elsewhere(self.provider)
+        self._modules = LocalModules(self.image) if self._elsewhere else ByValueModules()
         if self.name is None:
             spec = self._spec()
             router = self._router(self._node_of.__getitem__, len(self._node_of))
@@ -204,10 +226,10 @@ class ComputePool:
             return gang
         idle_s = self.idle if self.idle is not None else IDLE_S
         to_start = lambda: (self._spec(), self._imports.extra)  # noqa: E731 - where no pool of this name is up
-        attached = Attached(self.name, self._config, self._wishes, to_start, idle_s, self._router, self._on_event)
+        attached = Attached(self.name, self._config, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
         self._imports = ImportPath(attached.python, attached.extra_path)
-        if isinstance(self._modules, LocalModules):
+        if self._elsewhere:
             attached.arena = OneUseArena()
         return attached
 
@@ -286,7 +308,12 @@ class ComputePool:
 
     def run_one(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         """Run on one rank, as a world of one; the same as ``function(...) >> pool``."""
-        result: R = self._wait(self.submit_call(function, args, kwargs, whole_gang=False))
+        future = self.submit_call(function, args, kwargs, whole_gang=False)
+        try:
+            result: R = future.result()
+        except BaseException:
+            self._abandon(future)
+            raise
         return result
 
     @overload
@@ -319,7 +346,8 @@ class ComputePool:
             raise ConfigError(
                 "detach=True needs a pool that outlives this process: give it a name, ComputePool(name='my-pool', ...)"
             )
-        return backend.submit_detached(self._future(function, args, kwargs, everywhere, None).job)
+        future = self.submit_call(function, args, kwargs, whole_gang=everywhere, start=backend.submit_detached)
+        return future.job_id
 
     def map(
         self,
@@ -356,47 +384,45 @@ class ComputePool:
     def submit_call(
         self,
         function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         *,
         whole_gang: bool,
         options: Any = None,
+        start: Callable[[Call], object] | None = None,
     ) -> CallFuture[Any]:
-        """Start a call; what the operators and the methods above are made of."""
-        future = self._future(function, args, kwargs, whole_gang, options)
-        self._running().submit(future.job)
-        return future
+        """Start a call; what the operators and the methods above are made of.
 
-    def _future(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        whole_gang: bool,
-        options: Any,
-    ) -> CallFuture[Any]:
-        backend = self._running()
-        options = options if options is not None else getattr(function, "__atoll_options__", None)
-        raw = unwrap(function)
+        Args:
+            options: of the decorator, where ``function`` is not what was decorated.
+            start: what starts it, in place of the pool.
+        """
+        backend = self._backend
+        if backend is None or self._pid != os.getpid():
+            backend = self._running()
+        options = options or getattr(function, "__atoll_options__", None)
+        raw = getattr(function, "__atoll_function__", function)
         if not callable(raw):
             raise UsageError(not_a_function(raw))
-        elsewhere = isinstance(self._modules, LocalModules)
-        with self._modules.by_value():
-            arguments = pack_arguments(raw, args, kwargs)  # before anything is laid out that would have to be let go
-            away = elsewhere and self._modules.covers(getattr(raw, "__module__", None))
-            shipped = ship(raw, backend.arena, by_value=away)
-        timeout = getattr(options, "timeout", None)
-        retries = getattr(options, "retries", None)
-        request = Request(
-            function=shipped,
-            arguments=encode(arguments, backend.arena),
-            whole_gang=whole_gang,
-            name=name_of(raw),
-            timeout_s=timeout if timeout is not None else self.timeout,
-            retries=retries if retries is not None else self.retries,
-            path=None if elsewhere else self._imports.now(),
-        )
-        return CallFuture(backend, request, self._node_of)
+        timeout, retries = self.timeout, self.retries
+        if options is not None:
+            timeout = timeout if options.timeout is None else options.timeout
+            retries = retries if options.retries is None else options.retries
+        shipped, arguments = serialize_call(raw, args, kwargs, backend.arena, self._modules)
+        path = None
+        if not self._elsewhere:
+            path = self._imports.current if sys.path == self._imports.seen else self._imports.now()
+        job_id = f"{random_bits(48):012x}"
+        name: str = getattr(raw, "__qualname__", None) or name_of(raw)
+        request = Request(shipped, arguments, whole_gang, name, timeout, retries, path, job_id)
+        future: CallFuture[Any] = CallFuture(backend, request, self._node_of)
+        if start is not None:
+            start(future.call)
+        else:
+            backend.handle(Submit(future.call))
+        if future.call.done and not future.call.number:  # refused: the pool is down, or can't go on
+            raise future.call.error or PoolClosed("the pool is down")
+        return future
 
     def wait(self, futures: Sequence[CallFuture[Any]]) -> list[Any]:
         """The results of several calls in their order; the first failure cancels the others."""
@@ -412,10 +438,15 @@ class ComputePool:
         try:
             return future.result()
         except BaseException:
-            if not future.done():  # it was the wait that ended, by Ctrl-C or a signal handler's exception
-                future.cancel()
-                wait_for([future], 2.0)
+            self._abandon(future)
             raise
+
+    @staticmethod
+    def _abandon(future: CallFuture[Any]) -> None:
+        """Cancel a call where it was the wait for it that ended, by Ctrl-C or a signal handler's exception."""
+        if not future.done():
+            future.cancel()
+            wait_for([future], 2.0)
 
     def _running(self) -> _Stoppable:
         backend = self._backend

@@ -18,6 +18,8 @@ class ImportPath:
         self.extra = (*extra,)
         self._is_own = os.path.realpath(python) == os.path.realpath(sys.executable)
         self._cache: tuple[tuple[list[str], str], tuple[str, ...]] | None = None
+        self.seen: list[str] | None = None  # a sys.path without an entry for "here", and
+        self.current: tuple[str, ...] = ()  # what that comes to
 
     def now(self) -> tuple[str, ...]:
         """Its entries."""
@@ -25,6 +27,8 @@ class ImportPath:
         key = (list(sys.path), _here() if "" in sys.path else "")
         if self._cache is None or self._cache[0] != key:
             self._cache = (key, self._resolved(key[1]))
+            self.current = self._cache[1]
+            self.seen = key[0] if "" not in key[0] else None
         return self._cache[1]
 
     def _resolved(self, here: str) -> tuple[str, ...]:

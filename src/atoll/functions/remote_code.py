@@ -131,6 +131,8 @@ def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
 class LocalModules(ByValueModules):
     """The user's own modules, which no other machine has: what they define travels by value."""
 
+    are_remote = True
+
     def __init__(self, image: Image) -> None:
         super().__init__()
         tops = {name.partition("/")[0].removesuffix(".py") for name, _ in included_files(image.includes)}

@@ -35,7 +35,7 @@ def prune_jobs(folder: Path) -> None:
 
 
 def _is_running(job: Path) -> bool:
-    """Does a rank hold the call's folder, or a keeper the log of a detached call's pool?"""
+    """Does a rank hold the call's folder, or a server the log of a detached call's pool?"""
     with contextlib.suppress(FileNotFoundError):
         if is_locked(json.loads((job / "job.json").read_bytes())["log"]) and not (job / "outcome").exists():
             return True

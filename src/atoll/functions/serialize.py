@@ -13,16 +13,18 @@ import importlib
 import importlib.machinery
 import inspect
 import itertools
+import pickle
 import sys
 import threading
 import weakref
 import zipimport
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from atoll.gang.call import Shipped
-from atoll.wire.codec import Payload, dumps
+from atoll.wire.codec import Payload, dumps, is_plain
 from atoll.wire.payloads import Arena, Encoded
 
 _CACHEABLE_BYTES = 1 << 20
@@ -36,8 +38,11 @@ _STANDARD_LOADERS = (
 )
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _unique = itertools.count()
-# Pure functions by identity, with the code and defaults they had: an edited function is another one.
-_pure: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, Any, Any, Shipped]] = weakref.WeakKeyDictionary()
+_NOTHING = pickle.dumps(((), {}), protocol=5)
+_INLINE_BYTES = 1 << 16
+_NO_ARGUMENTS = Encoded({"head": len(_NOTHING)}, [_NOTHING])
+# By identity: an edited function is another one.
+_pure: weakref.WeakKeyDictionary[Any, PureFunction] = weakref.WeakKeyDictionary()
 
 
 class ByName:
@@ -64,6 +69,42 @@ def unwrap(function: Any) -> Callable[..., Any]:
     return raw
 
 
+def serialize_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena, modules: ByValueModules
+) -> tuple[Shipped, Encoded]:
+    """Make a function and its arguments ready to send.
+
+    Raises:
+        SerializationError: something can't travel; names it.
+    """
+    cached = _pure.get(function) if type(function) is FunctionType else None
+    if cached is not None and cached.is_as_it_was(cast("FunctionType", function)):
+        if not args and not kwargs:
+            return cached.shipped, _NO_ARGUMENTS
+        if is_plain((args, kwargs)):
+            head = pickle.dumps((args, kwargs), protocol=5)
+            if len(head) <= _INLINE_BYTES:
+                return cached.shipped, Encoded({"head": len(head)}, [head])
+    with modules.by_value():
+        arguments = pack_arguments(function, args, kwargs)  # before anything is laid out that has to be released
+        away = modules.are_remote and modules.covers(getattr(function, "__module__", None))
+        return ship(function, arena, by_value=away), encode(arguments, arena)
+
+
+@dataclass(slots=True)
+class PureFunction:
+    """A function that holds nothing a call could change, ready to send, with what it was made of."""
+
+    shipped: Shipped
+    state: tuple[Any, ...]
+    names: frozenset[str]
+
+    def is_as_it_was(self, function: FunctionType) -> bool:
+        """Would serialising it again give the same? A global that it names may be defined after the first call."""
+        state = (function.__code__, function.__defaults__, function.__kwdefaults__)
+        return state == self.state and self.names.isdisjoint(function.__globals__) and not function.__dict__
+
+
 def ship(function: Callable[..., Any], arena: Arena, *, by_value: bool = False) -> Shipped:
     """Make a function ready to send; raises ``SerializationError`` naming what in it can't travel.
 
@@ -73,11 +114,10 @@ def ship(function: Callable[..., Any], arena: Arena, *, by_value: bool = False) 
         return _shipped(dumps(function, what=f"the function {name_of(function)}"), arena, pure=False)
     if not isinstance(function, FunctionType) or not _is_pure(function):
         return _shipped(_payload(function), arena, pure=False)
+    shipped = _shipped(_payload(function), arena, pure=True)
     state = (function.__code__, function.__defaults__, function.__kwdefaults__)
-    cached = _pure.get(function)
-    if cached is None or cached[0] is not state[0] or cached[1:3] != state[1:]:
-        cached = _pure[function] = (*state, _shipped(_payload(function), arena, pure=True))
-    return cached[3]
+    _pure[function] = PureFunction(shipped, state, frozenset(_names(function.__code__)))
+    return shipped
 
 
 def _shipped(payload: Payload, arena: Arena, *, pure: bool) -> Shipped:
@@ -138,9 +178,15 @@ def _is_pure(function: FunctionType) -> bool:
 
 
 def _uses_globals(code: CodeType, names: Mapping[str, Any]) -> bool:
-    if any(name in names for name in code.co_names):
-        return True
-    return any(_uses_globals(const, names) for const in code.co_consts if isinstance(const, CodeType))
+    return any(name in names for name in _names(code))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that code looks up, and code within it."""
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
 
 
 def importable(function: Any) -> ByName | None:
@@ -189,6 +235,7 @@ def _on_path(name: str, origin: str | None) -> bool:
 class ByValueModules:
     """Modules that ranks can't import, such as test modules under pytest: what they define travels by value."""
 
+    are_remote = False  # ranks are on other machines, which have none of the user's modules
     _lock = threading.RLock()  # what is registered with cloudpickle holds for the whole process
 
     def __init__(self) -> None:

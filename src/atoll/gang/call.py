@@ -1,17 +1,15 @@
-"""One dispatched call: what was asked, how far it is, and how it ended."""
+"""One call: what was asked, how far it is, and how it ended."""
 
 from __future__ import annotations
 
 import os
 import random
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from atoll.gang.timers import Timer
-from atoll.wire.frames import CallHeader, Frame
+from atoll.wire.frames import Frame
 from atoll.wire.payloads import Arena, Encoded
 
 if TYPE_CHECKING:
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
 
 # Ids and seeds need to differ, not to be secret. The system is asked once: it would be asked twice a call.
 _random = random.Random()
+random_bits = _random.getrandbits
 os.register_at_fork(after_in_child=_random.seed)
 
 
@@ -36,6 +35,11 @@ class Shipped:
     pure: bool
 
 
+def new_job_id() -> str:
+    """An id that no other call has."""
+    return f"{random_bits(48):012x}"
+
+
 @dataclass(slots=True)
 class Request:
     """What a caller asks of a gang; knows nothing of ranks."""
@@ -47,8 +51,7 @@ class Request:
     timeout_s: float | None = None
     retries: int = 0
     path: tuple[str, ...] | None = None
-    job_id: str = field(default_factory=lambda: f"{_random.getrandbits(48):012x}")
-    seed: int = field(default_factory=lambda: _random.getrandbits(63))
+    job_id: str = field(default_factory=new_job_id)
 
     @property
     def encoded(self) -> tuple[Encoded, Encoded]:
@@ -56,7 +59,7 @@ class Request:
         return self.function.encoded, self.arguments
 
     def release(self, arena: Arena | None) -> None:
-        """Let go of the memory files that arguments and function lie in: to be used again, or for good."""
+        """Release the memory files of arguments and function: to the arena, or for good."""
         for encoded in self.encoded:
             segment, encoded.segment = encoded.segment, None
             if segment is None:
@@ -83,9 +86,15 @@ class Failure:
 
 
 class Sink(ABC):
-    """Where a call's frames go. Called from the gang's reader thread; must not block."""
+    """Receives what a call's ranks send. Called with the gang's lock held; must not block.
 
-    def started(self, ranks: tuple[int, ...]) -> None:  # noqa: B027 - some have nothing to do then
+    Attributes:
+        hears_start: ``started`` is called.
+    """
+
+    hears_start = False
+
+    def started(self, ranks: tuple[int, ...]) -> None:  # noqa: B027 - most have nothing to do then
         """The call was sent to these ranks, once more where it is a repetition."""
 
     @abstractmethod
@@ -100,39 +109,46 @@ class Sink(ABC):
         """The call ended: with a frame for each rank, or failures from ranks, or an error of the gang."""
 
 
-class Job:
-    """A request on its way through a gang."""
+class Call:
+    """A request on its way through a gang.
+
+    Attributes:
+        number: of this attempt; 0 while it waits.
+        ranks: those it was sent to; ``ended`` are those of them that are through with it, however.
+        error: decided by the gang: cancelled, timed out, hung, pool closed.
+        kept: some rank still maps the arguments.
+    """
 
     def __init__(self, request: Request, sink: Sink) -> None:
         self.request = request
         self.sink = sink
+        self.whole_gang = request.whole_gang
         self.attempt = 0
-        self.kept = False  # some rank still maps the arguments
-        self.error: BaseException | None = None  # decided here: cancelled, timed out, hung, pool closed
-        self.done = False
-        self.warned = False
-        self.timers: list[Timer] = []  # the gang's, taken back when the call ends
-        self.begin(0, ())
+        self.kept = self.done = self.warned = False
+        self.error: BaseException | None = None
+        self.number = 0
+        self.ranks: tuple[int, ...] = ()
+        self.results: dict[int, Frame] = {}
+        self.failures: list[Failure] = []
+        self.ended: set[int] = set()
+        self.streaming = self.stopping = False
 
-    @property
-    def whole_gang(self) -> bool:
-        """Is it a broadcast?"""
-        return self.request.whole_gang
+    def begin(self, number: int, ranks: tuple[int, ...], now: float) -> None:
+        """Forget an earlier attempt and start on these ranks."""
+        self.ranks = ranks
+        self.started_s = now
+        self.results = {}
+        self.failures = []
+        self.ended = set()
+        self.wants_group: set[int] = set()
+        self.progress: dict[int, Sight] = {}  # by rank: what it looked like when it was last looked at
+        self.no_group = self.streaming = self.stopping = False
+        self.number = number
 
     @property
     def unfinished(self) -> list[int]:
         """Ranks that still run it."""
         return [rank for rank in self.ranks if rank not in self.ended]
-
-    def begin(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Forget an earlier attempt and start on these ranks."""
-        self.number, self.ranks, self.started_s = number, ranks, time.monotonic()
-        self.results: dict[int, Frame] = {}
-        self.failures: list[Failure] = []
-        self.ended: set[int] = set()  # ranks that are through with this call, however
-        self.wants_group: set[int] = set()
-        self.progress: dict[int, Sight] = {}  # by rank: what it looked like when it was last looked at
-        self.no_group = self.streaming = self.stopping = False
 
     @property
     def may_repeat(self) -> bool:
@@ -140,7 +156,7 @@ class Job:
         lost_a_rank = any(failure.is_death for failure in self.failures)
         return lost_a_rank and self.attempt < self.request.retries and not self.streaming
 
-    def fault(self, error: BaseException | None) -> str | None:
+    def failure_text(self, error: BaseException | None) -> str | None:
         """What to say of a call that ended with this error or with failures; None where it succeeded."""
         if error is None and not self.failures:
             return None
@@ -159,27 +175,14 @@ class Job:
         return self.ranks, True
 
     def end_rank(self, rank: int) -> list[int]:
-        """The rank is through with it, however: which ranks wait for a group that it will not come to."""
+        """Mark a rank as through with it; returns the ranks that wait for a group that it will not join."""
         self.ended.add(rank)
         if not self.wants_group or rank in self.wants_group or self.no_group:
             return []
         self.no_group = True
         return [waiting for waiting in self.wants_group if waiting not in self.ended]
 
-    def saw(self, rank: int) -> None:
-        """The rank did something: it printed, reported or produced a value."""
+    def saw(self, rank: int, now: float) -> None:
+        """Note that the rank did something: it printed, reported or produced a value."""
         if rank in self.progress:
-            self.progress[rank].quiet_since = time.monotonic()
-
-    def header(self, head_port: int) -> CallHeader:
-        """The part of the CALL frame that is the same for every rank."""
-        request = self.request
-        return CallHeader(
-            job_id=request.job_id,
-            seed=request.seed,
-            function=request.function.digest,
-            arguments=request.arguments.table,
-            broadcast=request.whole_gang,
-            head_port=head_port if request.whole_gang else 0,
-            is_pure=request.function.pure,
-        )
+            self.progress[rank].quiet_since = now

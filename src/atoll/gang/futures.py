@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import pickle
 import queue
 import threading
 import weakref
@@ -14,7 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from atoll.core import events
 from atoll.core.errors import AtollError, RemoteError, SerializationError
-from atoll.gang.call import Failure, Job, Request, Sink
+from atoll.gang import messages as m
+from atoll.gang.call import Call, Failure, Request, Sink
 from atoll.gang.notifier import Audience
 from atoll.wire import frames
 from atoll.wire.codec import loads
@@ -23,19 +25,17 @@ from atoll.wire.payloads import decode_parts
 
 R = TypeVar("R")
 _CREDIT_EVERY = 8
+_SMALL_BYTES = 4096
 
 
 class Backend(Protocol):
-    """What carries calls out: a gang in this process, or the keeper of a named pool."""
+    """What carries calls out: a gang in this process, or the server of a named pool."""
 
     world_size: int
 
     @property
     def audience(self) -> Audience: ...
-    def submit(self, job: Job) -> None: ...
-    def cancel(self, job: Job, error: BaseException) -> None: ...
-    def credit(self, job: Job, rank: int, num: int) -> None: ...
-    def close_stream(self, job: Job, rank: int) -> None: ...
+    def handle(self, event: m.CallerEvent) -> None: ...
 
 
 class RankResults(list[R], Generic[R]):
@@ -84,10 +84,12 @@ class CallFuture(Future[R], Generic[R]):
         node_of: Sequence[int],
     ) -> None:
         super().__init__()
+        sink = _FutureSink()
+        sink.held, sink.future, sink.audience, sink.job_id = self, weakref.ref(self), backend.audience, request.job_id
         self.reports: list[Report] = []
         self.checkpoint: str | None = None
         self.job_id = request.job_id
-        self.job = Job(request, _FutureSink(self, backend.audience))
+        self.call = Call(request, sink)
         self._backend = backend
         self._node_of = node_of
         self._streams: dict[int, Stream[Any]] = {}
@@ -100,8 +102,17 @@ class CallFuture(Future[R], Generic[R]):
 
     def result(self, timeout: float | None = None) -> R:
         """The value, or for a broadcast the list of values by rank; raises what the call raised."""
-        value, error = self._outcome(super().result(timeout))
-        self._backend.audience.catch_up()
+        raw: Any = super().result(timeout)
+        audience = self._backend.audience
+        if audience.num_put != audience.num_done:
+            audience.catch_up()
+        if type(raw) is memoryview and self._decoded is None:  # one rank's, with nothing beside it
+            with self._decode_lock:
+                try:
+                    self._decoded = pickle.loads(raw), None
+                except Exception:  # noqa: BLE001 - whatever the pickle runs
+                    pass  # _outcome says so
+        value, error = self._decoded or self._outcome(raw)
         if error is not None:
             try:
                 raise error
@@ -132,19 +143,19 @@ class CallFuture(Future[R], Generic[R]):
 
     def cancel(self) -> bool:
         """Stop the call, also while it runs or streams; False if it had ended."""
-        if self.done() and (self.job.done or not self._streamed):
+        if self.done() and (self.call.done or not self._streamed):
             return False
         self.fail(CancelledError())
         return True
 
     def fail(self, error: BaseException) -> None:
         """Stop the call, which ends with this error."""
-        self._backend.cancel(self.job, error)
+        self._backend.handle(m.Cancel(self.call, error))
 
     @property
     def place(self) -> tuple[int, int]:
         """Rank and node that a call on one rank went to."""
-        rank = self.job.ranks[0]
+        rank = self.call.ranks[0]
         return rank, self._node_of[rank]
 
     def cancelled(self) -> bool:
@@ -155,7 +166,13 @@ class CallFuture(Future[R], Generic[R]):
         """Unpickle once, in the thread that asks: what it imports or runs must not hold up the reader."""
         with self._decode_lock:
             if self._decoded is None:
-                self._decoded = raw() if callable(raw) else (raw, None)
+                if type(raw) is memoryview:
+                    try:
+                        self._decoded = loads(raw), None
+                    except Exception as problem:  # noqa: BLE001 - whatever the pickle runs
+                        self._decoded = None, unloadable(problem, "the result")
+                else:
+                    self._decoded = raw() if callable(raw) else (raw, None)
             return self._decoded
 
     # -- the reader's side, see _FutureSink -------------------------------------------------------------------------
@@ -164,7 +181,7 @@ class CallFuture(Future[R], Generic[R]):
         """Every rank has begun to stream or returned: the future's value is the streams."""
         if self.done() or not self._streams:
             return
-        ranks = self.job.ranks
+        ranks = self.call.ranks
         if any(rank not in self._streams and rank not in ended for rank in ranks):
             return
         self._streamed = True
@@ -174,7 +191,7 @@ class CallFuture(Future[R], Generic[R]):
     def settle(self, parts: dict[int, Any]) -> None:
         """Complete with what the ranks sent; payloads are read on first use, see ``_outcome``."""
         # Not a word of `self` in here: a future that holds itself would keep its values until a garbage collection.
-        ranks, whole, job_id = self.job.ranks, self.job.whole_gang, self.job_id
+        ranks, whole, job_id = self.call.ranks, self.call.whole_gang, self.job_id
         nodes, reports, checkpoint = [self._node_of[rank] for rank in ranks], self.reports, self.checkpoint
 
         def decode() -> tuple[Any, BaseException | None]:
@@ -228,65 +245,72 @@ class Report:
 
 
 class _FutureSink(Sink):
-    """Hears a job's frames and completes its future."""
+    """Hears a call's frames and completes its future."""
 
-    def __init__(self, future: CallFuture[Any], audience: Audience) -> None:
-        # The gang holds the job while it runs, and so its future; but a future that has its value lives on with its
-        # owner alone: dropping a stream has to end it.
-        self._held: CallFuture[Any] | None = future
-        self._future = weakref.ref(future)
-        self._job_id = future.job_id
-        self._audience = audience
-        self._inboxes: dict[int, Inbox] = {}
+    # The gang holds the call while it runs, and so its future; but a future that has its value lives on with its owner
+    # alone: dropping a stream has to end it.
+    held: CallFuture[Any] | None
+    future: Callable[[], CallFuture[Any] | None]
+    audience: Audience
+    job_id: str
+    inboxes: dict[int, Inbox] | None = None
 
     def frame(self, frame: Frame, rank: int, node: int) -> None:
         """A stream began, or a value or report came."""
-        future = self._future()
-        if frame.kind == frames.VALUE:
-            self._inboxes[rank].put(None if "end" in frame.meta else Received.of(frame))
+        future = self.future()
+        if frame.kind == frames.VALUE and self.inboxes is not None:
+            self.inboxes[rank].put(None if "end" in frame.meta else Received.of(frame))
         elif frame.kind == frames.STREAM and future is not None:
-            stream: Stream[Any] = Stream(future._backend, future.job, rank)
-            self._inboxes[rank] = stream.inbox
+            stream: Stream[Any] = Stream(future._backend, future.call, rank)
+            self.inboxes = {**(self.inboxes or {}), rank: stream.inbox}
             future._streams[rank] = stream
-            future.settle_streams(future.job.results)
+            future.settle_streams(future.call.results)
             self._release(future)
         elif frame.kind == frames.REPORT:
             self._reported(Received.of(frame), frame.meta.get("checkpoint"), rank, node)
 
     def returned(self, results: dict[int, Frame]) -> None:
         """A rank returned while others stream: that may be the last one the streams waited for."""
-        future = self._future()
+        future = self.future()
         if future is not None:
             future.settle_streams(results)
             self._release(future)
 
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None:
         """Complete the future and end its streams."""
+        future = self.future()
+        if error is None and not failures and not self.inboxes and len(results) == 1 and future is not None:
+            (frame,) = results.values()
+            # All of it is in the frame. A larger one would be kept beside its value.
+            if len(frame.meta["payload"]) == 1 and len(frame.rest) <= _SMALL_BYTES and not future.call.whole_gang:
+                results.clear()
+                future.set_result(frame.rest)
+                self.held = None
+                return
         fault = Fault.of(failures, error) if failures or error is not None else None
-        future = self._future()
         if future is not None and not future.done():
             if fault is not None:
                 future.set_result(lambda: (None, fault.error()))
-            elif self._inboxes:
+            elif self.inboxes:
                 future.settle_streams(results)
             else:
-                future.settle({rank: Received.of(results.pop(rank)) for rank in future.job.ranks})
+                future.settle({rank: Received.of(results.pop(rank)) for rank in future.call.ranks})
             self._release(future)
         for frame in results.values():
             close_all(frame.fds)
-        for inbox in self._inboxes.values():
+        for inbox in (self.inboxes or {}).values():
             inbox.put(fault)
 
     def _reported(self, received: Received, checkpoint: str | None, rank: int, node: int) -> None:
-        report, future = Report(received, rank), self._future()
+        report, future = Report(received, rank), self.future()
         if future is not None:
             future.reports.append(report)
             future.checkpoint = checkpoint or future.checkpoint
-        self._audience.call(self._load, report)
-        if self._audience.wants_events:
-            self._audience.event(
+        self.audience.call(self._load, report)
+        if self.audience.wants_events:
+            self.audience.event(
                 lambda: events.MetricsReported(
-                    job_id=self._job_id, rank=rank, node=node, metrics=report.values, checkpoint=checkpoint
+                    job_id=self.job_id, rank=rank, node=node, metrics=report.values, checkpoint=checkpoint
                 )
             )
 
@@ -295,12 +319,12 @@ class _FutureSink(Sink):
         try:
             _ = report.values
         except BaseException as error:  # noqa: BLE001 - what a report's pickle runs is the user's
-            if (future := self._future()) is not None:
+            if (future := self.future()) is not None:
                 future.fail(error)
 
     def _release(self, future: CallFuture[Any]) -> None:
         if future.done():
-            self._held = None
+            self.held = None
 
 
 class Fault:
@@ -312,7 +336,7 @@ class Fault:
 
     @classmethod
     def of(cls, failures: list[Failure], error: BaseException | None) -> Fault:
-        """Why a job failed; takes the frames' descriptors over."""
+        """Why a call failed; takes the frames' descriptors over."""
         deaths = [failure.error for failure in failures if failure.error is not None]
         parts = [(f.rank, f.node, Received.of(f.frame)) for f in failures if f.frame is not None]
         return cls(error or (deaths[0] if deaths else None), parts)
@@ -349,9 +373,9 @@ def unloadable(problem: Exception, what: str) -> AtollError:
     return error
 
 
-def _close_soon(backend: Backend, job: Job, rank: int) -> None:
+def _close_soon(backend: Backend, call: Call, rank: int) -> None:
     # The collector may run this in a thread that holds the very locks that sending needs.
-    _thread.start_new_thread(backend.close_stream, (job, rank))
+    _thread.start_new_thread(backend.handle, (m.StreamClosed(call, rank),))
 
 
 # What a stream's rank sent and nobody has taken yet: values, then None or what ended it.
@@ -365,14 +389,14 @@ class Stream(Iterator[R], Generic[R]):
     end: it waits as long as the generator does.
     """
 
-    def __init__(self, backend: Backend, job: Job, rank: int) -> None:
+    def __init__(self, backend: Backend, call: Call, rank: int) -> None:
         self.inbox: Inbox = queue.SimpleQueue()
         self._owed = 0
         self._over = False
         self._backend = backend
-        self._job = job
+        self._call = call
         self._rank = rank
-        self._finalizer = weakref.finalize(self, _close_soon, backend, job, rank)
+        self._finalizer = weakref.finalize(self, _close_soon, backend, call, rank)
         self._finalizer.atexit = False
 
     def __iter__(self) -> Stream[R]:
@@ -385,7 +409,7 @@ class Stream(Iterator[R], Generic[R]):
         if isinstance(item, Received):
             self._owed += 1
             if self._owed >= _CREDIT_EVERY:
-                self._backend.credit(self._job, self._rank, self._owed)
+                self._backend.handle(m.StreamCredit(self._call, self._rank, self._owed))
                 self._owed = 0
             value: R = item.load()
             return value
@@ -399,7 +423,7 @@ class Stream(Iterator[R], Generic[R]):
         """Stop early: the remote generator is closed, and what it produced since is dropped."""
         self._over = True
         if self._finalizer.detach() is not None:
-            self._backend.close_stream(self._job, self._rank)
+            self._backend.handle(m.StreamClosed(self._call, self._rank))
 
     def __enter__(self) -> Stream[R]:
         return self

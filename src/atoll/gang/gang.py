@@ -1,69 +1,124 @@
-"""A gang of ranks seen from the driver: sends calls, notices what fails, and stops everything.
+"""The shell of a gang: feeds what happens to its state machine and performs what that decides.
 
-One reader thread takes every frame; calls are sent from whichever thread makes them. ``_lock`` guards all state.
+One thread reads every channel; calls are sent from whichever thread makes them. Under ``_lock`` only the state machine
+runs and frames are given to sockets that don't block: code of the user's, and what takes a while, runs elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
+import socket
+import struct
+import termios
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from fcntl import ioctl
+from typing import Any, cast
 
+from atoll.agent.rank import Output, last_lines
+from atoll.agent.send_queue import Outbox
 from atoll.core import events
-from atoll.core.errors import (
-    AtollError,
-    HangError,
-    NodeLost,
-    PoolClosed,
-    ProvisionError,
-    WorkerDied,
-    name_ranks,
-)
-from atoll.gang.call import Failure, Job
-from atoll.gang.dispatch import Dispatch
-from atoll.gang.hangs import HangWatch, suspicion, unread_streams
-from atoll.gang.members import GangSpec, NodeState, RankState
-from atoll.gang.nodes import Nodes
+from atoll.core.errors import AtollError, PoolClosed, ProvisionError, name_ranks
+from atoll.gang import messages as m
+from atoll.gang.members import GangSpec, node_setup
+from atoll.gang.nodes import NodeChannel, Nodes
 from atoll.gang.notifier import Audience
-from atoll.gang.reader import Reader
-from atoll.gang.remote_ranks import OneUseArena, RankFiles, is_remote
-from atoll.gang.timers import Timer
+from atoll.gang.remote_ranks import OneUseArena, RankFiles
+from atoll.gang.state import GangState
 from atoll.providers.base import Node
+from atoll.providers.remote import RemoteHandle
 from atoll.wire import frames
-from atoll.wire.frames import Frame, RawFrame, WireError, close_all, pack
+from atoll.wire.frames import Frame, Parser, RawFrame, WireError, close_all, pack, receive
 from atoll.wire.payloads import Arena
+from atoll.wire.poller import LONGEST_S, WRITE, Poller
 from atoll.worker.folder_locks import hold_folder
 
 _UNWIND_S = 0.3  # what a running call gets to unwind when the pool goes down
-_MAX_EARLY_DEATHS = 3  # of a rank that was up once, in a row
+_LEAVE_S = 1.5  # agents get this long to end, of which they give their ranks a second; then their channels close
+_RANK_FIELD, _RANK_AT = struct.Struct("<I"), 8
+_NOTHING = bytes(4)  # what lies in a pipe, by FIONREAD
+
+
+class RankChannel:
+    """This side of what connects a rank on this machine: its channel, and what it prints."""
+
+    def __init__(self, rank: int, sock: socket.socket, outputs: list[Output]) -> None:
+        sock.setblocking(False)
+        self.rank = rank
+        self.sock = sock
+        self.outputs = outputs
+        self.parser = Parser()
+        self.out = Outbox(sock)
+
+    def close(self) -> None:
+        """Close all of it, and descriptors that nobody took."""
+        self.parser.close()
+        self.out.clear()
+        self.sock.close()
+        for output in self.outputs:
+            output.close()
 
 
 class Gang:
-    """Ranks on nodes. ``submit`` a job; its sink hears what comes of it."""
+    """Ranks on nodes. ``submit`` a call; its sink hears what comes of it."""
 
     def __init__(self, spec: GangSpec, audience: Audience) -> None:
         self.spec = spec
-        remote = is_remote(spec.plan)
-        self.arena = OneUseArena() if remote else Arena()
-        self._held: int | None = None  # the folder of its logs
-        self._log_files = RankFiles(spec.log_dir) if remote else None  # local agents write them themselves
         self.audience = audience
-        self.world_size = spec.plan.world_size
-        self.ranks: list[RankState] = []
-        for node in spec.plan.nodes:
-            for _ in range(node.num_ranks):
-                self.ranks.append(RankState(len(self.ranks), node.node))
+        self.nodes = Nodes(spec, self._adopt)
+        self.arena = OneUseArena() if self.nodes.are_remote else Arena()
+        self.node_of = [plan.node for plan in spec.plan.nodes for _ in range(plan.num_ranks)]
+        self.world_size = len(self.node_of)
+        self.state = GangState(
+            self.node_of,
+            [node.deaf_s for node in self.nodes.channels],
+            path=spec.path,
+            log_dir=spec.log_dir,
+            hang_timeout_s=spec.hang_timeout_s,
+            start_timeout_s=spec.start_timeout_s,
+            wants_events=audience.wants_events,
+        )
+        self._pid = os.getpid()
+        self._held: int | None = None  # the folder of its logs
+        self._log_files = RankFiles(spec.log_dir) if self.nodes.are_remote else None  # local agents write them
+        self._to_start: set[int] = set()  # nodes that were lost, once they are released
+        self._channels: dict[int, RankChannel] = {}  # of ranks on this machine
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._hangs = HangWatch(spec.hang_timeout_s)
-        self._hang_round: Timer | None = None
-        self._reader = Reader(f"atoll-{spec.pool_id}", self._lock, self)
-        self.nodes = Nodes(spec, self.ranks, self._lock, self._reader, audience.note)
-        self._calls = Dispatch(self.ranks, self.nodes, self._reader, self.arena, self._changed, audience)
-        self.credit, self.close_stream = self._calls.credit, self._calls.close_stream
-        self._pid = os.getpid()
+        self._events: deque[m.Event] = deque()
+        self._is_handling = self._leaving = self._may_be_full = False
+        self._sleeps_until = -math.inf
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller: Poller[Callable[[bool, bool], object]] = Poller()
+        self._poller.watch(self._wake, self._drain_wake)
+        self._reader = threading.Thread(target=self._read, name=f"atoll-{spec.pool_id}", daemon=True)
+        self._performers: dict[type, Callable[[Any], object]] = {
+            m.SendCall: self._send_call,
+            m.Send: lambda a: self._to_rank(a.rank, pack(a.kind, a.rank, a.number, a.fields)),
+            m.Interrupt: lambda a: self._to_agent(a.rank, pack(frames.CANCEL, a.rank, a.number)),
+            m.Kill: lambda a: self._to_agent(a.rank, pack(frames.KILL, a.rank, 0, a.fault and {"fault": a.fault})),
+            m.Spawn: self._spawn,
+            m.AskStacks: lambda a: self._to_node(
+                self.nodes.channels[a.node], pack(frames.STACKS, 0, a.number, {"ranks": a.ranks})
+            ),
+            m.HangUp: lambda a: self.nodes.channels[a.node].hang_up(),
+            m.StartNode: lambda a: self._to_start.add(a.node),
+            m.Started: lambda a: a.call.sink.started(a.call.ranks),
+            m.Deliver: self._deliver,
+            m.Returned: lambda a: a.call.sink.returned(a.call.results),
+            m.Resolve: self._resolve,
+            m.Emit: lambda a: audience.event(a.event),
+            m.ShowLog: self._show_log,
+            m.FlushLog: lambda a: audience.flush(a.rank),
+            m.Note: lambda a: audience.note(a.text, a.rank),
+            m.CloseFiles: lambda a: close_all(a.fds),
+            m.Changed: lambda _: self._changed.notify_all(),
+        }
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -71,28 +126,27 @@ class Gang:
         """Start every node and wait until each rank is ready; on any failure release all and raise."""
         started = time.monotonic()
         try:
-            self.nodes.start()
+            with contextlib.suppress(OSError):  # a full disk
+                os.makedirs(self.spec.log_dir, mode=0o700, exist_ok=True)
+                self._held = hold_folder(self.spec.log_dir)
+            self.nodes.start_all()
             self._reader.start()
             self._wait_ready(started + self.spec.start_timeout_s)
         except BaseException:
             self.stop()
             raise
-        with contextlib.suppress(OSError):  # a full disk
-            os.makedirs(self.spec.log_dir, mode=0o700, exist_ok=True)
-            self._held = hold_folder(self.spec.log_dir)
         took, num_nodes = time.monotonic() - started, len(self.spec.plan.nodes)
-        self._tell(
+        self.audience.event(
             events.PoolStarted(pool_id=self.spec.pool_id, nodes=num_nodes, world_size=self.world_size, took_s=took)
         )
 
     def _wait_ready(self, deadline: float) -> None:
         with self._changed:
-            while not all(state.ready for state in self.ranks):
-                if self._calls.broken is not None:
-                    raise self._calls.broken
+            while missing := self.state.missing:
+                if self.state.broken is not None:
+                    raise self.state.broken
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    missing = [state.rank for state in self.ranks if not state.ready]
                     raise ProvisionError(
                         f"{name_ranks(missing)} did not come up within {self.spec.start_timeout_s:g} s; "
                         f"their output is in {self.spec.log_dir}"
@@ -103,289 +157,351 @@ class Gang:
         """Fail what runs, end every rank, release every node. Safe to call twice, and from any thread."""
         if os.getpid() != self._pid:  # a forked child's copy: the pool is its parent's
             return
-        if self._reader.is_current:  # the garbage collector's: can't await itself
+        if threading.current_thread() is self._reader:  # the garbage collector's: can't await itself
             threading.Thread(target=self.stop, name="atoll-stop").start()
             return
-        with self._lock:
-            first = not self._closing
-            self.nodes.closing = True
-            self._calls.wind_up(_UNWIND_S if first else 0.0)
-        self.nodes.end()
+        with self._changed:
+            first = not self.state.closing
+            self.handle(m.Close(unwind=first))
+            deadline = time.monotonic() + (_UNWIND_S if first else 0.0)
+            while self.state.running and self._reader.is_alive() and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self.handle(m.EndCalls())
+            busy = self.state.busy
+            for node in self.nodes.channels:
+                self._to_node(node, pack(frames.SHUTDOWN, meta={"busy": busy}))
+            self._leaving = True
+        self._poke()
+        self.nodes.end(_LEAVE_S, self._join)
         if first:
-            self._reader.close()
-            self.arena.close()
-            if self._log_files is not None:
-                self._log_files.close()
-            if self._held is not None:
-                os.close(self._held)
-            self._tell(events.PoolStopped(pool_id=self.spec.pool_id))
-            self.audience.close()
+            self._close()
 
-    @property
-    def _closing(self) -> bool:
-        return self.nodes.closing
+    def _join(self, timeout_s: float) -> bool:
+        if self._reader.is_alive():
+            self._reader.join(timeout_s)
+        return not self._reader.is_alive()
+
+    def _close(self) -> None:
+        with self._lock:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+        self._poller.close()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self.arena.close()
+        if self._log_files is not None:
+            self._log_files.close()
+        if self._held is not None:
+            os.close(self._held)
+        self.audience.event(events.PoolStopped(pool_id=self.spec.pool_id))
+        self.audience.close()
 
     @property
     def usable(self) -> bool:
         """Can calls be made?"""
-        return not self._closing and self._calls.broken is None
+        return self.state.refusal is None
 
-    # -- calls ----------------------------------------------------------------------------------------------------
+    # -- the state machine ------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
-        """Queue a call; its sink hears the rest."""
-        with self._lock:
-            if not self.usable:
-                job.request.release(self.arena)
-                raise self._calls.broken or PoolClosed(
-                    "the pool is shut down; make the call inside its `with` block, or call .up() first"
-                )
-            self._calls.add(job)
-            if self._hang_round is None:
-                self._hang_round = self._reader.after(self._hangs.period_s, self._look_for_hangs)
-
-    def cancel(self, job: Job, error: BaseException) -> None:
-        """Stop a call wherever it is; it ends with this error within a second."""
-        with self._lock:
-            self._calls.cancel(job, error)
-
-    # -- hangs ------------------------------------------------------------------------------------------------------
-
-    def _look_for_hangs(self) -> None:
-        """Ask for the stacks of every call that runs since the last round; one timer for all, none while idle."""
-        period, running = self._hangs.period_s, self._calls.running
-        old = time.monotonic() - period
-        for job in running.values():
-            if job.started_s <= old and not job.stopping:
-                for node in {self.ranks[rank].node for rank in job.unfinished}:
-                    self.nodes.ask_stacks(self.nodes.states[node], job.number)
-        line = unread_streams(self._calls.waiting, running.values())
-        if line is not None:
-            self.audience.note(line)
-        busy = running or self._calls.waiting is not None
-        self._hang_round = self._reader.after(period, self._look_for_hangs) if busy else None
-
-    def _on_stacks(self, frame: Frame) -> None:
-        job = self._calls.running.get(frame.call)
-        if job is None or job.stopping:
-            return
-        hang = self._hangs.seen(
-            job, {int(rank): {**seen, "pid": self.ranks[int(rank)].pid} for rank, seen in frame.meta["ranks"].items()}
-        )
-        if isinstance(hang, HangError):
-            self._calls.kill(job, hang)
-        elif hang is not None:
-            self._tell(hang)
-            self.audience.note(suspicion(hang))
-
-    # -- frames: what the reader hears --------------------------------------------------------------------------------
-
-    def failed(self, error: BaseException) -> None:
-        """Without a reader everybody would wait for ever."""
-        self._break(PoolClosed(f"the pool's reader failed: {type(error).__name__}: {error}"))
-
-    def is_full(self) -> bool:
-        """Has what came to be taken by the audience before more is read?"""
-        return self.audience.is_full()
-
-    def writable(self, node: NodeState) -> None:
-        """A channel takes more of what waits for it."""
-        with self._lock:
-            self.nodes.flush(node)
-
-    def take(self, node: NodeState, received: list[RawFrame]) -> None:
-        """Frames of a node's."""
-        for raw in received:
-            try:
-                frame = raw.parsed()
-            except WireError as error:  # bytes of the user's that look like a frame: its rank can't be trusted
-                self._bad_frame(raw, error)
-            else:
-                self._on_frame(node, frame)
-
-    def _bad_frame(self, raw: RawFrame, error: WireError) -> None:
-        close_all(raw.fds)
-        if not 0 <= raw.rank < self.world_size:
-            raise error
-        state = self.ranks[raw.rank]
-        job = self._calls.on_rank(raw.rank)
-        if job is not None:
-            died = WorkerDied(rank=raw.rank, node=state.node, reason=f"wrote into its channel to Atoll: {error}")
-            self._calls.rank_failed(job, Failure(raw.rank, state.node, error=died))
-        self.nodes.send(self.nodes.of(raw.rank), pack(frames.KILL, raw.rank))
-
-    def _on_frame(self, node: NodeState, frame: Frame) -> None:
-        job = self._calls.running.get(frame.call) if frame.call else None
-        match frame.kind:
-            case frames.RESULT | frames.ERROR:
-                self._on_result(job, frame)
-            case frames.LOG:
-                self._on_log(job, frame)
-            case frames.VALUE | frames.STREAM if job is not None and job.stopping:
-                close_all(frame.fds)  # nobody takes values of a call that failed; what it reported still counts
-            case frames.VALUE | frames.STREAM | frames.REPORT if job is not None:
-                job.saw(frame.rank)
-                job.streaming = job.streaming or frame.kind == frames.STREAM
+    def handle(self, event: m.Event) -> None:
+        """Have the state machine decide about an event, and perform what it says, in its order."""
+        try:
+            with self._lock:
+                self._events.append(event)
+                if self._is_handling:  # in the middle of another event, by a signal handler: that goes on with this one
+                    return
+                self._is_handling = True
                 try:
-                    job.sink.frame(frame, frame.rank, node.plan.node)
-                except BaseException as error:  # noqa: BLE001 - what a report's pickle runs here is the user's
-                    self.cancel(job, error)
-            case frames.WANT_GROUP if job is not None:
-                self._calls.want_group(job, frame.rank)
-            case frames.HELLO:
-                self._on_hello(frame)
-            case frames.STARTED:
-                self.ranks[frame.rank].pid = frame.meta["pid"]
-            case frames.EXIT:
-                self._on_exit(node, frame)
-            case frames.STACKS:
-                node.asked_s = 0.0
-                self._on_stacks(frame)
+                    while self._events:
+                        for action in self.state.handle(self._events.popleft(), time.monotonic()):
+                            self._performers[type(action)](action)
+                finally:
+                    self._is_handling = False
+        except BaseException as error:
+            if isinstance(event, m.Submit):  # Ctrl-C between two lines: its ranks may count as busy and not know it
+                self.handle(m.Cancel(event.call, error))
+            raise
+        if self.state.next_due < self._sleeps_until:
+            self._poke()
+
+    def _send_call(self, action: m.SendCall) -> None:
+        request, header = action.call.request, action.header
+        parts, fds = request.arguments.inline, tuple[int, ...]()
+        if header.function_payload is not None:
+            parts = [*request.function.encoded.inline, *parts]
+        if header.arguments.get("file") or header.function_payload is not None:
+            used = request.encoded if header.function_payload is not None else (request.arguments,)
+            fds = tuple(encoded.segment.fd for encoded in used if encoded.segment is not None)
+        data = header.to_wire(action.call.number, parts, len(fds))
+        for rank in action.ranks:
+            _RANK_FIELD.pack_into(data, _RANK_AT, rank)
+            channel = self._channels.get(rank)
+            if channel is None or channel.out.num_bytes or fds:
+                try:
+                    self._to_rank(rank, bytes(data), fds)
+                except OSError as error:  # there is no descriptor left
+                    self._events.append(m.Cancel(action.call, error))
+                continue
+            try:
+                sent = channel.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:  # it is gone; its agent will say so
+                continue
+            if sent < len(data):
+                self._to_rank(rank, bytes(data[sent:]))
+
+    def _to_rank(self, rank: int, data: bytes, fds: Sequence[int] = ()) -> None:
+        if self.nodes.are_remote:
+            self._to_node(self.nodes.channels[self.node_of[rank]], data, fds)
+        elif (channel := self._channels.get(rank)) is not None:
+            channel.out.add(data, tuple(map(os.dup, fds)))
+            self._flush_rank(channel)
+
+    def _flush_rank(self, channel: RankChannel) -> None:
+        try:
+            channel.out.flush()
+        except OSError:  # it is gone; its agent will say so
+            channel.out.clear()
+        self._poller.want_write(channel.sock.fileno(), bool(channel.out))
+
+    def _to_agent(self, rank: int, data: bytes) -> None:
+        self._to_node(self.nodes.channels[self.node_of[rank]], data)
+
+    def _to_node(self, node: NodeChannel, data: bytes, fds: Sequence[int] = ()) -> None:
+        waits = node.send(data, fds)
+        if node.handle is not None:
+            self._poller.want_write(node.handle.channel.fileno(), waits)
+
+    def _spawn(self, action: m.Spawn) -> None:
+        rank, node = action.rank, self.nodes.channels[self.node_of[action.rank]]
+        if self.nodes.are_remote:
+            self._to_node(node, pack(frames.SPAWN, rank))
+            return
+        self._drop_channel(rank)
+        log = os.path.join(self.spec.log_dir, f"rank{rank}")
+        try:
+            with contextlib.ExitStack() as given:
+                ours, theirs = socket.socketpair()
+                given.callback(theirs.close)
+                channel = self._channels[rank] = RankChannel(rank, ours, [])
+                fds = [theirs.fileno()]
+                for path, is_stderr in ((f"{log}.out", False), (f"{log}.err", True)):
+                    output, writer = Output.piped(path, is_stderr)
+                    channel.outputs.append(output)
+                    given.callback(os.close, writer)
+                    fds.append(writer)
+                self._to_node(node, pack(frames.SPAWN, rank, num_fds=len(fds)), fds)
+        except OSError as error:
+            self._events.append(m.Broken(ProvisionError(f"rank {rank} could not be started: {error}")))
+            return
+        self._poller.watch(ours.fileno(), functools.partial(self._read_rank, channel))
+        for output in channel.outputs:
+            self._poller.watch(output.reader, functools.partial(self._read_output, channel, output))
+
+    def _deliver(self, action: m.Deliver) -> None:
+        try:
+            action.call.sink.frame(action.frame, action.frame.rank, action.node)
+        except Exception as error:  # noqa: BLE001 - out of descriptors or memory, say
+            self._events.append(m.Cancel(action.call, error))
+
+    def _resolve(self, action: m.Resolve) -> None:
+        call = action.call
+        if call.request.arguments.segment is not None or call.request.function.encoded.segment is not None:
+            call.request.release(self.arena if action.reuse else None)
+        try:
+            call.sink.done(call.results, call.failures, action.error)
+        except Exception as problem:  # noqa: BLE001 - as above: whoever waits has to hear of it
+            call.sink.done({}, [], AtollError(f"the call ended, and its results could not be taken: {problem}"))
+
+    def _show_log(self, action: m.ShowLog) -> None:
+        frame, self._may_be_full = action.frame, True
+        self.audience.log(action.call, frame.rank, bool(frame.flags), bytes(frame.rest))
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, node: NodeChannel, handle: Node) -> bool:
+        """Talk to a node that was started; False where the gang has come to its end meanwhile."""
+        with self._lock:
+            if self.state.closing:
+                return False
+            if self.nodes.are_remote:
+                cast("RemoteHandle", handle).listen(lambda _silent_s, line: self.audience.note(line))
+            node.open(handle)
+            self._poller.watch(handle.channel.fileno(), functools.partial(self._read_node, node))
+            self._to_node(node, pack(frames.SETUP, meta=node_setup(self.spec, node.plan, self.node_of)))
+            self.handle(m.NodeUp(node.plan.node))
+        return True
+
+    def _node_lost(self, node: NodeChannel, reason: str) -> None:
+        """A node's channel ended, and its ranks with it."""
+        number = node.plan.node
+        with self._lock:
+            handle = node.handle
+            assert handle is not None
+            self._poller.unwatch(handle.channel.fileno())
+            node.detach()
+            for rank in [rank for rank in self._channels if self.node_of[rank] == number]:
+                self._drop_channel(rank)
+            self.handle(m.NodeUnreachable(number))
+
+        def replace() -> None:
+            gone = not self.state.closing  # nobody asks how a node ended that was told to, which takes up to a second
+            self.handle(m.NodeGone(number, (handle.reason if gone else None) or reason))
+            self.nodes.release(node, handle, gone=gone)
+            if number in self._to_start and not self.state.closing:
+                self._to_start.discard(number)
+                try:
+                    self.nodes.start(node)
+                except Exception as error:  # noqa: BLE001 - whatever a provider raises ends the pool with its reason
+                    why = f"node {number} was lost and could not be started again: {error}"
+                    self.handle(m.Broken(PoolClosed(why)))
+
+        self.nodes.in_background(replace)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # without a reader everybody would wait for ever
+            self.handle(m.Broken(PoolClosed(f"the pool's reader failed: {type(error).__name__}: {error}")))
+            raise
+
+    def _serve(self) -> None:
+        state, poll, watched = self.state, self._poller.poll, self._poller.watched
+        while not (self._leaving and all(node.handle is None for node in self.nodes.channels)):
+            if self._may_be_full:
+                while self.audience.is_full():
+                    self._fire_timers()
+                self._may_be_full = False
+            self._sleeps_until = math.inf  # who sets a timer from here on wakes this thread
+            due = self._sleeps_until = state.next_due
+            ready = poll(None if due == math.inf else min(max(0.0, due - time.monotonic()), LONGEST_S))
+            self._sleeps_until = -math.inf
+            for fd, events_ in ready:
+                if (callback := watched.get(fd)) is not None:
+                    callback(events_ & ~WRITE != 0, events_ & WRITE != 0)
+            if state.next_due <= time.monotonic():
+                self._fire_timers()
+
+    def _fire_timers(self) -> None:
+        if time.monotonic() >= self.state.next_due:
+            self.handle(m.TimerFired())
+
+    def _poke(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _drain_wake(self, _readable: bool, _writable: bool) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _read_rank(self, channel: RankChannel, readable: bool, writable: bool, *, is_last: bool = False) -> bool:
+        """Take what there is to read from a rank; False where there is nothing more."""
+        if writable:
+            with self._lock:
+                self._flush_rank(channel)
+        if not readable:
+            return False
+        try:
+            received = channel.parser.receive(channel.sock)
+            for frame in received or ():
+                if frame.rank != channel.rank or frame.kind not in frames.FROM_RANK:
+                    raise WireError("no frame of this rank's")
+                if frame.kind == frames.RESULT or frame.kind == frames.ERROR:
+                    for output in channel.outputs:  # what the call printed is shown before it returns
+                        if ioctl(output.reader, termios.FIONREAD, _NOTHING) != _NOTHING:
+                            self._drain_outputs(channel)
+                self.handle(frame)
+        except BlockingIOError:
+            return False
+        except OSError:
+            received = None
+        except WireError:
+            self._poller.unwatch(channel.sock.fileno())
+            self.handle(m.ChannelBroken(channel.rank))
+            return False
+        if received is None and not is_last:
+            self._poller.unwatch(channel.sock.fileno())
+            self.handle(m.ChannelClosed(channel.rank))
+        return received is not None
+
+    def _read_output(self, channel: RankChannel, output: Output, _readable: bool, _writable: bool) -> None:
+        if self._channels.get(channel.rank) is not channel:  # it was closed in this very round
+            return
+        data = output.read()
+        if data:
+            self._log(channel.rank, output, data)
+        elif data is not None:
+            self._poller.unwatch(output.reader)
+
+    def _drain_outputs(self, channel: RankChannel) -> None:
+        for output in channel.outputs:
+            for data in output.drain():
+                self._log(channel.rank, output, data)
+
+    def _log(self, rank: int, output: Output, data: bytes) -> None:
+        self.handle(Frame(frames.LOG, rank, 0, {}, memoryview(data), (), int(output.is_stderr)))
+
+    def _drop_channel(self, rank: int) -> list[str]:
+        """Close the channel of a rank that is gone, after what lies there: a result, say. Returns its last lines."""
+        channel = self._channels.get(rank)
+        if channel is None:
+            return []
+        while self._read_rank(channel, True, False, is_last=True):
+            pass
+        self._drain_outputs(channel)
+        for fd in (channel.sock.fileno(), *(output.reader for output in channel.outputs)):
+            self._poller.unwatch(fd)
+        del self._channels[rank]
+        channel.close()
+        return last_lines(channel.outputs)
+
+    def _read_node(self, node: NodeChannel, readable: bool, writable: bool) -> None:
+        if node.handle is None:  # it was lost in this very round
+            return
+        if writable:
+            with self._lock:
+                self._poller.want_write(node.handle.channel.fileno(), node.flush())
+        if not readable:
+            return
+        try:
+            data, fds = receive(node.handle.channel)
+            if data:
+                for raw in node.parser.feed(data, fds):
+                    self._on_agent_frame(node, raw)
+                return
+            reason = "its agent ended"
+        except BlockingIOError:
+            return
+        except (OSError, WireError) as error:
+            reason = f"its channel broke: {error}"
+        self._node_lost(node, reason)
+
+    def _on_agent_frame(self, node: NodeChannel, raw: RawFrame) -> None:
+        if not 0 <= raw.rank < self.world_size:
+            raise WireError(f"it has no rank {raw.rank}")
+        try:
+            frame = raw.parsed()
+        except WireError:  # bytes of the user's that look like a frame: its rank can't be trusted
+            close_all(raw.fds)
+            self.handle(m.ChannelBroken(raw.rank))
+            return
+        number = node.plan.node
+        match frame.kind:
             case frames.AGENT:
-                self._on_agent(node, frame)
+                self.handle(m.AgentSaid(number, frame.meta))
+            case frames.STACKS:
+                seen = {int(rank): each for rank, each in frame.meta["ranks"].items()}
+                self.handle(m.StacksSeen(number, frame.call, seen))
+            case frames.EXIT:
+                if tail := self._drop_channel(frame.rank):
+                    frame.meta["tail"] = tail
+                self.handle(frame)
             case _:
-                close_all(frame.fds)
-
-    def _on_result(self, job: Job | None, frame: Frame) -> None:
-        state = self.ranks[frame.rank]
-        state.has_torch = bool(frame.flags & frames.HAS_TORCH)
-        self.audience.flush(frame.rank)
-        if state.spent or frame.flags & frames.SPENT:  # it ends, and a fresh one is started when it has
-            state.ready, state.spent = False, True
-            self._calls.lost(frame.rank)
-        else:
-            self._calls.free(frame.rank)
-        if job is None or frame.rank in job.ended:
-            close_all(frame.fds)
-        else:
-            for line in frame.meta.get("notes", ()):
-                self.audience.note(line, frame.rank)
-            job.kept = job.kept or bool(frame.flags & frames.KEPT)
-            if frame.kind == frames.RESULT:
-                job.results[frame.rank] = frame
-                if job.streaming:
-                    job.sink.returned(job.results)
-            elif not frame.meta.get("cancelled"):
-                self._calls.rank_failed(job, Failure(frame.rank, state.node, frame=frame))
-            elif not job.failures and job.error is None:
-                job.error = AtollError(f"rank {frame.rank} stopped without being asked to")
-            self._calls.rank_ended(job, frame.rank)
-        self._calls.start()
-
-    def _on_log(self, job: Job | None, frame: Frame) -> None:
-        data = bytes(frame.rest)
-        if job is not None:
-            job.saw(frame.rank)
-        if self._log_files is not None:
-            self._log_files.write(frame.rank, bool(frame.flags), data)
-        self.audience.log(job, frame.rank, bool(frame.flags), data)
-
-    def _on_hello(self, frame: Frame) -> None:
-        state = self.ranks[frame.rank]
-        state.port = frame.meta["port"]
-        state.ready, state.spent, state.has_torch = True, False, False
-        state.sent, state.path = {}, self.spec.path
-        self.nodes.of(state.rank).restarts = 0
-        self._tell(events.RankStarted(rank=state.rank, node=state.node, pid=state.pid, restarts=state.starts))
-        state.starts += 1
-        self._calls.free(frame.rank)
-        self._changed.notify_all()
-        self._calls.start()
-
-    def _on_exit(self, node: NodeState, frame: Frame) -> None:
-        state = self.ranks[frame.rank]
-        meta = frame.meta
-        self.audience.flush(frame.rank)
-        job = self._calls.on_rank(frame.rank)
-        came_up, state.ready = state.ready or state.spent, False
-        self._calls.lost(frame.rank)
-        died = WorkerDied(
-            rank=frame.rank,
-            node=state.node,
-            exit_code=meta["exit_code"],
-            signal=meta["signal"],
-            oom=meta["oom"],
-            log_tail=meta["tail"],
-            reason=meta["fault"],
-        )
-        spent, state.spent = state.spent, False
-        if not meta["killed"] and not spent and not self._closing:
-            self._tell(events.RankDied(rank=frame.rank, node=state.node, reason=died.reason))
-        state.early_deaths = 0 if came_up else state.early_deaths + 1
-        if job is not None:
-            if not (meta["killed"] and job.stopping):  # its agent may have ended it for reasons of its own
-                self._calls.rank_failed(job, Failure(frame.rank, state.node, error=died))
-            self._calls.rank_ended(job, frame.rank)
-        if state.early_deaths >= (_MAX_EARLY_DEATHS if state.starts else 1):
-            self._break(ProvisionError(f"a rank could not be started: {died}", node=state.node))
-        elif not self._closing:
-            self.nodes.send(node, pack(frames.SPAWN, frame.rank))
-            self._expect([state])
-
-    def _expect(self, ranks: Sequence[RankState]) -> None:
-        """Ranks were started again: they come up in time, or the pool ends saying so."""
-        with self._lock:
-            seen = [(state, state.starts) for state in ranks]
-
-        def check() -> None:
-            late = [state.rank for state, starts in seen if not state.ready and state.starts == starts]
-            if late and not self._closing:
-                limit = self.spec.start_timeout_s
-                self._break(
-                    PoolClosed(f"{name_ranks(late)} did not come up again within {limit:g} s; see {self.spec.log_dir}")
-                )
-
-        self._reader.after(self.spec.start_timeout_s, check)
-
-    def _on_agent(self, node: NodeState, frame: Frame) -> None:
-        if "ended" in frame.meta:
-            node.ended = frame.meta["ended"]
-        elif frame.meta["version"] != frames.VERSION:
-            self._break(
-                ProvisionError(
-                    f"node {node.plan.node} speaks wire version {frame.meta['version']}, this driver "
-                    f"{frames.VERSION}: install the same Atoll on both",
-                    node=node.plan.node,
-                )
-            )
-
-    # -- nodes that go away -----------------------------------------------------------------------------------------
-
-    def lost(self, node: NodeState, reason: str) -> None:
-        """A node is gone, and its ranks with it; it is started again unless that means the end of the pool."""
-        with self._lock:
-            handle = self.nodes.detach(node)
-            for state in self.nodes.ranks_of(node):
-                state.ready = False
-                if self._calls.on_rank(state.rank) is None:
-                    self._calls.lost(state.rank)
-        self.nodes.clean_up(lambda: self._clean_up(node, handle, reason))
-
-    def _clean_up(self, node: NodeState, handle: Node, reason: str) -> None:
-        """Fail what ran on a lost node, release it and start it again, which takes a while."""
-        if not self._closing:  # nobody asks how a node ended that was told to
-            reason = node.ended or node.silent or handle.reason or reason
-        with self._lock:
-            number, ranks, closing = node.plan.node, self.nodes.ranks_of(node), self._closing
-            if not all(state.starts for state in ranks) and not closing:
-                self._break(ProvisionError(f"node {number} ended while it started: {reason}", node=number))
-            elif node.ended is not None and not closing:
-                self._break(PoolClosed(f"node {number} ended: {reason}"))
-            lost = NodeLost(number, reason)
-            for state in ranks:
-                job = self._calls.on_rank(state.rank)
-                self._calls.lost(state.rank)
-                if job is not None:
-                    self._calls.rank_failed(job, Failure(state.rank, state.node, error=lost))
-                    self._calls.rank_ended(job, state.rank)
-        self.nodes.release(node, handle, gone=not closing)
-        if not closing and self._calls.broken is None:
-            self.nodes.revive(node, self._expect, self._break)
-
-    def _break(self, error: BaseException) -> None:
-        """The pool can't go on: fail everything with this error."""
-        with self._lock:
-            self._calls.break_off(error)
-
-    def _tell(self, event: events.Event) -> None:
-        self.audience.event(event)
+                if frame.kind == frames.LOG and self._log_files is not None:
+                    self._log_files.write(frame.rank, bool(frame.flags), bytes(frame.rest))
+                self.handle(frame)

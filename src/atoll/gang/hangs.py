@@ -7,14 +7,13 @@ others have not, or no rank has used CPU time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.errors import HangError, name_ranks
 from atoll.core.events import HangSuspected
-from atoll.gang.call import Job
+from atoll.gang.call import Call
 
 _WARNING_S = 600.0  # without a hang_timeout: no progress for so long is worth a line,
 _DESERTED_S = 30.0  # or for so long where some ranks returned and all others wait for them
@@ -24,7 +23,7 @@ _STOPPED = "T"  # by a signal; `t` is a debugger's
 _IDLE_S, _IDLE_SHARE = 0.03, 0.01
 # Files and functions in which a rank waits for the others.
 _WAITS = (
-    "pool/worker/torch_group.py",  # for the others to import torch
+    "atoll/worker/process_group.py",  # for the others to import torch
     "torch/distributed/",
     "torch/nn/parallel/distributed.py",
     "_engine_run_backward",
@@ -102,25 +101,24 @@ class HangWatch:
         self._limit_s = limit_s
         self.period_s = min(max(limit_s / 20, 0.2), _PERIOD_S) if limit_s is not None else _PERIOD_S
 
-    def seen(self, job: Job, ranks: Mapping[int, Mapping[str, Any]]) -> HangError | HangSuspected | None:
+    def seen(self, call: Call, ranks: Mapping[int, Mapping[str, Any]], now: float) -> HangError | HangSuspected | None:
         """Take in what a call's ranks look like; says so if that makes it a hang, or one worth a warning."""
-        now = time.monotonic()
         for rank, seen in ranks.items():
-            if rank not in job.progress:
-                job.progress[rank] = Sight(now, now, seen["cpu_s"])
-            job.progress[rank].update(seen, now)
-        running = {rank: sight for rank, sight in sorted(job.progress.items()) if rank not in job.ended}
+            if rank not in call.progress:
+                call.progress[rank] = Sight(now, now, seen["cpu_s"])
+            call.progress[rank].update(seen, now)
+        running = {rank: sight for rank, sight in sorted(call.progress.items()) if rank not in call.ended}
         if not running:
             return None
-        if self._limit_s is not None and (found := evidence(job, running, now - self._limit_s)) is not None:
+        if self._limit_s is not None and (found := evidence(call, running, now - self._limit_s)) is not None:
             waiting = [rank for rank, sight in running.items() if sight.waits and rank not in found.missing]
             stacks = {rank: sight.text(now) for rank, sight in running.items()}
             return HangError(self._limit_s, found.missing, waiting, stacks, found.why)
-        if job.warned:
+        if call.warned:
             return None
-        deserted = bool(job.ended) and all(sight.waits for sight in running.values())
+        deserted = bool(call.ended) and all(sight.waits for sight in running.values())
         patience = self._limit_s / 2 if self._limit_s else _DESERTED_S if deserted else _WARNING_S
-        found = evidence(job, running, now - patience)
+        found = evidence(call, running, now - patience)
         quiet_s = now - max(sight.quiet_since for sight in running.values())
         if found is not None:
             stuck, why = found.missing or tuple(running), found.why
@@ -129,19 +127,19 @@ class HangWatch:
             stuck, why = tuple(running), "they use CPU time and may be well: it goes on"
         else:
             return None
-        job.warned = True
+        call.warned = True
         stacks = {rank: sight.text(now) for rank, sight in running.items()}
-        return HangSuspected(job_id=job.request.job_id, ranks=stuck, silent_s=quiet_s, stacks=stacks, why=why)
+        return HangSuspected(job_id=call.request.job_id, ranks=stuck, silent_s=quiet_s, stacks=stacks, why=why)
 
 
-def evidence(job: Job, running: Mapping[int, Sight], since: float) -> Evidence | None:
+def evidence(call: Call, running: Mapping[int, Sight], since: float) -> Evidence | None:
     """What proves that a call has hung since then, or None."""
     quiet = {rank for rank, sight in running.items() if sight.quiet_since <= since}
     idle = {rank for rank in quiet if running[rank].idle_since <= since}
     if stopped := tuple(sorted(rank for rank in idle if running[rank].state == _STOPPED)):
         pids = " ".join(str(running[rank].pid) for rank in stopped)
         return Evidence(stopped, f"{name_ranks(stopped)} stopped by a signal; `kill -CONT {pids}` lets it go on")
-    for entered in (*_entered(running, len(job.ranks)).values(), _asked_for_group(job, running)):
+    for entered in (*_entered(running, len(call.ranks)).values(), _asked_for_group(call, running)):
         missing = tuple(rank for rank, number in entered.items() if number < max(entered.values()))
         ahead = [rank for rank in entered if rank not in missing]
         # A collective may let those ahead go on, so one of them has to wait there.
@@ -151,7 +149,7 @@ def evidence(job: Job, running: Mapping[int, Sight], since: float) -> Evidence |
         return None
     missing = tuple(rank for rank, sight in running.items() if not sight.waits)
     if not missing:  # all wait: those that returned are the ones that will never come
-        missing = tuple(sorted(job.ended))
+        missing = tuple(sorted(call.ended))
         why = f"{name_ranks(missing)} returned, and the others wait for them" if missing else ""
     elif len(missing) == len(running):
         missing, why = (missing if len(missing) == 1 else ()), ""
@@ -172,8 +170,8 @@ def _entered(running: Mapping[int, Sight], num_ranks: int) -> dict[str, dict[int
     return found
 
 
-def _asked_for_group(job: Job, running: Mapping[int, Sight]) -> dict[int, int]:
-    return {rank: int(rank in job.wants_group) for rank in running}
+def _asked_for_group(call: Call, running: Mapping[int, Sight]) -> dict[int, int]:
+    return {rank: int(rank in call.wants_group) for rank in running}
 
 
 def suspicion(event: HangSuspected) -> str:
@@ -183,15 +181,15 @@ def suspicion(event: HangSuspected) -> str:
     return f"{name_ranks(event.ranks)} made no progress for {event.silent_s:.0f} s{why}{stacks}"
 
 
-def unread_streams(waiting: Job | None, running: Collection[Job]) -> str | None:
+def unread_streams(waiting: Call | None, running: Collection[Call]) -> str | None:
     """A call waits for ranks that only stream: whoever made it may be the one who should read the streams.
 
     What to tell the user then, once; else None.
     """
-    if waiting is None or waiting.warned or not running or not all(job.streaming for job in running):
+    if waiting is None or waiting.warned or not running or not all(call.streaming for call in running):
         return None
     waiting.warned = True
-    streams = ", ".join(sorted({job.request.name for job in running}))
+    streams = ", ".join(sorted({call.request.name for call in running}))
     return (
         f"{waiting.request.name} waits for a free rank while {streams} is being streamed: read that stream to "
         f"its end or close() it, or give the pool more ranks"

@@ -1,4 +1,4 @@
-"""The nodes and ranks of a gang as the driver knows them, and what it tells their agents to start."""
+"""What a gang is started from, and what its agents are told to start."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.agent.send_queue import Outbox
 from atoll.core.errors import ConfigError
-from atoll.providers.base import Node, NodePlan, Plan, Provider
+from atoll.providers.base import NodePlan, Plan, Provider
 from atoll.providers.gpus import VISIBLE, lease_wish, visible_gpus
 from atoll.providers.remote import RemotePlan
-from atoll.wire.frames import Parser
 
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that Atoll is imported from."""
@@ -59,38 +57,6 @@ class GangSpec:
         return f"ATOLL_POOL_TAG={self.pool_id}.{plan.node}"
 
 
-@dataclass(slots=True)
-class RankState:
-    """What the driver knows of a rank."""
-
-    rank: int
-    node: int
-    pid: int = 0
-    port: int = 0
-    ready: bool = False
-    has_torch: bool = False
-    spent: bool = False  # it said that it can't take another call, or was ordered to be killed
-    starts: int = 0
-    early_deaths: int = 0
-    sent: dict[str, None] = field(default_factory=dict)  # functions that it keeps, the latest last
-    path: tuple[str, ...] | None = None
-
-
-@dataclass(slots=True)
-class NodeState:
-    """A node and the channel to its agent."""
-
-    plan: NodePlan
-    handle: Node | None = None
-    parser: Parser = field(default_factory=Parser)
-    out: Outbox | None = None  # what waits to be sent
-    ended: str | None = None  # why its agent said it ends
-    restarts: int = 0  # since a rank of it last came up
-    asked_s: float = 0.0  # since when it owes an answer
-    silent: str | None = None  # why it was given up
-    stop_start: Callable[[], None] | None = None  # has a start that is on its way fail soon
-
-
 def sweep_stale(tmp_root: str) -> None:
     """Remove folders of nodes whose agents were killed together with their drivers: nobody was left to do it.
 
@@ -113,17 +79,17 @@ def agent_command(source_root: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _BOOT.format(root=source_root, module="atoll.agent.node")]
 
 
-def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> dict[str, Any]:
+def node_setup(spec: GangSpec, plan: NodePlan, node_of: Sequence[int]) -> dict[str, Any]:
     """What an agent is told to start: the body of its SETUP frame."""
-    mine = [state for state in ranks if state.node == plan.node]
+    mine = [rank for rank, node in enumerate(node_of) if node == plan.node]
     tmp_dir = spec.tmp_dir(plan)
     if isinstance(plan, RemotePlan):
         boot = _REMOTE_BOOT.format(path=plan.import_path)
-        place = {"python": plan.python, "cwd": plan.home, "log_dir": None}  # the driver writes what it is sent
+        place = {"python": plan.python, "cwd": plan.home}
         env = {**plan.base_env, **spec.env, **plan.env}
     else:
         boot = _BOOT.format(root=SOURCE_ROOT, module="atoll.worker.call_loop")
-        place = {"python": spec.python, "cwd": spec.cwd, "log_dir": spec.log_dir}
+        place = {"python": spec.python, "cwd": spec.cwd}
         env = {**spec.env, **plan.env}
     return {
         "node": plan.node,
@@ -135,8 +101,8 @@ def node_setup(spec: GangSpec, plan: NodePlan, ranks: Sequence[RankState]) -> di
         "ttl_s": spec.ttl_s,
         "lease": _lease(spec, plan, env.get(VISIBLE)) if plan.gpus else None,
         "ranks": [
-            {"rank": state.rank, "local_rank": local, "env": _rank_env(spec, plan, state.rank, local, len(mine))}
-            for local, state in enumerate(mine)
+            {"rank": rank, "local_rank": local, "env": _rank_env(spec, plan, rank, local, len(mine))}
+            for local, rank in enumerate(mine)
         ],
     }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from atoll.core import events
-from atoll.gang.call import Job
+from atoll.gang.call import Call
 from atoll.gang.log_router import LogRouter
 
 _BACKLOG_BYTES = 8 << 20  # with more than this waiting, ranks wait before they print on,
@@ -24,11 +24,17 @@ _LEAVE_S = 2.0
 
 
 class Audience(Protocol):
-    """Who hears what happens in a gang. It is told with the gang's lock held, so nothing here may block."""
+    """Who hears what happens in a gang. It is told with the gang's lock held, so nothing here may block.
+
+    Attributes:
+        num_put, num_done: of what it heard; where they are equal ``catch_up`` has nothing to wait for.
+    """
 
     wants_events: bool
+    num_put: int
+    num_done: int
 
-    def log(self, job: Job | None, rank: int, is_stderr: bool, data: bytes) -> None: ...
+    def log(self, call: Call | None, rank: int, is_stderr: bool, data: bytes) -> None: ...
     def flush(self, rank: int | None = None) -> None: ...
     def note(self, text: str, rank: int | None = None) -> None: ...
     def event(self, event: events.Event | Callable[[], events.Event]) -> None: ...
@@ -48,13 +54,13 @@ class Notifier:
         logs.moved = self._moved
         self._queue: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...], int] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._num_put = self._num_done = self._waiting_bytes = self._dropped_bytes = 0
+        self.num_put = self.num_done = self._waiting_bytes = self._dropped_bytes = 0
         self._moved_s = 0.0
         self._is_closed = False
         self._spoke: set[int] = set()  # ranks that wrote since the last flush
         self._thread: threading.Thread | None = None
 
-    def log(self, job: Job | None, rank: int, is_stderr: bool, data: bytes) -> None:
+    def log(self, call: Call | None, rank: int, is_stderr: bool, data: bytes) -> None:
         """Show bytes that a rank wrote."""
         if not self._logs.is_quiet:
             self._spoke.add(rank)
@@ -93,9 +99,9 @@ class Notifier:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="atoll-notifier", daemon=True)
                 self._thread.start()
-            if self._num_done == self._num_put:
+            if self.num_done == self.num_put:
                 self._moved_s = time.monotonic()
-            self._num_put += 1
+            self.num_put += 1
             self._waiting_bytes += num_bytes
             self._queue.put((function, args, num_bytes))
 
@@ -109,7 +115,7 @@ class Notifier:
                 self._logs.note(f"a callback raised {type(error).__name__}: {error}")
             del function, args
             with self._changed:
-                self._num_done += 1
+                self.num_done += 1
                 self._waiting_bytes -= num_bytes
                 self._moved_s = time.monotonic()
                 dropped, self._dropped_bytes = self._dropped_bytes, 0
@@ -124,7 +130,7 @@ class Notifier:
         self._moved_s = time.monotonic()
 
     def _is_stalled(self) -> bool:
-        return self._num_done < self._num_put and time.monotonic() - self._moved_s > _STALL_S
+        return self.num_done < self.num_put and time.monotonic() - self._moved_s > _STALL_S
 
     def is_full(self) -> bool:
         """Does too much wait, though it moves? Waits a moment for that to change."""
@@ -138,11 +144,11 @@ class Notifier:
 
     def catch_up(self) -> None:
         """Wait until what has come so far is shown, as long as that moves."""
-        if self._num_done == self._num_put or threading.current_thread() is self._thread:
+        if self.num_done == self.num_put or threading.current_thread() is self._thread:
             return
         with self._changed:
-            upto = self._num_put
-            while self._num_done < upto and not self._is_stalled():
+            upto = self.num_put
+            while self.num_done < upto and not self._is_stalled():
                 self._changed.wait(_STALL_S / 4)
 
     def close(self) -> None:

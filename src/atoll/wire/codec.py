@@ -85,7 +85,7 @@ def dumps(obj: object, *, what: str = "the value", roots: Roots | None = None) -
             to do instead.
         AtollError: an object refused for a reason of its own; a note tells where it sits.
     """
-    if _is_plain(obj):
+    if is_plain(obj):
         return Payload([pickle.dumps(obj, protocol=5)], [], [])
     shared: dict[int, Any] = {}
     while True:
@@ -126,7 +126,7 @@ def loads(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     return pickle.loads(head, buffers=buffers)
 
 
-def _is_plain(obj: object) -> bool:
+def is_plain(obj: object) -> bool:
     """Whether plain pickle gives what cloudpickle would: a few exact builtin scalars in exact builtin containers.
 
     It must not be asked of anything else: plain pickle sends a function of ``__main__`` by reference.

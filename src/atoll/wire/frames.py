@@ -24,15 +24,15 @@ VERSION: Final = 3
 HEADER: Final = struct.Struct("<IBBHIQ")
 FLAGS_AT: Final = 5
 EVERY: Final = 0xFFFFFFFF  # as the rank of TERM and KILL: all of them
-# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again;
-# it wrote to its standard streams, so what it printed has to be shown first.
+# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again.
 KEPT: Final = 2
 HAS_TORCH: Final = 4
 SPENT: Final = 8
-PRINTED: Final = 16
 _LENGTH: Final = struct.Struct("<I")
+_SMALLEST: Final = HEADER.size + _LENGTH.size
 _MAX_FDS: Final = 64
 _MAX_BODY_BYTES: Final = 1 << 28  # large payloads travel in memory files: a body beyond this is no frame of ours
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * 4)
 _CHUNK: Final = 1 << 16  # a larger buffer would be mapped and unmapped by the allocator at every read
 
 
@@ -56,21 +56,21 @@ _EXIT = ("exit_code", "signal", "oom", "tail", "killed", "fault")
 # What a node's agent is told.
 SETUP: Final = _kind(
     1, "SETUP", "driver → agent",
-    "node", "tag", "python", "argv", "env", "cwd", "log_dir", "tmp_dir", "ttl_s", "lease", "ranks", "task",
+    "node", "tag", "python", "argv", "env", "cwd", "tmp_dir", "ttl_s", "lease", "ranks", "task",
 )  # fmt: skip
-SPAWN: Final = _kind(2, "SPAWN", "driver → agent")  # beside it the rank's end of a channel, where that is direct
+# On this machine the rank's ends of its channel, standard output and error come along: the driver has the others.
+SPAWN: Final = _kind(2, "SPAWN", "driver → agent")
 KILL: Final = _kind(3, "KILL", "driver → agent", "fault")
 STACKS: Final = _kind(4, "STACKS", "driver → agent → driver", "ranks")
 SHUTDOWN: Final = _kind(5, "SHUTDOWN", "driver → agent", "busy")
 START: Final = _kind(6, "START", "driver → agent", "argv", "env", "cwd", "script", "shell")  # a task's process
 TERM: Final = _kind(7, "TERM", "driver → agent", "signal", "whole")
 LEASE: Final = _kind(8, "LEASE", "driver → agent", "gpus", "count", "holder", "round")
-DRAIN: Final = _kind(9, "DRAIN", "driver → agent")  # send what the rank has printed, then DRAINED
 CANCEL: Final = _kind(11, "CANCEL", "driver → agent")  # which interrupts the rank if it still runs that call
 # What a rank is told: over its own channel on this machine, else through its agent.
 CALL: Final = _kind(
     10, "CALL", "driver → rank",
-    "job_id", "seed", "function", "arguments", "broadcast", "head_port", "all_have_torch", "is_pure",
+    "job_id", "function", "arguments", "broadcast", "head_port", "all_have_torch", "is_pure",
     "function_payload", "keep_function", "forget", "path",
 )  # fmt: skip
 CREDIT: Final = _kind(12, "CREDIT", "driver → rank", "num")
@@ -84,15 +84,15 @@ VALUE: Final = _kind(23, "VALUE", "rank → driver", "payload", "notes", "end")
 STREAM: Final = _kind(24, "STREAM", "rank → driver")
 REPORT: Final = _kind(25, "REPORT", "rank → driver", "payload", "notes", "checkpoint")
 WANT_GROUP: Final = _kind(26, "WANT_GROUP", "rank → driver")
+FROM_RANK: Final = frozenset(KINDS) & frozenset(range(HELLO, WANT_GROUP + 1))
 # What an agent says.
 AGENT: Final = _kind(30, "AGENT", "agent → driver", "version", "pid", "place", "ended")
 LOG: Final = _kind(31, "LOG", "agent → driver")
 EXIT: Final = _kind(32, "EXIT", "agent → driver", *_EXIT)
 STARTED: Final = _kind(33, "STARTED", "agent → driver", "pid")
 LEASED: Final = _kind(34, "LEASED", "agent → driver", "round", "gpus", "why")
-DRAINED: Final = _kind(35, "DRAINED", "agent → driver")
 # Between a named pool's server and its clients, beside those of calls above.
-ATTACH: Final = _kind(40, "ATTACH", "client → server", "version", "wishes", "events")
+ATTACH: Final = _kind(40, "ATTACH", "client → server", "version", "given", "events")
 ATTACHED: Final = _kind(
     41, "ATTACHED", "server → client", "pool_id", "node_of", "log_dir", "pid", "python", "extra_path"
 )
@@ -120,7 +120,6 @@ class CallHeader:
     """
 
     job_id: str
-    seed: int
     function: str
     arguments: dict[str, Any]
     broadcast: bool = False
@@ -132,9 +131,18 @@ class CallHeader:
     forget: str | None = None
     path: Sequence[str] | None = None
 
-    def to_wire(self) -> dict[str, Any]:
-        """Its fields for the frame, less those that say nothing."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
+    def to_wire(self, call: int, rest: Sequence[bytes | memoryview], num_fds: int) -> bytearray:
+        """The frame, for rank 0; fields that say nothing are left out."""
+        fields = {"job_id": self.job_id, "function": self.function, "arguments": self.arguments}
+        for name in self.__slots__[3:]:
+            if value := getattr(self, name):
+                fields[name] = value
+        text = _encode_json(fields).encode()
+        size = _LENGTH.size + len(text)
+        for part in rest:
+            size += len(part)
+        head = HEADER.pack(size, CALL, 0, num_fds, 0, call)
+        return bytearray().join((head, _LENGTH.pack(len(text)), text, *rest))
 
     @classmethod
     def from_wire(cls, fields: dict[str, Any]) -> CallHeader:
@@ -143,7 +151,7 @@ class CallHeader:
         Raises:
             TypeError: another version's.
         """
-        return cls(**{"seed": 0, **fields})
+        return cls(**fields)
 
 
 # Made once: json.dumps would make an encoder a frame, and json.loads would look for encodings and white space.
@@ -260,6 +268,30 @@ class Parser:
             del buffer[:offset]
         return frames
 
+    def receive(self, sock: socket.socket) -> list[Frame] | None:
+        """The frames that are whole with what there is to read; None at its end. Fast for one that is all there is.
+
+        Raises:
+            OSError: it can't be read, or not without waiting.
+            WireError: as ``feed``; frames before the bad one are dropped.
+        """
+        data, ancillary, _flags, _addr = sock.recvmsg(_CHUNK, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return None
+        fds = _descriptors(ancillary) if ancillary else ()
+        if not (self._data or fds or self._fds) and len(data) >= _SMALLEST:
+            length, kind, flags, num_fds, rank, call = HEADER.unpack_from(data)
+            (text_bytes,) = _LENGTH.unpack_from(data, HEADER.size)
+            if length == len(data) - HEADER.size and not num_fds and kind in KINDS and text_bytes:
+                end = _SMALLEST + text_bytes
+                try:
+                    fields = _decode_json(data[_SMALLEST:end].decode())[0]
+                except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+                    raise WireError(f"the head of a frame is no JSON: {error}") from error
+                if type(fields) is dict:
+                    return [Frame(kind, rank, call, fields, memoryview(data)[end:], (), flags)]
+        return [raw.parsed() for raw in self.feed(data, fds)]
+
     def close(self) -> None:
         """Close descriptors that no frame claimed."""
         close_all(self._fds)
@@ -288,11 +320,15 @@ def send_some(sock: socket.socket, data: bytes | bytearray | memoryview, fds: Se
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """What there is to read, and the descriptors that came with it (close-on-exec). Empty bytes mean the end."""
-    data, ancillary, _flags, _addr = sock.recvmsg(_CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, _flags, _addr = sock.recvmsg(_CHUNK, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    return data, _descriptors(ancillary)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     fds: list[int] = []
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found = array.array("i")
             found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
             fds.extend(found)
-    return data, fds
+    return fds

@@ -67,6 +67,8 @@ class Arena:
 
     def encode(self, payload: Payload) -> Encoded:
         """Lay a payload out for sending; large ones are copied once, into a memory file."""
+        if not payload.buffers and len(payload.chunks) == 1 and len(payload.chunks[0]) <= _INLINE_BYTES:
+            return Encoded({"head": len(payload.chunks[0])}, [payload.chunks[0]])
         sizes = [len(buffer) for buffer in payload.buffers]
         head_bytes = payload.head_bytes
         table: dict[str, Any] = {"head": head_bytes, "buffers": sizes} if sizes else {"head": head_bytes}

@@ -20,7 +20,7 @@ from atoll.agent.rank import CHANNEL_FD, CONTROL_FD
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.wire import definitions, frames
 from atoll.wire.codec import Payload, dumps, loads
-from atoll.wire.frames import CallHeader, Frame, Parser, close_all, pack, receive, send_all
+from atoll.wire.frames import CallHeader, Frame, Parser, close_all, pack, send_all
 from atoll.wire.payloads import Arena, decode_parts
 from atoll.worker import probe
 from atoll.worker.children import DefinitionsSpec
@@ -58,7 +58,7 @@ class Worker:
         self.port_socket = _reserve_port(setup["addr"])
         self.port: int = self.port_socket.getsockname()[1]
         self._place: tuple[bool, int] | None = None
-        self._stopped_call = 0
+        self._stopped_call = -1
         self._main_thread = threading.get_ident()
         signal.signal(_CANCEL_SIGNAL, self._on_cancel)
         probe.start(CONTROL_FD, self._stop)
@@ -69,10 +69,10 @@ class Worker:
     def next_frame(self) -> Frame:
         """The next frame for this rank; waits for it. Ends the process when the agent is gone."""
         while not self._frames:
-            data, fds = receive(self._sock)
-            if not data:
+            frames_ = self._parser.receive(self._sock)
+            if frames_ is None:
                 os._exit(0)
-            self._frames.extend(raw.parsed() for raw in self._parser.feed(data, fds))
+            self._frames += frames_
         return self._frames.popleft()
 
     def frame_waiting(self) -> bool:
@@ -94,7 +94,7 @@ class Worker:
 
     def _encode(self, kind: int, payload: Payload, meta: dict[str, Any] | None = None) -> tuple[bytearray, list[int]]:
         encoded = self._arena.encode(payload)
-        meta = {**(meta or {}), "payload": encoded.table}
+        meta = {"payload": encoded.table, **(meta or {})}
         if payload.notes:
             meta["notes"] = payload.notes
         fds = [encoded.segment.fd] if encoded.segment else []
@@ -128,8 +128,6 @@ class Worker:
             frame = self.next_frame()
             if frame.kind == frames.CALL:
                 self._run(frame)
-            elif frame.kind == frames.SHUTDOWN:
-                leave(0)
 
     def _run(self, frame: Frame) -> None:
         header = CallHeader.from_wire(frame.meta)
@@ -142,6 +140,8 @@ class Worker:
         self.call = frame.call
         try:
             try:
+                if self._stopped_call == self.call:  # before it began
+                    raise Cancelled
                 data, fds = self._call(header, frame)
             except Cancelled:
                 raise
@@ -239,7 +239,7 @@ class Worker:
                 peers=self._peers,
                 accelerator=setup["accelerator"],
                 accelerators=setup["accelerators"],
-                seed=header.seed,
+                seed=int(header.job_id, 16),
                 simulated=setup["simulated"],
                 pool_id=setup["pool_id"],
                 # A folder for each attempt, in order.
@@ -279,14 +279,16 @@ class Worker:
         return function, loads(arg_head, arg_buffers), mappings
 
     def _stop(self, call: int) -> None:
-        """Interrupt the main thread, wherever it waits, if it runs this call."""
+        """Interrupt the main thread, wherever it waits, if it runs this call; 0 is for a rank that runs none."""
         self._stopped_call = call
         if self.call == call:
             signal.pthread_kill(self._main_thread, _CANCEL_SIGNAL)
 
     def _on_cancel(self, _signum: int, frame: FrameType | None) -> None:
-        if not self.call or self._stopped_call != self.call:
+        if self._stopped_call != self.call:
             return
+        if not self.call:
+            leave(0)
         if self._sending:  # half a frame would be the end of this rank
             self._cancel_pending = True
         elif _importing(frame):  # so would half a module: torch can't be imported again. Killed if it takes too long
@@ -324,15 +326,21 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
+_fflush: Callable[[None], object] | None = None  # the C library's
+
+
 def flush_output() -> None:
     """Push out what Python and the C library hold back, so that it arrives before the result does."""
+    global _fflush
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
             stream.flush()
-    ctypes = sys.modules.get("ctypes")
-    if ctypes is not None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).fflush(None)
+        except (OSError, ValueError, AttributeError):
+            pass
+    if _fflush is None and "ctypes" in sys.modules:
+        _fflush = sys.modules["ctypes"].CDLL(None).fflush
+    if _fflush is not None:
+        _fflush(None)
 
 
 def leave(code: int) -> NoReturn:

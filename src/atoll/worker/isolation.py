@@ -18,7 +18,10 @@ _SIGNALS = (
 )
 # Looked at after every call, so without what `os.environ` and `signal` put around them: decoding, enums.
 _environ: dict[bytes, bytes] = vars(os.environ)["_data"]
-_getsignal = importlib.import_module("_signal").getsignal
+_signal = importlib.import_module("_signal")
+_getsignal, _setmask, _settimer = _signal.getsignal, _signal.pthread_sigmask, _signal.setitimer
+_SETMASK = int(signal.SIG_SETMASK)
+_TIMERS = (int(signal.ITIMER_REAL), int(signal.ITIMER_VIRTUAL), int(signal.ITIMER_PROF))
 
 
 class Isolation:
@@ -65,17 +68,19 @@ class Isolation:
             for key, value in self._env.items():
                 if _environ.get(key) != value:
                     os.environ[os.fsdecode(key)] = os.fsdecode(value)
-        with contextlib.suppress(OSError):
+        try:
             os.chdir(self._cwd)
+        except OSError:  # it was removed
+            pass
         sys.path[:] = self._path
         sys.argv[:] = self._argv
         os.umask(self._umask)
         for number, handler in self._handlers.items():
             if handler is not None and _getsignal(number) is not handler:
                 signal.signal(number, handler)
-        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-            signal.setitimer(timer, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for timer in _TIMERS:
+            _settimer(timer, 0)
+        _setmask(_SETMASK, ())
         sys.setrecursionlimit(self._recursion_limit)
         if "random" in sys.modules:  # 16 bytes say as much as the 2,500 that seed() itself would ask the system for
             sys.modules["random"].seed(int.from_bytes(os.urandom(16), "big"))

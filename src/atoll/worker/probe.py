@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from atoll.agent.rank import LOOK
+from atoll.agent.rank import LEAVE, LOOK
 
 _ALL_SIGNALS = (*range(1, 32), *range(34, 65))  # the two between are the C library's own
 _MAX_FRAMES = 200
@@ -35,7 +35,7 @@ def _serve(fd: int, main_thread: int, stop: Callable[[int], None]) -> None:
                 answer = {"stack": _stack(main_thread), "groups": _groups()}
                 os.write(fd, json.dumps(answer).encode())
             else:
-                stop(int.from_bytes(request))
+                stop(0 if request == LEAVE else int.from_bytes(request))
 
 
 def _stack(thread: int) -> str:

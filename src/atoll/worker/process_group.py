@@ -48,7 +48,7 @@ def before_call(worker: Worker, all_have_torch: bool) -> None:
     _state.armed = worker.broadcast and worker.setup["world_size"] > 1
     _state.num_groups = 0  # counted within a call: a rank that started later has to come to the same names
     worker.at_end.append(_after_call)
-    if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+    if type(sys.meta_path[0]) is not _TorchFinder and _TorchFinder not in map(type, sys.meta_path):
         sys.meta_path.insert(0, _TorchFinder())
     if "torch" in sys.modules:
         _on_torch()

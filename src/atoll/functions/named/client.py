@@ -1,4 +1,4 @@
-"""The other end of a named pool: starts its keeper where there is none, and makes calls through it."""
+"""The other end of a named pool: starts its server where there is none, and makes calls through it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from atoll.core import events
 from atoll.core.errors import AtollError, ConfigError, PoolClosed, ProvisionError, UsageError
 from atoll.core.paths import atoll_home
 from atoll.core.validation import command_line
-from atoll.functions.named.registry import END_S, connect, folder_of, keeper_of, locked
-from atoll.functions.named.server import GO, request_parts
-from atoll.gang.call import Failure, Job
+from atoll.functions.named.config import PoolConfig
+from atoll.functions.named.protocol import GO, request_parts
+from atoll.functions.named.registry import END_S, connect, folder_of, locked, process_of
+from atoll.gang import messages as m
+from atoll.gang.call import Call, Failure
 from atoll.gang.hangs import suspicion
 from atoll.gang.log_router import LogRouter
 from atoll.gang.members import GangSpec
@@ -36,20 +38,19 @@ from atoll.wire.exceptions import packed, unpacked
 from atoll.wire.frames import Frame, Parser, WireError, close_all, pack, receive, send_all
 from atoll.wire.payloads import Arena
 
-_ANSWER_S = 10.0  # a keeper that is alive answers at once
+_ANSWER_S = 10.0  # a server that is alive answers at once
 _TRIES = 5  # it may be ending at the moment somebody attaches
 # How to start a gang, and what an image puts in front of every process's own import path.
 ToStart = Callable[[], tuple[GangSpec, Sequence[str]]]
 
 
 class Attached:
-    """A named pool as this process uses it: carries calls to the keeper, and what comes of them back."""
+    """A named pool as this process uses it: carries calls to the server, and what comes of them back."""
 
     def __init__(
         self,
         name: str,
-        config: dict[str, str],
-        wishes: dict[str, str],
+        config: PoolConfig,
         to_start: ToStart,
         idle_s: float,
         logs: Callable[[Callable[[int], int], int], LogRouter],
@@ -60,8 +61,8 @@ class Attached:
         self.arena = Arena()
         self._wants_events = on_event is not None
         self._numbers = itertools.count(1)
-        self._jobs: dict[int, Job] = {}
-        self._detaching: dict[Job, threading.Event] = {}
+        self._calls: dict[int, Call] = {}
+        self._detaching: dict[Call, threading.Event] = {}
         self._lock = threading.RLock()
         self._send_lock = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
@@ -69,7 +70,7 @@ class Attached:
         self._gone = "went away"
         self._pid = os.getpid()
         self._parser = Parser()
-        greeting = self._attach(config, wishes, to_start, idle_s)
+        greeting = self._attach(config, to_start, idle_s)
         self.pool_id: str = greeting["pool_id"]
         self.python: str = greeting["python"]
         self.extra_path: tuple[str, ...] = tuple(greeting["extra_path"])
@@ -84,13 +85,11 @@ class Attached:
             events.PoolStarted(pool_id=self.pool_id, nodes=nodes, world_size=self.world_size, took_s=took)
         )
 
-    def _attach(
-        self, config: dict[str, str], wishes: dict[str, str], to_start: ToStart, idle_s: float
-    ) -> dict[str, Any]:
+    def _attach(self, config: PoolConfig, to_start: ToStart, idle_s: float) -> dict[str, Any]:
         for _ in range(_TRIES):
-            self._sock = _connect_or_start(self.name, config, wishes, to_start, idle_s)
+            self._sock = _connect_or_start(self.name, config, to_start, idle_s)
             try:
-                greeting = self._greet(wishes)
+                greeting = self._greet(config)
             except BaseException:  # also Ctrl-C
                 self._sock.close()
                 raise
@@ -100,9 +99,9 @@ class Attached:
             time.sleep(0.05)
         raise PoolClosed(f"pool {self.name!r} ended {_TRIES} times while this process attached; see `atoll pools ls`")
 
-    def _greet(self, wishes: dict[str, str]) -> dict[str, Any] | None:
-        """What the keeper says of itself; None where it ended just now."""
-        meta = {"version": frames.VERSION, "wishes": wishes, "events": self._wants_events}
+    def _greet(self, config: PoolConfig) -> dict[str, Any] | None:
+        """What the server says of itself; None where it ended just now."""
+        meta = {"version": frames.VERSION, "given": config.given, "events": self._wants_events}
         received: list[Frame] = []
         self._sock.settimeout(_ANSWER_S)
         try:
@@ -114,7 +113,7 @@ class Attached:
                 received = [raw.parsed() for raw in self._parser.feed(data, fds)]
         except TimeoutError:
             raise PoolClosed(
-                f"pool {self.name!r} did not answer within {_ANSWER_S:g} s; its keeper is {keeper_of(self.name)}"
+                f"pool {self.name!r} did not answer within {_ANSWER_S:g} s; its server is {process_of(self.name)}"
             ) from None
         except OSError:
             return None
@@ -133,49 +132,46 @@ class Attached:
 
     # -- what ComputePool asks for ----------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
-        """Send a call to the keeper."""
-        self._add(job)
-        self._submit(job, detach=False)
+    def handle(self, event: m.CallerEvent) -> None:
+        """Have the server do what a caller wants."""
+        call = event.call
+        match event:
+            case m.Submit():
+                self._add(call)
+                self._submit(call, detach=False)
+            case m.Cancel(error=error):
+                record = None if isinstance(error, CancelledError) else packed(error)
+                self._send(pack(frames.CANCEL, 0, call.number, None, [pickle.dumps(record)]))
+            case m.StreamCredit(rank=rank, num=num):
+                self._send(pack(frames.CREDIT, rank, call.number, {"num": num}))
+            case m.StreamClosed(rank=rank):
+                self._send(pack(frames.CLOSE, rank, call.number))
 
-    def submit_detached(self, job: Job) -> str:
-        """Send a call that outlives this process; returns its id once the keeper has it."""
-        self._detaching[job] = accepted = threading.Event()
+    def submit_detached(self, call: Call) -> str:
+        """Send a call that outlives this process; returns its id once the server has it."""
+        self._detaching[call] = accepted = threading.Event()
         try:
-            self._add(job)
-            self._submit(job, detach=True)
-            if not accepted.wait(END_S):  # also where the reader found the keeper gone
+            self._add(call)
+            self._submit(call, detach=True)
+            if not accepted.wait(END_S):  # also where the reader found the server gone
                 raise PoolClosed(f"pool {self.name!r} did not answer within {END_S:g} s; see `atoll pools ls`")
         finally:
-            del self._detaching[job]
-        if job.done:
-            raise job.error or PoolClosed(f"pool {self.name!r} went away")
-        return job.request.job_id
+            del self._detaching[call]
+        if call.done:
+            raise call.error or PoolClosed(f"pool {self.name!r} went away")
+        return call.request.job_id
 
-    def _add(self, job: Job) -> None:
+    def _add(self, call: Call) -> None:
         with self._lock:
             if self._closing:
-                job.request.release(self.arena)
+                call.request.release(self.arena)
                 raise PoolClosed(f"pool {self.name!r} went away")
-            job.number = next(self._numbers)
-            self._jobs[job.number] = job
+            call.number = next(self._numbers)
+            self._calls[call.number] = call
 
-    def _submit(self, job: Job, *, detach: bool) -> None:
-        data, fds = request_parts(job.request)
-        self._send(pack(frames.SUBMIT, 0, job.number, {"detach": detach}, [data], len(fds)), fds)
-
-    def cancel(self, job: Job, error: BaseException) -> None:
-        """Ask the keeper to stop a call."""
-        record = None if isinstance(error, CancelledError) else packed(error)
-        self._send(pack(frames.CANCEL, 0, job.number, None, [pickle.dumps(record)]))
-
-    def credit(self, job: Job, rank: int, num: int) -> None:
-        """Let a streaming rank produce that many values more."""
-        self._send(pack(frames.CREDIT, rank, job.number, {"num": num}))
-
-    def close_stream(self, job: Job, rank: int) -> None:
-        """The consumer wants no more."""
-        self._send(pack(frames.CLOSE, rank, job.number))
+    def _submit(self, call: Call, *, detach: bool) -> None:
+        data, fds = request_parts(call.request)
+        self._send(pack(frames.SUBMIT, 0, call.number, {"detach": detach}, [data], len(fds)), fds)
 
     def stop(self) -> None:
         """Leave the pool; it stays up."""
@@ -201,12 +197,12 @@ class Attached:
             except BaseException as error:  # in the middle of a frame, by Ctrl-C say: the rest would make no sense
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
-                if not isinstance(error, OSError):  # of a keeper that is gone or stands still the reader tells
+                if not isinstance(error, OSError):  # of a server that is gone or stands still the reader tells
                     raise
             finally:
                 self._send_lock.release()
 
-    # -- what the keeper says ---------------------------------------------------------------------------------------
+    # -- what the server says ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:
@@ -215,10 +211,10 @@ class Attached:
             with self._lock:
                 ours = self._closing
                 self._closing = True
-                left, self._jobs = list(self._jobs.values()), {}
+                left, self._calls = list(self._calls.values()), {}
             why = "this process left the pool before the call finished" if ours else f"pool {self.name!r} {self._gone}"
-            for job in left:
-                self._end(job, job.results, job.failures, PoolClosed(why), kept=True)
+            for call in left:
+                self._end(call, call.results, call.failures, PoolClosed(why), kept=True)
             self._parser.close()
 
     def _read_frames(self) -> None:
@@ -230,10 +226,10 @@ class Attached:
                 data, fds = receive(self._sock)
                 received = self._parser.feed(data, fds) if data else []
             except TimeoutError:
-                if has_asked and self._jobs:
-                    self._gone = f"has not answered for {_ANSWER_S:g} s; its keeper is {keeper_of(self.name)}"
+                if has_asked and self._calls:
+                    self._gone = f"has not answered for {_ANSWER_S:g} s; its server is {process_of(self.name)}"
                     return
-                if has_asked := bool(self._jobs):
+                if has_asked := bool(self._calls):
                     self._send(pack(frames.PING))
                 continue
             except (OSError, WireError):
@@ -251,27 +247,27 @@ class Attached:
         if frame.kind == frames.EVENT:
             self._event(loads(frame.rest))
             return
-        job = self._jobs.get(frame.call)
-        if job is None:
+        call = self._calls.get(frame.call)
+        if call is None:
             close_all(frame.fds)
             return
         match frame.kind:
             case frames.ACCEPTED:
-                self._accepted(job, frame)
+                self._accepted(call, frame)
             case frames.RESULT:
                 self.audience.flush(frame.rank)
                 self._notes(frame)
-                job.results[frame.rank] = frame
+                call.results[frame.rank] = frame
             case frames.ERROR:
                 self._notes(frame)
-                job.failures.append(Failure(frame.rank, self.node_of[frame.rank], frame=frame))
+                call.failures.append(Failure(frame.rank, self.node_of[frame.rank], frame=frame))
             case frames.VALUE | frames.STREAM | frames.REPORT:
                 try:
-                    job.sink.frame(frame, frame.rank, self.node_of[frame.rank])
+                    call.sink.frame(frame, frame.rank, self.node_of[frame.rank])
                 except Exception as error:  # noqa: BLE001 - what a report's pickle runs here is the user's
-                    self.cancel(job, error)
+                    self.handle(m.Cancel(call, error))
             case frames.DONE:
-                self._done(job, frame)
+                self._done(call, frame)
 
     def _notes(self, frame: Frame) -> None:
         for line in frame.meta.get("notes", ()):
@@ -285,35 +281,33 @@ class Attached:
                 self.audience.note(suspicion(event))
         self.audience.event(event)
 
-    def _accepted(self, job: Job, frame: Frame) -> None:
+    def _accepted(self, call: Call, frame: Frame) -> None:
         if frame.meta.get("detached"):
-            self._jobs.pop(job.number, None)
-            job.request.release(None)
-            self._detaching[job].set()
+            self._calls.pop(call.number, None)
+            call.request.release(None)
+            self._detaching[call].set()
             return
-        job.begin(job.number, tuple(frame.meta["ranks"]))
-        job.sink.started(job.ranks)
+        call.begin(call.number, tuple(frame.meta["ranks"]), time.monotonic())
+        call.sink.started(call.ranks)
 
-    def _done(self, job: Job, frame: Frame) -> None:
-        self._jobs.pop(job.number, None)
+    def _done(self, call: Call, frame: Frame) -> None:
+        self._calls.pop(call.number, None)
         ends, error = pickle.loads(frame.rest)
         failures = [Failure(rank, node, error=unpacked(record)) for rank, node, record in ends]
         self.audience.flush()
-        self._end(job, job.results, [*failures, *job.failures], unpacked(error), kept=frame.meta["kept"])
+        self._end(call, call.results, [*failures, *call.failures], unpacked(error), kept=frame.meta["kept"])
 
     def _end(
-        self, job: Job, results: dict[int, Frame], failures: list[Failure], error: BaseException | None, *, kept: bool
+        self, call: Call, results: dict[int, Frame], failures: list[Failure], error: BaseException | None, *, kept: bool
     ) -> None:
-        job.done, job.error = True, error
-        job.request.release(None if kept or failures or error is not None else self.arena)
-        job.sink.done(results, failures, error)
-        if (detaching := self._detaching.get(job)) is not None:
+        call.done, call.error = True, error
+        call.request.release(None if kept or failures or error is not None else self.arena)
+        call.sink.done(results, failures, error)
+        if (detaching := self._detaching.get(call)) is not None:
             detaching.set()
 
 
-def _connect_or_start(
-    name: str, config: dict[str, str], wishes: dict[str, str], to_start: ToStart, idle_s: float
-) -> socket.socket:
+def _connect_or_start(name: str, config: PoolConfig, to_start: ToStart, idle_s: float) -> socket.socket:
     sock = connect(name)
     if sock is not None:
         return sock
@@ -323,16 +317,15 @@ def _connect_or_start(
             return sock
         spec, extra_path = to_start()
         folder = folder_of(name)
-        shutil.rmtree(folder, ignore_errors=True)  # a keeper that was killed could not
+        shutil.rmtree(folder, ignore_errors=True)  # a server that was killed could not
         folder.parent.mkdir(exist_ok=True, mode=0o700)
         folder.mkdir(mode=0o700)
-        log = Path(spec.log_dir) / "keeper.log"
+        log = Path(spec.log_dir) / "server.log"
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         wanted = {"name": name, "folder": str(folder), "log": str(log), "idle_s": idle_s}
-        wanted |= {"config": config, "wishes": wishes}
-        wanted |= {"spec": dumps(spec).head, "extra_path": list(extra_path)}
+        wanted |= {"config": config, "spec": dumps(spec).head, "extra_path": list(extra_path)}
         try:
-            _start_keeper(wanted)
+            _start_server(wanted)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -342,7 +335,7 @@ def _connect_or_start(
     return sock
 
 
-def _start_keeper(wanted: dict[str, Any]) -> None:
+def _start_server(wanted: dict[str, Any]) -> None:
     entries: list[object] = list(sys.path)  # None and worse have been seen there
     path = [os.path.abspath(entry) for entry in entries if isinstance(entry, str)]
     boot = f"import sys; sys.path[:] = {path!r}; from atoll.functions.named.server import main; main()"
@@ -355,24 +348,24 @@ def _start_keeper(wanted: dict[str, Any]) -> None:
         env={**os.environ, "ATOLL_HOME": str(atoll_home())},
     )
     assert process.stdin is not None and process.stdout is not None
-    with process.stdin as wish, process.stdout as answer:
+    with process.stdin as asking, process.stdout as answer:
         try:
             payload = pickle.dumps(wanted)
             with contextlib.suppress(BrokenPipeError):
-                wish.write(len(payload).to_bytes(8) + payload)
-                wish.flush()
+                asking.write(len(payload).to_bytes(8) + payload)
+                asking.flush()
             told = answer.read()
             error = unpacked(pickle.loads(told)) if told else None
             if told and error is None:
-                wish.write(GO)
-                wish.flush()
-        except BaseException:  # also Ctrl-C: a keeper that isn't told to go on ends itself and what it has started
+                asking.write(GO)
+                asking.flush()
+        except BaseException:  # also Ctrl-C: a server that isn't told to go on ends itself and what it has started
             with contextlib.suppress(OSError):
-                wish.close()
+                asking.close()
             _await_end(answer.fileno())
             raise
         finally:
-            process.wait()  # the keeper itself is its child, and nobody's here
+            process.wait()  # the server itself is its child, and nobody's here
     if error is not None:
         raise (
             error
@@ -380,11 +373,11 @@ def _start_keeper(wanted: dict[str, Any]) -> None:
             else ProvisionError(f"pool {wanted['name']!r} could not be started: {type(error).__name__}: {error}")
         )
     if not told:
-        raise ProvisionError(f"the keeper of pool {wanted['name']!r} ended while it started; see {wanted['log']}")
+        raise ProvisionError(f"the server of pool {wanted['name']!r} ended while it started; see {wanted['log']}")
 
 
 def _await_end(fd: int) -> None:
-    """Until the keeper has closed its end, but not for ever."""
+    """Until the server has closed its end, but not for ever."""
     deadline = time.monotonic() + END_S
     while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
         if not os.read(fd, 1 << 16):

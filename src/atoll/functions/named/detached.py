@@ -1,4 +1,4 @@
-"""Results of detached calls: written by the keeper, read by any later process."""
+"""Results of detached calls: written by the server, read by any later process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from atoll.core.errors import AtollError, CallTimeout, ConfigError, PoolClosed
 from atoll.core.paths import atoll_home, is_locked, write_atomic
 from atoll.core.validation import checks_arguments
-from atoll.gang.call import Failure, Job, Request, Sink
+from atoll.gang.call import Call, Failure, Request, Sink
 from atoll.gang.futures import Fault, RankResults, Received, unloadable
 from atoll.wire import frames
 from atoll.wire.exceptions import Packed, packed, unpacked
@@ -28,8 +28,8 @@ _POLL_S = (0.01, 0.25)
 class StoreSink(Sink):
     """Collects a detached call's frames and writes its outcome when it ends."""
 
-    def __init__(self, request: Request, node_of: Sequence[int], forget: Callable[[Job], None]) -> None:
-        self.job: Job | None = None
+    def __init__(self, request: Request, node_of: Sequence[int], forget: Callable[[Call], None]) -> None:
+        self.call: Call | None = None
         self.grant: Callable[[int], None] = lambda rank: None
         self._request = request
         self._node_of = node_of
@@ -71,8 +71,8 @@ class StoreSink(Sink):
             with contextlib.suppress(OSError):
                 write_atomic(folder_of(self._request.job_id) / "outcome", pickle.dumps(self._state({}, lost)))
         finally:
-            if self.job is not None:
-                self._forget(self.job)
+            if self.call is not None:
+                self._forget(self.call)
 
     def _state(self, parts: dict[int, Received], fault: Fault) -> dict[str, Any]:
         return {
@@ -122,7 +122,7 @@ def folder_of(job_id: str) -> Path:
 
 
 def begin(request: Request, pool: str, log: str) -> None:
-    """Note that a detached call exists, and the log that its pool's keeper holds locked as long as it runs.
+    """Note that a detached call exists, and the log that its pool's server holds locked as long as it runs.
 
     Raises:
         OSError: it could not be written; then nothing is left.

@@ -1,4 +1,4 @@
-"""Named pools of this machine: their names, their folders, and the keepers that answer there."""
+"""Named pools of this machine: their names, their folders, and the servers that answer there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atoll.wire import frames
 from atoll.wire.frames import pack, send_all
 
 SOCKET = "sock"
-END_S = 15.0  # a keeper ends, with all its ranks, in this time
+END_S = 15.0  # a server ends, with all its ranks, in this time
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -69,7 +69,7 @@ def named_pools() -> list[dict[str, Any]]:
 
 
 def connect(name: str) -> socket.socket | None:
-    """A connection to the pool's keeper, or None where there is none."""
+    """A connection to the pool's server, or None where there is none."""
     folder = folder_of(name)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -93,14 +93,14 @@ def end_pool(name: str) -> bool:
             while sock.recv(1 << 16):
                 pass
         except TimeoutError:
-            keeper = keeper_of(name)
-            raise AtollError(f"pool {name!r} did not end within {END_S:g} s; its keeper is {keeper}") from None
+            server = process_of(name)
+            raise AtollError(f"pool {name!r} did not end within {END_S:g} s; its server is {server}") from None
         except OSError:  # it hung up
             pass
     return True
 
 
-def keeper_of(name: str) -> str:
+def process_of(name: str) -> str:
     """What to call the process that keeps a pool."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return f"process {json.loads((folder_of(name) / 'pool.json').read_text())['pid']}"

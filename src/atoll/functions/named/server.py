@@ -30,23 +30,23 @@ from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed
 from atoll.core.paths import short_path, write_atomic
 from atoll.functions.named import detached
-from atoll.functions.named.config import difference
+from atoll.functions.named.config import PoolConfig
+from atoll.functions.named.protocol import GO, request_from
 from atoll.functions.named.registry import SOCKET
-from atoll.gang.call import Failure, Job, Request, Sink
+from atoll.gang import messages as m
+from atoll.gang.call import Call, Failure, Sink
 from atoll.gang.gang import Gang
 from atoll.gang.members import GangSpec
 from atoll.wire import frames
 from atoll.wire.codec import dumps, loads
 from atoll.wire.exceptions import packed, unpacked
 from atoll.wire.frames import Frame, Parser, WireError, close_all, pack, receive, send_all
-from atoll.wire.payloads import Segment
 
 _BACKLOG_BYTES = 64 << 20  # log output waiting for a client that doesn't read; more is dropped, the files have it
 _LAST_WORDS_S = 0.5  # a pool that ends gives its clients this long to take how their calls ended
 # What reading a frame may raise that another version of Atoll sent, or no Atoll at all.
 _NOT_OURS = (WireError, LookupError, TypeError, ValueError, AttributeError, ImportError, EOFError, pickle.PickleError)
 _PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
-GO = b"+"  # what the process that asked answers once it has heard that the pool is up
 
 
 class Client:
@@ -55,12 +55,12 @@ class Client:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.parser = Parser()
-        self.jobs: dict[int, Job] = {}
+        self.calls: dict[int, Call] = {}
         self.attached = False
         self.wants_events = False
         self._closed = False
         self._waiting_bytes = 0
-        self._lock = threading.Lock()  # the keeper's loop and the gang's reader both send
+        self._lock = threading.Lock()  # the server's loop and the gang's reader both send
         self._queue: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="atoll-client", daemon=True)
         self._writer.start()
@@ -102,12 +102,14 @@ class Client:
 
 
 class ClientSink(Sink):
-    """Passes what a job says on to the client that asked for it."""
+    """Passes what a call says on to the client that asked for it."""
+
+    hears_start = True
 
     def __init__(self, client: Client, number: int) -> None:
         self.client = client
         self.number = number
-        self.job: Job | None = None  # set before the gang has it
+        self.call: Call | None = None  # set before the gang has it
 
     def started(self, ranks: tuple[int, ...]) -> None:
         """Tell which ranks run it."""
@@ -127,22 +129,23 @@ class ClientSink(Sink):
                 self.frame(failure.frame, failure.rank, failure.node)
         ends = [(f.rank, f.node, packed(f.error)) for f in failures if f.error is not None]
         payload = pickle.dumps((ends, packed(error)))
-        meta = {"kept": bool(self.job is None or self.job.kept), "failed": [f.rank for f in failures]}
-        self.client.jobs.pop(self.number, None)
+        meta = {"kept": bool(self.call is None or self.call.kept), "failed": [f.rank for f in failures]}
+        self.client.calls.pop(self.number, None)
         self.client.send(pack(frames.DONE, 0, self.number, meta, [payload]))
 
 
 class Clients:
-    """The audience of a keeper's gang: what happens goes to the clients it concerns, each of which has a queue."""
+    """The audience of a server's gang: what happens goes to the clients it concerns, each of which has a queue."""
 
     wants_events = True
+    num_put = num_done = 0
 
     def __init__(self, clients: dict[socket.socket, Client]) -> None:
         self._clients = clients
 
-    def log(self, job: Job | None, rank: int, is_stderr: bool, data: bytes) -> None:
+    def log(self, call: Call | None, rank: int, is_stderr: bool, data: bytes) -> None:
         """Output goes to the client whose call the rank runs; files have all of it."""
-        sink = job.sink if job is not None else None
+        sink = call.sink if call is not None else None
         if isinstance(sink, ClientSink):
             sink.client.send(pack(frames.LOG, rank, 0, None, [data], flags=int(is_stderr)), droppable=True)
 
@@ -152,7 +155,7 @@ class Clients:
         listening = [client for client in list(self._clients.values()) if client.wants_events or always]
         job_id = getattr(event, "job_id", None)
         if job_id is not None:
-            listening = [c for c in listening if any(j.request.job_id == job_id for j in list(c.jobs.values()))]
+            listening = [c for c in listening if any(j.request.job_id == job_id for j in list(c.calls.values()))]
         if listening:
             data = pack(frames.EVENT, rest=[dumps(event).head])
             for client in listening:
@@ -175,23 +178,22 @@ class Clients:
         """Nobody waits here for a client."""
 
     def close(self) -> None:
-        """The keeper closes its clients."""
+        """The server closes its clients."""
 
 
-class Keeper:
+class Server:
     """Serves one gang."""
 
     def __init__(self, folder: Path, spec: GangSpec, wanted: dict[str, Any]) -> None:
         self.folder = folder
         self.log: str = wanted["log"]
-        self.config: dict[str, str] = wanted["config"]
-        self.wishes: dict[str, str] = wanted["wishes"]  # those that were given when it was started
+        self.config: PoolConfig = wanted["config"]
         self.idle_s: float = wanted["idle_s"]
         self.name: str = wanted["name"]
         self.extra_path: list[str] = wanted["extra_path"]
         self.node_of = [node.node for node in spec.plan.nodes for _ in range(node.num_ranks)]
         self.clients: dict[socket.socket, Client] = {}
-        self.detached: dict[Job, detached.StoreSink] = {}
+        self.detached: dict[Call, detached.StoreSink] = {}
         self._ending = False
         self._quiet_since = time.monotonic()
         self.gang = Gang(spec, Clients(self.clients))
@@ -201,7 +203,7 @@ class Keeper:
         """Bring the gang up, then listen."""
         self.gang.start()
         about = {"pid": os.getpid(), "pool_id": self.gang.spec.pool_id, "world_size": self.gang.world_size}
-        about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "wishes": self.wishes}
+        about |= {"name": self.name, "started": time.time(), "idle_s": self.idle_s, "settings": self.config.given}
         write_atomic(self.folder / "pool.json", json.dumps(about).encode())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_path(self.folder, SOCKET) as path:
@@ -279,23 +281,23 @@ class Keeper:
     def _gone(self, client: Client) -> None:
         self._selector.unregister(client.sock)
         self.clients.pop(client.sock, None)
-        for job in list(client.jobs.values()):
-            self.gang.cancel(job, PoolClosed("the process that made the call went away"))
+        for call in list(client.calls.values()):
+            self.gang.handle(m.Cancel(call, PoolClosed("the process that made the call went away")))
         client.close()
 
     def _handle(self, client: Client, frame: Frame) -> None:
-        job = client.jobs.get(frame.call)
+        call = client.calls.get(frame.call)
         match frame.kind:
             case frames.ATTACH:
                 client.send(self._greeting(client, frame.meta))
             case frames.SUBMIT:
                 self._submit(client, frame)
-            case frames.CANCEL if job is not None:
-                self.gang.cancel(job, unpacked(pickle.loads(frame.rest)) or CancelledError())
-            case frames.CREDIT if job is not None:
-                self.gang.credit(job, frame.rank, frame.meta["num"])
-            case frames.CLOSE if job is not None:
-                self.gang.close_stream(job, frame.rank)
+            case frames.CANCEL if call is not None:
+                self.gang.handle(m.Cancel(call, unpacked(pickle.loads(frame.rest)) or CancelledError()))
+            case frames.CREDIT if call is not None:
+                self.gang.handle(m.StreamCredit(call, frame.rank, frame.meta["num"]))
+            case frames.CLOSE if call is not None:
+                self.gang.handle(m.StreamClosed(call, frame.rank))
             case frames.PING:
                 client.send(pack(frames.PING))
             case frames.DOWN:
@@ -304,7 +306,7 @@ class Keeper:
     def _greeting(self, client: Client, meta: dict[str, Any]) -> bytes:
         if meta.get("version") != frames.VERSION:
             return pack(frames.REFUSED, meta={"why": f"it speaks wire version {frames.VERSION}, this Atoll another"})
-        if why := difference(self.config, meta["wishes"]):
+        if why := PoolConfig({}, meta["given"]).mismatch(self.config.settings):
             return pack(frames.REFUSED, meta={"why": why})
         client.attached, client.wants_events = True, meta["events"]
         spec = self.gang.spec
@@ -315,46 +317,25 @@ class Keeper:
         request = request_from(frame)
         if frame.meta["detach"]:
             sink = detached.StoreSink(request, self.node_of, self._forget_detached)
-            job = Job(request, sink)
-            sink.job = job
-            sink.grant = lambda rank: self.gang.credit(job, rank, 1)
+            call = Call(request, sink)
+            sink.call = call
+            sink.grant = lambda rank: self.gang.handle(m.StreamCredit(call, rank, 1))
             try:
                 detached.begin(request, self.name, self.log)
             except OSError as error:
                 request.release(None)
                 client.send(pack(frames.DONE, 0, frame.call, {"kept": True}, [pickle.dumps(([], packed(error)))]))
                 return
-            self.detached[job] = sink
+            self.detached[call] = sink
             client.send(pack(frames.ACCEPTED, 0, frame.call, {"ranks": [], "detached": True}))
         else:
             passing = ClientSink(client, frame.call)
-            job = passing.job = Job(request, passing)
-            client.jobs[frame.call] = job
-        try:
-            self.gang.submit(job)
-        except AtollError as error:
-            job.done = True
-            job.sink.done({}, [], error)
+            call = passing.call = Call(request, passing)
+            client.calls[frame.call] = call
+        self.gang.handle(m.Submit(call))
 
-    def _forget_detached(self, job: Job) -> None:
-        self.detached.pop(job, None)
-
-
-def request_parts(request: Request) -> tuple[bytes, list[int]]:
-    """A request as the bytes and descriptors of a SUBMIT frame."""
-    fds = [encoded.segment.fd for encoded in request.encoded if encoded.segment is not None]
-    return pickle.dumps(request, protocol=5), fds
-
-
-def request_from(frame: Frame) -> Request:
-    """The request of a SUBMIT frame; takes its descriptors over."""
-    request: Request = pickle.loads(frame.rest)
-    fds = list(frame.fds)
-    for encoded in request.encoded:
-        if encoded.table.get("file"):
-            fd = fds.pop(0)
-            encoded.segment = Segment(fd, os.fstat(fd).st_size, foreign=True)
-    return request
+    def _forget_detached(self, call: Call) -> None:
+        self.detached.pop(call, None)
 
 
 def main() -> None:
@@ -363,32 +344,32 @@ def main() -> None:
     Standard input stays open meanwhile: if it ends before ``GO`` came, the process that asked is gone and so is its
     wish, and nothing is left.
     """
-    if os.fork():  # the process that asked collects this one at once, and never the keeper
+    if os.fork():  # the process that asked collects this one at once, and never the server
         os._exit(0)
     asked, report = os.dup(0), os.fdopen(os.dup(1), "wb")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8))))
     log = _own_streams(wanted["log"])
-    keeper: Keeper | None = None
+    server: Server | None = None
     try:
         go = threading.Event()
         threading.Thread(target=_await_go, args=(asked, go), name="atoll-go", daemon=True).start()
-        keeper = Keeper(Path(wanted["folder"]), loads(wanted["spec"]), wanted)
-        keeper.start()
+        server = Server(Path(wanted["folder"]), loads(wanted["spec"]), wanted)
+        server.start()
         _answer(report, None)
         go.wait()
-        signal.signal(signal.SIGTERM, keeper.end)
-        signal.signal(signal.SIGINT, keeper.end)
+        signal.signal(signal.SIGTERM, server.end)
+        signal.signal(signal.SIGINT, server.end)
     except BaseException as error:  # noqa: BLE001 - the process that asked raises it
-        if keeper is not None:
-            keeper.gang.stop()
+        if server is not None:
+            server.gang.stop()
         shutil.rmtree(wanted["folder"], ignore_errors=True)
         if not isinstance(error, AtollError | KeyboardInterrupt):
             traceback.print_exception(error)
         _answer(report, error)
         return
-    keeper.serve()
+    server.serve()
     os.close(log)
 
 
