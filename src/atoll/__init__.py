@@ -94,10 +94,7 @@ def _hint(name: str) -> str:
     """What was probably meant."""
     if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot", "Slurm"):
         return f": this version has sky.Local() and sky.SSH(hosts), {name} comes with a later one"
-    import difflib
-
-    near = difflib.get_close_matches(name, __all__, 1)
-    return f": did you mean {near[0]!r}?" if near else ""
+    return ""  # Python itself names the nearest one
 
 
 def __dir__() -> list[str]:

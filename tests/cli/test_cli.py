@@ -106,7 +106,11 @@ def test_ctrl_c_while_the_command_is_still_being_imported(tmp_path: Path) -> Non
     assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert (*process.communicate(timeout=60), process.returncode) == ("", "", 130)
+    assert (*process.communicate(timeout=60), process.returncode) == (
+        "",
+        "\natoll: interrupted before anything started\n",
+        130,
+    )
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -149,4 +149,4 @@ def test_the_austen_recipe_runs_on_two_hosts_with_only_the_infra_changed(lab: Te
     assert "data: 6 text files, 4.0 MB" in said
     assert "parameters · FSDP 2 · CPU" in said
     assert "finished: 2 of 2 steps" in said
-    assert "the model writes:" in said
+    assert "sample:" in said

@@ -77,7 +77,7 @@ def test_two_nodes_train_it(tmp_path: Path) -> None:
     assert all(f"step {step}/3   loss " in shown for step in (1, 2, 3))
     assert "step 3   validation loss " in shown
     assert "finished: 3 of 3 steps" in shown
-    assert "the model writes:\nElizabeth was" in shown
+    assert "sample:\nElizabeth was" in shown
     (longer,) = (line for line in shown.splitlines() if "train longer" in line)
     assert f"atoll train {RECIPE} --nodes 2 " in longer
     assert longer.endswith(" --train.steps 6 --allow-changes")

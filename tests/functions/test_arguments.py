@@ -38,7 +38,7 @@ def f(value: Any = None) -> Any:
     [
         ({"provider": 2}, ["provider=2", "sky.Local()", "nodes=2"]),
         ({"provider": True}, ["provider=True", "sky.Local()"]),
-        ({"provider": "local"}, ["provider='local'", "sky.Local()"]),
+        ({"provider": "cloud"}, ["provider='cloud'", "sky.Local()"]),
         ({"provider": sky.Local}, ["provider=Local", "call it", "sky.Local()"]),
         ({"image": "torch"}, ["image='torch'", "sky.Image(pip=['torch'])"]),
         ({"image": ["torch", "numpy"]}, ["sky.Image(pip=['torch', 'numpy'])"]),
@@ -445,3 +445,36 @@ def test_the_line_of_the_requirements_file_is_left_out(tmp_path: Path) -> None:
 )
 def test_which_variables_are_secret(name: str, value: str, secret: bool) -> None:
     assert is_secret(name, value) is secret
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gpus": "L4:2"}, {"accelerator": "L4:2"}),
+        ({"accelerators": "L4:2"}, {"accelerator": "L4:2"}),
+        ({"nproc": 2}, {"workers_per_node": 2}),
+        ({"nproc_per_node": 2}, {"workers_per_node": 2}),
+        ({"num_nodes": 2}, {"nodes": 2}),
+        ({"infra": "local"}, {"provider": sky.Local()}),
+    ],
+)
+def test_names_of_the_command_line_are_accepted(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    (name,) = expected
+    assert getattr(sky.ComputePool(**given), name) == getattr(sky.ComputePool(**expected), name)
+    with pytest.raises(sky.ConfigError, match="two names of one setting"):
+        sky.ComputePool(**given, **{name: "another"})
+
+
+def test_hosts_of_an_infra_are_those_of_its_group(home: Path) -> None:
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text('[ssh.lab]\nhosts = ["a", "b:22"]\ngrace_s = 5\n')
+    pool = sky.ComputePool(infra="ssh/lab")
+    assert (pool.nodes, pool.provider.grace_s) == (2, 5)  # type: ignore[attr-defined]
+    with pytest.raises(sky.ConfigError, match=r"ssh/none: no group of that name"):
+        sky.ComputePool(infra="ssh/none")
+
+
+def test_a_mistake_shows_the_line_of_the_caller_and_one_of_ours() -> None:
+    with pytest.raises(sky.ConfigError) as refused:
+        sky.ComputePool(gpus="H10:8")
+    assert len(refused.traceback) == 2

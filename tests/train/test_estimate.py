@@ -261,7 +261,7 @@ def test_parts_add_up_and_are_described():
     lines = told.describe()
     assert len(lines) == sum(size > 0 for size in told.parts.values()) + 1
     assert lines[-1].split() == ["total", f"{told.total / GIB:.2f}", "GiB"]
-    assert "1/8 of them a rank" in lines[0]
+    assert "1/8 of the model per rank" in lines[0]
 
 
 # ------------------------------------------------------------------------------------------------------- what fits
@@ -362,24 +362,24 @@ def test_ranks_share_this_machines_memory():
 # --------------------------------------------------------------------------------------------------------- dry run
 def test_a_dry_run_tells_what_a_run_would_take():
     wanted = llama_8b(train={"tokens": 1e12, "recompute": "auto"})
-    text = "\n".join(requirements(wanted, 16, 8, H100, "H100"))
+    text = "\n".join(requirements(wanted, 16, 8, H100, "H100").lines)
     assert "8.03 B parameters" in text
     assert "16 ranks on 2 nodes, each H100 with 79.1 GiB" in text
     assert "layout: FSDP 16" in text
     assert "recompute: none (chosen: the least that fits)" in text
-    assert "steps: 1,907,349; 64 sequences × 8,192 = 524,288 tokens a step" in text
+    assert "steps: 1,907,349; 64 sequences × 8,192 = 524,288 tokens per step" in text
     assert "tokens: 1.00 T\n" in text
     assert "checkpoint: 89.7 GiB = weights 29.9 GiB + optimizer 59.8 GiB; 2 kept" in text
     assert "fits: " in text
 
 
 def test_a_dry_run_of_what_does_not_fit_names_the_fix():
-    text = "\n".join(requirements(llama_8b(train={"steps": "2ep"}), 8, 8, 50 * GIB, "A100"))
+    text = "\n".join(requirements(llama_8b(train={"steps": "2ep"}), 8, 8, 50 * GIB, "A100").lines)
     assert "does not fit: " in text
     assert "first change that would make it fit: --train.recompute selective" in text
     assert "steps: 2ep, known when the data has been read" in text
-    lost = "\n".join(requirements(llama_8b(), 1, 1, GIB, "L4"))
-    assert "no change that is known would make it fit" in lost
+    lost = "\n".join(requirements(llama_8b(), 1, 1, GIB, "L4").lines)
+    assert "no single change would make it fit" in lost
     assert "steps: not given, set --train.steps" in lost
 
 
@@ -392,7 +392,7 @@ def test_a_dry_run_by_the_name_of_a_card():
     wanted = llama_8b(train={"steps": 10, "recompute": "auto"})
     text = dryrun(wanted, nodes=2, gpus="H100:8")
     assert text == requirements(wanted, 16, 8, H100, "H100")
-    assert "4 ranks on 2 nodes, each H100" in "\n".join(dryrun(wanted, nodes=2, nproc=2, gpus="H100:8"))
+    assert "4 ranks on 2 nodes, each H100" in "\n".join(dryrun(wanted, nodes=2, nproc=2, gpus="H100:8").lines)
 
 
 def test_a_dry_run_tells_of_data_that_is_not_there(tmp_path, monkeypatch):
@@ -400,8 +400,9 @@ def test_a_dry_run_tells_of_data_that_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a")
     listed = ["a.txt", "*.txt", "hf://a/b", "no/*.jsonl"]
     for path in ("no/*.jsonl", listed, [{"path": "no/*.jsonl"}, {"path": ["a.txt"]}]):
-        told = [line for line in dryrun(llama_8b(data={"path": path}), gpus="H100:8") if line.startswith("data")]
-        assert told == ["data: no/*.jsonl matches no file here: the run would refuse it"]
+        found = dryrun(llama_8b(data={"path": path}), gpus="H100:8")
+        assert [line for line in found.lines if line.startswith("data")] == ["data: no/*.jsonl matches no file here"]
+        assert (found.facts["missing_data"], found.ok) == (["no/*.jsonl"], False)
 
 
 def test_a_dry_run_on_this_machine_takes_the_vocabulary_of_the_tokenizer():
@@ -410,7 +411,7 @@ def test_a_dry_run_on_this_machine_takes_the_vocabulary_of_the_tokenizer():
             model={**SMALL, "vocab_size": None}, data={"tokenizer": tokenizer}, precision={"compute": "fp32"}
         )
         known = parameter_count(recipe(model={**SMALL, "vocab_size": rows}).model)
-        text = "\n".join(dryrun(wanted, nproc=2, gpus="L4"))
+        text = "\n".join(dryrun(wanted, nproc=2, gpus="L4").lines)
         assert f"weights{4 * known / 2**20:16.2f} MiB" in text
         assert "2 ranks on 1 node" in text
     with pytest.raises(ConfigError, match="vocab_size is not set, and there is no tokenizer"):
@@ -419,8 +420,8 @@ def test_a_dry_run_on_this_machine_takes_the_vocabulary_of_the_tokenizer():
 
 def test_a_dry_run_without_a_card_counts_this_machine():
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a share of this machine"
-    assert f"2 ranks on 1 node, each {name} with" in "\n".join(dryrun(recipe(model=SMALL), nproc=2))
-    assert "1 rank on 1 node" in "\n".join(dryrun(recipe(model=SMALL), nproc=1))
+    assert f"2 ranks on 1 node, each {name} with" in "\n".join(dryrun(recipe(model=SMALL), nproc=2).lines)
+    assert "1 rank on 1 node" in "\n".join(dryrun(recipe(model=SMALL), nproc=1).lines)
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU

@@ -76,10 +76,10 @@ def test_stages_that_a_schedule_takes(parallel):
 
 def test_a_dry_run_needs_no_data_and_counts_the_nodes():
     big = Recipe.model_validate({"model": {"layers": 40, "dim": 8192, "heads": 64, "vocab_size": 32000}})
-    text = "\n".join(dryrun(big, gpus="L4:8"))
+    text = "\n".join(dryrun(big, gpus="L4:8").lines)
     assert "on 16 ranks" not in text
     assert "ranks instead of 8 (--nodes " in text
-    tiny = "\n".join(dryrun(recipe_of(), nproc=1))
+    tiny = "\n".join(dryrun(recipe_of(), nproc=1).lines)
     assert "checkpoint: " in tiny
     assert "0.00 GiB" not in tiny.split("checkpoint: ")[1]
     with pytest.raises(ConfigError, match=r"--gpus 8: .* write H100:8"):
@@ -99,7 +99,7 @@ def test_a_run_that_may_end_out_of_memory_says_so_at_its_start():
     big = Recipe.model_validate({"model": {"vocab_size": 256}, "train": {"micro_batch": 8, "recompute": "none"}})
     (line,) = ranks.run(1, told, big, 1 << 30)[0]
     assert line.startswith("the run needs about ")
-    assert "a rank, which does not fit the 1.00 GiB it has; it would with --train." in line
+    assert "per rank, more than the 1.00 GiB available; it would with --train." in line
     assert ranks.run(1, told, big, 1 << 40) == [[]]
 
 

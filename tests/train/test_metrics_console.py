@@ -35,9 +35,6 @@ def started(first_step: int = 0, device: str = "NVIDIA H100 80GB HBM3") -> RunSt
     return RunStarted("austen", "out/austen", 1_930_240, "FSDP 2", device, 2, first_step, STEPS, 4096, resumed)
 
 
-LAST_20 = f"{2 + sum(4 / step for step in range(41, 61)) / 20:.3f}  (mean of the last 20 steps)"
-
-
 def done(step: int, loss: float = 2.5, speed: float = 7000.0, **others: float) -> StepDone:
     figures = {"step_s": 4096 / speed, "data_wait_s": 0.0, **others}
     return StepDone(step, 4096 * step, 8 * step, loss, 2.5e-4, 0.75, speed, speed / 2, memory_bytes=3 << 29, **figures)
@@ -108,7 +105,7 @@ def test_a_terminal_has_one_panel_with_the_figures_of_now() -> None:
         "loss 2.",
         "█",
         "validation 2.750 at 60",
-        "7,000 tokens/s (3,500 a GPU)",
+        "7,000 tokens/s (3,500 per GPU)",
         "memory 1.50 GiB",
         "grad norm 0.75",
         "lr 2.50e-04",
@@ -147,7 +144,7 @@ def test_the_end_says_where_everything_is_and_shows_the_sample_verbatim() -> Non
     assert "austen finished" in shown
     for part in (
         "60 of 60 steps in 1 min 01 s",
-        f"6.000 → {LAST_20}",
+        "6.000 → 2.250",
         "2.750",
         "246 k, 7,000 tokens/s",
         "out/checkpoints/60",
@@ -172,9 +169,9 @@ def test_a_log_gets_a_line_each_tenth_and_what_happens_between() -> None:
     assert [line.split()[1] for line in steps] == [f"{step}/60" for step in (1, *range(6, 61, 6))]
     assert re.fullmatch(r"step 30/60   loss 2\.\d{3}   validation 2\.750 at 20   7,000 tokens/s .* left", steps[5])
     assert "step 20   validation loss 2.750   0.3 s" in lines
-    assert "step 20   checkpoint in out/checkpoints/20   0.1 s, training stood 20 ms" in lines
+    assert "step 20   saved checkpoint out/checkpoints/20 in 0.1 s (training blocked 20 ms)" in lines
     assert "a [note]" in lines
-    assert lines[-3:] == ["the model writes:", "once", "upon"]
+    assert lines[-3:] == ["sample:", "once", "upon"]
     assert not any("\x1b" in line for line in lines)
 
 
@@ -207,11 +204,13 @@ def test_a_resume_counts_this_session_only() -> None:
     lines = as_log([*a_run(first_step=40), ended()])
     assert "resumed at step 40" in lines[0]
     assert "tokens: 246 k, 7,000 tokens/s in this session" in lines
-    assert next(line for line in lines if line.startswith("loss:")) == f"loss: {2 + 4 / 41:.3f} → {LAST_20}"
+    assert next(line for line in lines if line.startswith("loss:")) == f"loss: {2 + 4 / 41:.3f} → 2.250"
 
 
 def test_a_finished_run_typed_again_says_whose_loss_it_has() -> None:
-    assert "loss: 2.250  (of the last step)" in as_log([started(first_step=STEPS), ended()])
+    lines = as_log([started(first_step=STEPS), ended()])
+    assert "loss: 2.250" in lines
+    assert not any(line.startswith("finished") for line in lines), "the note before says so"
 
 
 def test_a_restart_in_the_same_terminal_begins_anew() -> None:

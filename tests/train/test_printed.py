@@ -41,8 +41,8 @@ def test_what_a_run_says_is_next_can_be_typed(
     loaded = load_recipe("a recipe.toml", given)
     _say_next(loaded, vars(first), None, "local", 1, None, None, given)
     found = commands(capsys.readouterr().out)
-    assert found.keys() == {"train longer", "let it write", "export to Hugging Face", "scale"}
-    for words in (found["let it write"], found["export to Hugging Face"]):
+    assert found.keys() == {"train longer", "generate text", "export to Hugging Face", "scale"}
+    for words in (found["generate text"], found["export to Hugging Face"]):
         done = CliRunner().invoke(app, words[1:])
         assert done.exit_code == 0, done.output
     longer, scale = found["train longer"], found["scale"]

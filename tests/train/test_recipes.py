@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import tomllib
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from atoll.cli.recipes import recipes_app
@@ -165,11 +165,11 @@ def test_unknown_names_have_the_nearest(workdir):
 
 def test_broken_files_name_the_line(workdir):
     (workdir / "a.toml").write_text("[train]\nsteps = = 3\n")
-    assert refusal("a.toml").startswith("a.toml, line 2: this is no TOML: ")
+    assert refusal("a.toml").startswith("a.toml, line 2: invalid TOML: ")
     (workdir / "b.toml").write_text("[train]\nsteps = 3\n[train]\n")
     assert refusal("b.toml").startswith("b.toml, line 3")
     (workdir / "c.toml").write_text("name = [1,")
-    assert refusal("c.toml").startswith("c.toml: this is no TOML")
+    assert refusal("c.toml").startswith("c.toml: invalid TOML")
     (workdir / "d.toml").write_bytes(b"name = '\xff'")
     assert "d.toml is not text in UTF-8" in refusal("d.toml")
 
@@ -265,18 +265,23 @@ def test_overrides(arguments, path, value):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        (["--steps", "3"], "--steps names no section: did you mean --train.steps?"),
+        (["--steps", "3"], "unknown option --steps: did you mean --train.steps?"),
         (["--kind", "3"], "--objective.kind or --optimizer.kind or --schedule.kind"),
-        (["--stepz", "3"], "names no section"),
+        (["--stepz", "3"], "unknown option --stepz: did you mean --train.steps?"),
+        (["--learning_rate", "1"], "unknown option --learning_rate: did you mean --optimizer.lr?"),
+        (["--batch-size", "8"], "unknown option --batch-size: did you mean --train.global_batch?"),
+        (["--resume"], "unknown option --resume: the same command resumes by default"),
+        (["--parallel.fsdp", "2"], "unknown key `fsdp` in [parallel]: did you mean 'shard'?"),
+        (["--optimizer.learning_rate", "2"], "unknown key `learning_rate` in [optimizer]: did you mean 'lr'?"),
         (["--train", "3"], "--train is a section: name a key in it, such as --train.steps"),
         (["--train.steps"], "--train.steps has no value"),
         (["--train.steps", "--train.seed", "3"], "--train.steps has no value"),
         (["steps"], "expected --section.key VALUE"),
-        (["--train.lr", "1"], "command line: [train] lr is no key of a recipe: lr belongs to [optimizer]"),
-        (["--optimiser.lr", "1"], "[optimiser] is no section of a recipe: did you mean 'optimizer'?"),
+        (["--train.lr", "1"], "command line: unknown key `lr` in [train]: lr belongs to [optimizer]"),
+        (["--optimiser.lr", "1"], "unknown section [optimiser]: did you mean 'optimizer'?"),
         (
             ["--metrics.profile.begin", "1"],
-            "[metrics] profile.begin is no key of a recipe: [metrics.profile] has start",
+            "unknown key `profile.begin` in [metrics]: [metrics.profile] has start",
         ),
         (["--train.steps.x", "1"], "[train] steps"),
         (["--metrics.profile", "3", "--metrics.profile.start", "3"], "metrics.profile was given a plain value before"),
@@ -296,10 +301,10 @@ def test_every_mistake_is_told_at_once_with_its_file(workdir):
     lines = refusal("my.toml", "--train.micro_batch=0", "--compile.enabled", "maybe").split("\n  ")
     assert lines[0] == "12 mistakes in the recipe:"
     assert set(lines[1:]) == {
-        "my.toml: steps stands outside every section: it belongs to [train]",
-        "my.toml: [train] step is no key of a recipe: did you mean 'steps'?",
-        "my.toml: [trian] is no section of a recipe: did you mean 'train'?",
-        "my.toml: [data] path.wieght is no key of a recipe: did you mean 'weight'?",
+        "my.toml: steps is outside every section: it belongs to [train]",
+        "my.toml: unknown key `step` in [train]: did you mean 'steps'?",
+        "my.toml: unknown section [trian]: did you mean 'train'?",
+        "my.toml: unknown key `path.wieght` in [data]: did you mean 'weight'?",
         "low.toml: [train] seq_len = 'long': expected a whole number, more than 0",
         "my.toml: [train] seed = -1: expected a whole number, 0 or more",
         "command line: [train] micro_batch = 0: expected a whole number, more than 0",
@@ -318,7 +323,10 @@ def test_every_mistake_is_told_at_once_with_its_file(workdir):
         ({"train": [{"steps": 3}]}, "[[train]]: expected a table, [train]"),
         ({"model": {"rope_scaling": 3}}, "[model] rope_scaling = 3: expected {kind, factor,"),
         ({"model": {"rope_scaling": {"kind": "yarn", "factor": 2.0}}}, "rope_scaling.original_max_seq_len is missing"),
-        ({"model": {"rope_scaling": {"knd": "yarn"}}}, "rope_scaling.knd is no key of a recipe: did you mean 'kind'?"),
+        (
+            {"model": {"rope_scaling": {"knd": "yarn"}}},
+            "unknown key `rope_scaling.knd` in [model]: did you mean 'kind'?",
+        ),
         ({"data": {"path": 3}}, "expected text or a list of texts or a list of {path, weight}"),
         ({"data": {"path": [{"path": "a", "weight": -1}]}}, "[data] path = [{'path': 'a', 'weight': -1}]: expected"),
         ({"train": {"steps": 1.5}}, "[train] steps: 1.5: steps are whole"),
@@ -418,7 +426,7 @@ def test_the_folder_of_a_run_is_a_recipe(workdir):
     assert recipe("outputs/pq") == recipe("outputs/pq/recipe.json") == made
     assert recipe("outputs/pq", "--train.steps", "9").train.steps == Duration(9)
     file.write_text("{\n!")
-    assert "outputs/pq/recipe.json, line 2: this is no JSON" in refusal("outputs/pq")
+    assert "outputs/pq/recipe.json, line 2: invalid JSON" in refusal("outputs/pq")
     file.write_text("[]")
     assert "outputs/pq/recipe.json: expected the recipe of a run" in refusal("outputs/pq")
 
@@ -484,13 +492,22 @@ def test_harmless_keys_exist():
 
 
 # ------------------------------------------------------------------------------------------------- command, docs
+def test_data_beside_the_recipe_are_found(workdir):
+    (workdir / "sub").mkdir()
+    (workdir / "sub" / "notes.txt").write_text("here")
+    (workdir / "sub" / "my.toml").write_text(
+        'base = "llama3_debug"\n[data]\npath = ["notes.txt", "no.txt", "s3://x/y"]\n'
+    )
+    assert recipe("sub/my.toml").data.path == ["sub/notes.txt", "no.txt", "s3://x/y"]
+    (workdir / "notes.txt").write_text("the current folder comes first")
+    assert recipe("sub/my.toml").data.path[0] == "notes.txt"
+
+
 def test_recipes_ls():
     runner = CliRunner()
     table = runner.invoke(recipes_app, ["ls"])
     assert table.exit_code == 0
-    assert re.search(
-        r"llama3_70b +70,553,706,496 +8192 +shard rest × tensor 8 +Llama 3.1 70B; needs --data.path", table.stdout
-    )
+    assert re.search(r"llama3_70b +70.6 B +8192 +shard rest × tensor 8 +Llama 3.1 70B; needs --data.path", table.stdout)
     rows = json.loads(runner.invoke(recipes_app, ["ls", "-o", "json"]).stdout)
     assert {row["name"]: row["parameters"] for row in rows}.items() >= PUBLISHED.items()
     assert {row["name"] for row in rows} == ALL
@@ -512,10 +529,10 @@ def test_recipes_show():
 def test_recipes_cp(workdir):
     runner = CliRunner()
     copied = runner.invoke(recipes_app, ["cp", "llama3_70b"])
-    assert copied.stdout == "llama3_70b.toml is yours to edit; then: atoll train ./llama3_70b.toml\n"
+    assert copied.stdout == "written to ./llama3_70b.toml; edit it, then: atoll train ./llama3_70b.toml\n"
     assert recipe("./llama3_70b.toml") == recipe("llama3_70b")
     again = runner.invoke(recipes_app, ["cp", "llama3_70b"])
-    assert "llama3_70b.toml exists and stays as it is" in str(again.exception)
+    assert "llama3_70b.toml already exists, not overwritten" in str(again.exception)
     (workdir / "folder").mkdir()
     assert runner.invoke(recipes_app, ["cp", "gpt_mini.toml", "folder"]).exit_code == 0
     assert (workdir / "folder" / "gpt_mini.toml").read_text() == shipped_file("gpt_mini").read_text()
@@ -523,26 +540,19 @@ def test_recipes_cp(workdir):
     assert "did you mean 'gpt_mini'?" in str(runner.invoke(recipes_app, ["cp", "gpt_mnin"]).exception)
 
 
-def tables(model: type[BaseModel], name: str) -> list[tuple[str, type[BaseModel]]]:
-    """A section and the tables in it, but not those in lists."""
-    kinds = [(f"{name}.{key}", kind) for key, f in model.model_fields.items() for kind in keys._kinds(f.annotation)]
-    return [(name, model), *(each for each in kinds if isinstance(each[1], type) and issubclass(each[1], BaseModel))]
-
-
-def test_the_reference_has_every_key_and_its_default():
-    page = (ROOT / "docs" / "recipes.md").read_text()
+def test_the_reference_has_every_key_and_its_meaning(monkeypatch):
+    """It is made from the schema: each table has a place on the page, each key a comment."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    hook = importlib.import_module("reference_hook")
+    page = (ROOT / "docs" / "recipe-keys.md").read_text()
     for section, model in keys.sections().items():
-        for name, table in tables(model, section):
-            text = page.split(f"### [{name}]\n")[1].split("\n### ")[0]
-            rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", text, re.M))
-            assert list(rows) == list(table.model_fields), name
-            for key, field in table.model_fields.items():
-                shown = "required" if field.is_required() else "open"
-                if field.default is not None and not field.is_required():
-                    value = table.model_construct(**{key: field.default}).model_dump(mode="json", include={key})[key]
-                    assert tomllib.loads(f"value = {rows[key].strip('`')}")["value"] == value, (name, key)
-                else:
-                    assert rows[key] == shown, (name, key)
+        inner = {f"{section}.{key}": keys._models(field.annotation) for key, field in model.model_fields.items()}
+        inner.pop("data.path", None)  # a list of tables, which its own line explains
+        for name, kind in [(section, model), *((name, kinds[0]) for name, kinds in inner.items() if kinds)]:
+            assert f"<!-- keys of [{name}] -->" in page
+            meanings = hook.meanings_of(kind)
+            assert [key for key in kind.model_fields if not meanings.get(key)] == []
+    assert "| `lr` | `0.0003` | peak learning rate |" in hook.keys_of("optimizer")
 
 
 def test_recipes_in_the_docs_are_right(workdir):

@@ -426,7 +426,7 @@ def test_checkpoints_of_another_run_are_not_gone_on_from(tmp_path: Path, monkeyp
     events: list[Any] = []
     moved = small.changed(first, train__output_dir=str(tmp_path / "moved"))
     assert small.train(moved, events=events).step == 3
-    assert any("goes on from step 3" in event.text for event in events if isinstance(event, Note))
+    assert any("resuming from step 3" in event.text for event in events if isinstance(event, Note))
 
 
 def test_one_place_for_checkpoints_has_one_writer(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
-from atoll.cli import check, clusters, launching, nodes, output, run, train, weights
+from atoll.cli import check, clusters, completion, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.options import Output, as_json, normalized
 from atoll.cli.recipes import recipes_app
@@ -41,7 +41,7 @@ a Python function for every rank    → python train.py, with this in it:
         with sky.ComputePool(nodes=2) as pool: f(x) @ pool
 a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
 the id of a detached call           → atoll result ID
-disk full of built images           → atoll images ls,  atoll images prune
+images that fill the disk           → atoll images ls,  atoll images prune
 what can be used from here          → atoll check,  atoll gpus
 """
 
@@ -55,9 +55,7 @@ app = typer.Typer(
 )
 pools = typer.Typer(help="Named pools that stay warm between scripts.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(pools, name="pools")
-images = typer.Typer(
-    help="Packages that were installed for images of pools.", no_args_is_help=True, rich_markup_mode=None
-)
+images = typer.Typer(help="Built images of pools.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(images, name="images")
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
@@ -68,6 +66,7 @@ nodes.register(app)
 check.register(app)
 train.register(app)
 weights.register(app)
+completion.register(app)
 
 # SkyPilot's commands that this version lacks, and what comes next to each.
 _LACKING = {
@@ -89,7 +88,7 @@ for _name in _LACKING:
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Say which Atoll this is.")] = False) -> None:
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Options of the command itself."""
     if version:
         print(f"atoll {__version__}")
@@ -123,10 +122,12 @@ def pools_ls(output: Output = "table") -> None:
 
 @pools.command("down")
 def pools_down(
-    names: Annotated[list[str] | None, typer.Argument(help="Names, as `atoll pools ls` shows them.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Names, as `atoll pools ls` shows them.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Every named pool.")] = False,
 ) -> None:
-    """End named pools, for every process that uses them."""
+    """End named pools for every process that uses them."""
     from atoll.functions.named.registry import end_pool, named_pools
 
     up = [pool["name"] for pool in named_pools()]
@@ -146,7 +147,7 @@ def pools_down(
 
 @images.command("ls")
 def images_ls(output: Output = "table") -> None:
-    """List what was built on this machine, the one used last first."""
+    """List images built on this machine, the most recently used first."""
     from atoll.images.built_images import built_images
 
     found = built_images()
@@ -172,9 +173,9 @@ def images_ls(output: Output = "table") -> None:
 
 @images.command("prune")
 def images_prune(
-    days: Annotated[float, typer.Option(min=0, help="Only those that were not used for so many days.")] = 0.0,
+    days: Annotated[float, typer.Option(min=0, metavar="N", help="Only images unused for N days.")] = 0.0,
 ) -> None:
-    """Remove images that no rank runs with. Those unused for 30 days, or beyond 64 GiB together, go by themselves."""
+    """Remove images that no rank uses. Those unused for 30 days, or beyond 64 GiB in total, go automatically."""
     from atoll.images.built_images import prune_images
 
     removed = prune_images(older_s=days * 86400.0)
@@ -183,8 +184,8 @@ def images_prune(
 
 @app.command()
 def result(
-    job_id: Annotated[str, typer.Argument(help="What pool.submit(..., detach=True) returned.")],
-    timeout: Annotated[float | None, typer.Option(help="Seconds to wait; as long as it runs by default.")] = None,
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="What pool.submit(..., detach=True) returned.")],
+    timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds to wait; no limit by default.")] = None,
 ) -> None:
     """Wait for a detached call and print its result."""
     from atoll.functions.named.detached import exists

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from atoll.cli import options, shown
+from atoll.cli.environment import environment
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.exit_codes import ExitCode
 from atoll.tasks.spec import ClusterSpec
@@ -31,11 +32,11 @@ def register(app: typer.Typer) -> None:
 
 def check(
     infras: Annotated[
-        list[str] | None, typer.Argument(metavar="[INFRA]...", help="local, ssh/NAME; by default all that is declared.")
+        list[str] | None, typer.Argument(metavar="[INFRA]...", help="local or ssh/NAME; all declared by default.")
     ] = None,
     output: options.Output = "table",
 ) -> None:
-    """Look at what jobs could run on, and say what is missing. Each line that begins with ✗ says how to get it.
+    """Show what jobs can run on, and what is missing. Each line that begins with ✗ says how to get it.
 
     \b
         atoll check
@@ -48,7 +49,7 @@ def check(
     from atoll.providers.ssh.hosts import declared_groups
 
     as_json = options.as_json(output)
-    found: list[_Finding] = []
+    found = [] if infras else [_Finding("atoll", True, line) for line in environment()]
     for infra in infras or ["local", *(f"ssh/{name}" for name in declared_groups())]:
         if infra == "local":
             found += _local()

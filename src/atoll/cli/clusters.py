@@ -26,10 +26,8 @@ _DAMAGED = "DAMAGED"  # a cluster whose record or jobs can't be read
 _NUM_SHOWN = 20  # jobs of a queue, unless all are asked for
 
 Name = Annotated[str, typer.Argument(metavar="CLUSTER", help="A name that `atoll status` shows.")]
-Names = Annotated[
-    list[str] | None, typer.Argument(metavar="CLUSTERS", help="Names; a pattern such as 'train-*' means several.")
-]
-All = Annotated[bool, typer.Option("--all", "-a", help="All of them.")]
+Names = Annotated[list[str] | None, typer.Argument(metavar="CLUSTERS", help="Names, or patterns such as 'train-*'.")]
+All = Annotated[bool, typer.Option("--all", "-a", help="All clusters.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -49,10 +47,12 @@ def register(app: typer.Typer) -> None:
 
 def status(
     names: Names = None,
-    ip: Annotated[bool, typer.Option("--ip", help="Only the address of the head of the one cluster named.")] = False,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Those that are down, too.")] = False,
-    refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Ask the hosts of ssh clusters, too.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="With what was said when each was made.")] = False,
+    ip: Annotated[bool, typer.Option("--ip", help="Print only the address of the cluster's head.")] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Include clusters that are down.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Also ask the hosts of SSH clusters.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Include the notes from when each was made.")
+    ] = False,
     output: options.Output = "table",
 ) -> None:
     """Show clusters.
@@ -148,11 +148,13 @@ def _autostop_text(cluster: ClusterSpec) -> str:
 def queue(
     names: Names = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help=f"Also jobs beyond the last {_NUM_SHOWN}.")] = False,
-    skip_finished: Annotated[bool, typer.Option("--skip-finished", "-s", help="Only those that go on.")] = False,
-    all_users: Annotated[bool, typer.Option("--all-users", "-u", help="Everybody's; what is always shown.")] = False,
+    skip_finished: Annotated[bool, typer.Option("--skip-finished", "-s", help="Only unfinished jobs.")] = False,
+    all_users: Annotated[
+        bool, typer.Option("--all-users", "-u", help="Accepted for compatibility; jobs of all users are always shown.")
+    ] = False,
     output: options.Output = "table",
 ) -> None:
-    """Show the jobs of clusters, the newest first. By default of every cluster that is up.
+    """List jobs, the newest first; by default of every cluster that is up.
 
     \b
         atoll queue train
@@ -195,14 +197,16 @@ def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_fini
 def logs(
     name: Name,
     job_id: Annotated[int | None, typer.Argument(metavar="JOB", help="A job's number; the newest by default.")] = None,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Wait for what is still to come.")] = True,
-    tail: Annotated[int, typer.Option(min=0, max=10**9, help="Only the last lines; 0 for all.", metavar="N")] = 0,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank wrote.", metavar="R")] = None,
-    only_status: Annotated[bool, typer.Option("--status", help="Only where it stands, as exit code too.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", "-f", help="Wait for new lines until the job ends.")
+    ] = True,
+    tail: Annotated[int, typer.Option(min=0, max=10**9, help="Show only the last N lines; 0: all.", metavar="N")] = 0,
+    rank: Annotated[int | None, typer.Option(min=0, help="Show only the output of this rank.", metavar="R")] = None,
+    only_status: Annotated[bool, typer.Option("--status", help="Print only the status.")] = False,
     sync_down: Annotated[bool, typer.Option("--sync-down", "-s", help="Copy the log files here instead.")] = False,
     output: options.Output = "table",
 ) -> None:
-    """Show a job's log, and exit as the job stands. That is 0 succeeded, 100 failed, 101 not finished, 103 cancelled.
+    """Show a job's log. The exit code reflects its status: 0 succeeded, 100 failed, 101 not finished, 103 cancelled.
 
     \b
         atoll logs train
@@ -240,11 +244,11 @@ def logs(
 def cancel(
     name: Name,
     job_ids: Annotated[list[int] | None, typer.Argument(metavar="JOBS", help="Numbers of jobs.")] = None,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Every job that has not ended.")] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all unfinished jobs.")] = False,
     yes: options.Yes = False,
     output: options.Output = "table",
 ) -> None:
-    """Cancel jobs; the newest that goes on, where none is named.
+    """Cancel jobs; by default the most recent unfinished job.
 
     What comes after a job in its pipeline is cancelled with it; with the newest, all of its pipeline.
 
@@ -273,7 +277,7 @@ def cancel(
 def stop(
     names: Names = None, everything: All = False, yes: options.Yes = False, output: options.Output = "table"
 ) -> None:
-    """Stop clusters: their jobs end, their nodes' files are kept.
+    """Stop clusters: ends their jobs, keeps their nodes' files.
 
     \b
         atoll stop train
@@ -293,7 +297,7 @@ def stop(
 def start(
     names: Names = None, everything: All = False, yes: options.Yes = False, output: options.Output = "table"
 ) -> None:
-    """Take up stopped clusters again. `atoll launch` and `atoll exec` then run on them.
+    """Restart stopped clusters, for `atoll launch` and `atoll exec`.
 
     \b
         atoll start train
@@ -314,10 +318,10 @@ def down(
     names: Names = None,
     everything: All = False,
     yes: options.Yes = False,
-    purge: Annotated[bool, typer.Option("--purge", "-p", help="Remove the logs of their jobs, too.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", "-p", help="Delete the logs of their jobs, too.")] = False,
     output: options.Output = "table",
 ) -> None:
-    """Take clusters down: their jobs end, their nodes' files go. The logs of their jobs are kept.
+    """Remove clusters: ends their jobs and deletes their nodes' files; keeps the logs of their jobs.
 
     \b
         atoll down train
@@ -458,15 +462,18 @@ def autostop(
     names: Names = None,
     everything: All = False,
     idle: Annotated[
-        int, typer.Option("--idle-minutes", "-i", help="Idle minutes; 0: after the last job, -1: never.")
+        int,
+        typer.Option(
+            "--idle-minutes", "-i", help="Idle minutes before the stop; 0: right after the last job, -1: never."
+        ),
     ] = 5,
-    down: Annotated[bool, typer.Option("--down", help="Take it down instead of stopping it.")] = False,
-    never: Annotated[bool, typer.Option("--cancel", help="Take an autostop back.")] = False,
+    down: Annotated[bool, typer.Option("--down", help="Remove the cluster instead of stopping it.")] = False,
+    never: Annotated[bool, typer.Option("--cancel", help="Cancel autostop.")] = False,
     wait_for: Annotated[str | None, typer.Option("--wait-for", hidden=True)] = None,
     yes: options.Yes = False,
     output: options.Output = "table",
 ) -> None:
-    """Stop clusters by themselves once no job has run for a while.
+    """Stop clusters automatically when they are idle.
 
     \b
         atoll autostop train -i 30

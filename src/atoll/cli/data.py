@@ -26,17 +26,23 @@ def _group() -> None:
 def preview(
     context: typer.Context,
     recipe: Annotated[
-        str | None, typer.Argument(help="Name or path of a recipe, before its overrides; $CONFIG_FILE by default.")
+        str | None, typer.Argument(metavar="RECIPE", help="A shipped recipe or a TOML file; $CONFIG_FILE by default.")
     ] = None,
-    num: Annotated[int, typer.Option("--num", "-n", min=1, max=10**6, help="Samples to show.")] = 3,
+    num: Annotated[
+        int, typer.Option("--num", "-n", min=1, max=10**6, metavar="N", help="Number of samples to show.")
+    ] = 3,
     start: Annotated[
-        int, typer.Option(min=0, max=10**12, help="Number of the first, as metrics.jsonl counts them.")
+        int, typer.Option(min=0, max=10**12, metavar="N", help="First sample, numbered as in metrics.jsonl.")
     ] = 0,
-    width: Annotated[int | None, typer.Option(min=20, help="Columns; the terminal's by default.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=20, metavar="N", help="Width in columns; the terminal's by default.")
+    ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Show the id of each token.")] = False,
-    output: Annotated[str, typer.Option("-o", "--output", help="'text' for people, 'json' for programs.")] = "text",
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FORMAT", help="text, or json: one document on standard output.")
+    ] = "text",
 ) -> None:
-    """Show samples as training reads them: borders of tokens and documents, and what is not trained.
+    """Show samples as training reads them: tokens, documents, and positions that are not trained.
 
     Overrides follow as for `atoll train`: --data.path notes.txt --train.seq_len 64
     """

@@ -30,9 +30,13 @@ Entrypoint = Annotated[
 ]
 Sweep = Annotated[
     list[str] | None,
-    typer.Option("--sweep", help="One job a value, as in LR=0.1,0.01; several make the product.", metavar="KEY=a,b"),
+    typer.Option(
+        "--sweep",
+        help="One job per value, as in LR=0.1,0.01; repeat the flag for the cross product.",
+        metavar="KEY=a,b",
+    ),
 ]
-Parallel = Annotated[int, typer.Option(min=1, help="Jobs of a sweep that run at once.", metavar="N")]
+Parallel = Annotated[int, typer.Option(min=1, help="Number of jobs of a sweep that run at once.", metavar="N")]
 
 _CANCELLED_S = 10.0  # what comes after a task that failed is cancelled within this time
 
@@ -51,11 +55,13 @@ def launch(
     ] = None,
     detach: options.Detach = False,
     idle: Annotated[
-        int | None, typer.Option("--idle-minutes-to-autostop", "-i", help="Stop it after so many idle minutes.")
+        int | None, typer.Option("--idle-minutes-to-autostop", "-i", help="Stop the cluster after N idle minutes.")
     ] = None,
-    down: Annotated[bool, typer.Option("--down", help="Take it down instead; after its last job without -i.")] = False,
-    no_setup: Annotated[bool, typer.Option("--no-setup", help="Leave the task's setup out.")] = False,
-    fast: Annotated[bool, typer.Option("--fast", help="Leave setup out where the cluster is set up already.")] = False,
+    down: Annotated[
+        bool, typer.Option("--down", help="Remove the cluster when idle; without -i, right after the last job.")
+    ] = False,
+    no_setup: Annotated[bool, typer.Option("--no-setup", help="Skip setup.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Skip setup if it already ran on this cluster.")] = False,
     no_simulate: options.NoSimulate = False,
     sweep: Sweep = None,
     parallel: Parallel = 1,
@@ -63,7 +69,7 @@ def launch(
     dryrun: options.DryRun = False,
     output: options.Output = "table",
 ) -> None:
-    """Start a task on a cluster, and show its log. The cluster is made, reused or resized for it.
+    """Start a task on a cluster and show its log. Makes, reuses or resizes the cluster.
 
     \b
         atoll launch -c train task.yaml
@@ -99,7 +105,7 @@ def exec_(
     dryrun: options.DryRun = False,
     output: options.Output = "table",
 ) -> None:
-    """Start a task on a cluster that is up. Its workdir is copied, its setup and file_mounts are left out.
+    """Start a task on a cluster that is up. Copies its workdir; skips its setup and file_mounts.
 
     \b
         atoll exec train task.yaml

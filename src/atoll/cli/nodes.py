@@ -38,10 +38,10 @@ def ssh(
     command: Annotated[list[str] | None, typer.Argument(help="After --: run this instead of a shell.")] = None,
     forwards: Annotated[
         list[str] | None,
-        typer.Option("-L", help="Connections to PORT here go to the node's.", metavar="PORT[:HOST:PORT]"),
+        typer.Option("-L", help="Forward a local PORT to the node.", metavar="PORT[:HOST:PORT]"),
     ] = None,
 ) -> None:
-    """Open a shell on a node, or run a command there. Both are beside its running job, where there is one.
+    """Open a shell on a node, or run a command there, beside its running job.
 
     \b
         atoll ssh train
@@ -71,8 +71,8 @@ def ssh(
 
 
 def cp(
-    source: Annotated[str, typer.Argument(help="A path, or CLUSTER:PATH; CLUSTER/worker1:PATH for another node.")],
-    dest: Annotated[str, typer.Argument(help="The same; a path on a node begins at its home.")],
+    source: Annotated[str, typer.Argument(help="Path, or CLUSTER:PATH; CLUSTER/worker1:PATH for another node.")],
+    dest: Annotated[str, typer.Argument(help="The same; a relative path on a node counts from its home.")],
     output: options.Output = "table",
 ) -> None:
     """Copy a file or a folder to or from a node.

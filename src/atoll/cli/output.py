@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 _closed = False
@@ -45,6 +49,32 @@ def drop(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A line on a terminal's standard error that shows that the command is working; gone at the end."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    over = threading.Event()
+
+    def turn() -> None:
+        for mark in itertools.cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"):
+            sys.stderr.write(f"\r{mark} {text}")
+            sys.stderr.flush()
+            if over.wait(0.1):
+                break
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
+
+    thread = threading.Thread(target=turn, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class _Pipe(io.FileIO):

@@ -36,10 +36,13 @@ def ls(output: options.Output = "table") -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'NAME':14} {'PARAMETERS':>15} {'SEQ_LEN':>7}  {'LAYOUT':22} NOTE")
+    print(f"{'NAME':13} {'PARAMS':>7} {'CPU':3} {'SEQ_LEN':>7}  {'LAYOUT':21}  NOTE")
     for row in rows:
-        print(f"{row['name']:14} {row['parameters']:15,} {row['seq_len']:7}  {row['layout']:22} {row['note']}")
-    print("\n`atoll recipes show NAME` prints one whole, `atoll recipes cp NAME` writes it here to be edited")
+        small = row["parameters"] < 1e8  # trains on a CPU in minutes
+        size = f"{row['parameters'] / 1e6:.1f} M" if small else f"{row['parameters'] / 1e9:.1f} B"
+        head = f"{row['name']:13} {size:>7} {'✓' if small else ' ':3} {row['seq_len']:7}"
+        print(f"{head}  {row['layout']:21}  {row['note']}")
+    print("\n`atoll recipes show NAME` prints every key, `atoll recipes cp NAME` writes a file to edit")
 
 
 def _row(name: str) -> dict[str, Any]:
@@ -71,9 +74,13 @@ def _layout(parallel: ParallelSection) -> str:
 @recipes_app.command("show", context_settings=_WITH_OVERRIDES)
 def show(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a file.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a file.")],
 ) -> None:
-    """Print a recipe as it would run, every key with its value: `show llama3_8b --train.steps 100`."""
+    """Print a recipe with the value of every key.
+
+    \b
+        atoll recipes show llama3_8b --train.steps 100
+    """
     from atoll.train.recipe.compare import resolved_toml
     from atoll.train.recipe.load import load_recipe
 
@@ -87,10 +94,12 @@ def show(
 
 @recipes_app.command("cp")
 def cp(
-    name: Annotated[str, typer.Argument(help="A name that `atoll recipes ls` shows.")],
-    dest: Annotated[Path | None, typer.Argument(help="File or folder to write; NAME.toml by default.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `atoll recipes ls` shows.")],
+    dest: Annotated[
+        Path | None, typer.Argument(metavar="DEST", help="File or folder to write; NAME.toml by default.")
+    ] = None,
 ) -> None:
-    """Write a shipped recipe to a file, to be edited."""
+    """Write a shipped recipe to a file, to edit it."""
     from atoll.train.recipe.files import shipped_file
 
     source = shipped_file(name)
@@ -99,8 +108,8 @@ def cp(
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
-        raise ConfigError(f"{target} exists and stays as it is: name another file, or remove it first") from None
+        raise ConfigError(f"{target} already exists, not overwritten: name another file, or remove it first") from None
     except OSError as error:
         raise ConfigError(f"{target} can't be written: {error.strerror}") from None
     shown = target if target.is_absolute() or os.sep in str(target) else f"./{target}"
-    print(f"{target} is yours to edit; then: {command_line('atoll', 'train', str(shown))}")
+    print(f"written to {shown}; edit it, then: {command_line('atoll', 'train', str(shown))}")

@@ -45,7 +45,7 @@ def run(
     script: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT [ARGS]", help="A script and its arguments; or after -- any command, once a node."
+            metavar="SCRIPT [ARGS]", help="A script and its arguments; or, after --, any command, once per node."
         ),
     ] = None,
     nodes: options.Nodes = 1,
@@ -54,18 +54,26 @@ def run(
     gpus: options.Gpus = None,
     no_simulate: options.NoSimulate = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is an executable, not Python.")] = False,
     run_path: Annotated[bool, typer.Option("--run-path", hidden=True)] = False,
-    standalone: Annotated[bool, typer.Option("--standalone", help="Says what is so anyway: no rendezvous.")] = False,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="Accepted for torchrun compatibility; no effect.")
+    ] = False,
     virtual_local_rank: Annotated[bool, typer.Option("--virtual-local-rank", hidden=True)] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, max=MOST_TRIES, help="Start all ranks again so often.", metavar="N")
+        int,
+        typer.Option(
+            "--max-restarts", min=0, max=MOST_TRIES, help="Maximum number of restarts of all ranks.", metavar="N"
+        ),
     ] = 0,
     rdzv_id: Annotated[
-        str | None, typer.Option("--rdzv-id", help="What the run calls itself: TORCHELASTIC_RUN_ID.", metavar="ID")
+        str | None, typer.Option("--rdzv-id", help="Run id, exported as TORCHELASTIC_RUN_ID.", metavar="ID")
     ] = None,
     master_port: Annotated[
-        int | None, typer.Option("--master-port", min=1, max=65535, help="Else a free one.", metavar="PORT")
+        int | None,
+        typer.Option(
+            "--master-port", min=1, max=65535, help="Port of the rendezvous; a free one by default.", metavar="PORT"
+        ),
     ] = None,
     local_ranks: Annotated[
         str | None,
@@ -77,7 +85,7 @@ def run(
             "--shutdown-timeout",
             min=0,
             max=9_999_999,
-            help="Seconds that ranks get to end, before SIGKILL; else 4 after a cancel, 1.5 when another failed.",
+            help="Seconds from SIGTERM to SIGKILL for ranks; by default 4 after a cancel, 1.5 after a failure.",
             metavar="S",
         ),
     ] = None,
@@ -94,7 +102,7 @@ def run(
     secret: options.Secret = None,
     workdir: Annotated[
         str | None,
-        typer.Option("--workdir", help="Folder that ranks start in, copied to ssh hosts; the current one by default."),
+        typer.Option("--workdir", help="Folder to start ranks in, copied to SSH hosts; the current folder by default."),
     ] = None,
 ) -> None:
     """Run a script on every rank, as torchrun does, on any infra.

@@ -32,9 +32,9 @@ class TaskFlags:
     name: options.JobName = None
     workdir: options.Workdir = None
     git_url: Annotated[
-        str | None, typer.Option("--git-url", help="Repository to be the workdir, instead of a folder.", metavar="URL")
+        str | None, typer.Option("--git-url", help="Git repository to use as the workdir.", metavar="URL")
     ] = None
-    git_ref: Annotated[str | None, typer.Option("--git-ref", help="Branch, tag or commit of it.")] = None
+    git_ref: Annotated[str | None, typer.Option("--git-ref", help="Branch, tag or commit of the repository.")] = None
     infra: options.Infra = None
     num_nodes: options.Nodes = None
     accelerators: options.Gpus = None

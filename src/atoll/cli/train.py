@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from atoll.cli import options
-from atoll.cli.output import OutputClosed
+from atoll.cli.output import OutputClosed, spinner
 from atoll.core.errors import AtollError, ConfigError, ProvisionError, RemoteTraceback
 from atoll.core.exit_codes import ExitCode
 from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from atoll.train.recipe.load import Loaded
     from atoll.train.recipe.schema import Recipe
 
+_LOADING = "loading PyTorch on every rank"
 _SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,7 +46,7 @@ def train(
         str | None,
         typer.Argument(
             metavar="RECIPE",
-            help="A shipped recipe (atoll recipes ls), a TOML file, or nothing where CONFIG_FILE is set.",
+            help="A shipped recipe (atoll recipes ls) or a TOML file; $CONFIG_FILE by default.",
         ),
     ] = None,
     nodes: options.Nodes = 1,
@@ -53,13 +54,13 @@ def train(
     gpus: options.Gpus = None,
     infra: options.Infra = "local",
     dryrun: options.DryRun = False,
-    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over, in a new folder.")] = False,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over in a new folder.")] = False,
     allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Go on although the recipe differs from the folder's.")
+        bool, typer.Option("--allow-changes", help="Resume even if the recipe has changed since the run started.")
     ] = False,
     output: options.Output = "table",
 ) -> None:
-    """Train a language model from a recipe. The same command again goes on where it stopped.
+    """Train a language model from a recipe. Run the same command again to resume.
 
     \b
     Any key of the recipe can be set:
@@ -73,9 +74,11 @@ def train(
     num_nodes, num_ranks, where = nodes or 1, _num_ranks(nproc), infra or "local"
     accelerator = options.last_of("--gpus", gpus)
     recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
-    loaded = load_recipe(recipe, arguments, world_size=num_nodes * (num_ranks or 1))
+    _refuse_misspelt(context, arguments)
+    with spinner("reading the recipe"):
+        loaded = load_recipe(recipe, arguments, world_size=num_nodes * (num_ranks or 1))
     if dryrun:
-        _dryrun(loaded, num_nodes, num_ranks, accelerator)
+        _dryrun(loaded, num_nodes, num_ranks, accelerator, as_json)
         return
     require_complete(loaded.recipe)
     _check_schedule(loaded)
@@ -103,6 +106,20 @@ def train(
         _say_next(loaded, result, hosts, where, num_nodes, num_ranks, accelerator, arguments)
     if result["status"] != "finished":
         raise typer.Exit(ExitCode.NOT_FINISHED)
+
+
+def _refuse_misspelt(context: typer.Context, arguments: list[str]) -> None:
+    """Refuse what is neither a key of the recipe nor known under another name, and nearly an option of the command."""
+    from atoll.core.validation import nearest
+    from atoll.train.recipe.overrides import keys_named
+
+    flags = [flag for each in context.command.params for flag in each.opts if flag.startswith("--")]
+    for argument in arguments:
+        name = options.normalized(argument.partition("=")[0])
+        plain = name.removeprefix("--").replace("-", "_")
+        is_key = "." in name or plain in ("name", "resume") or keys_named(plain)
+        if name.startswith("--") and not is_key and (near := nearest(name, flags)):
+            raise typer.BadParameter(f"unknown option {argument.partition('=')[0]}{near}")
 
 
 def _num_ranks(nproc: str) -> int | None:
@@ -158,7 +175,7 @@ def _run(
 
     from atoll.cli.rank import train_rank
     from atoll.functions.compute_pool import ComputePool
-    from atoll.train.events import Note, RunStarted, decode
+    from atoll.train.events import Note, Progress, RunStarted, decode
     from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console
 
@@ -177,7 +194,7 @@ def _run(
         if not resume:
             folder = fresh_folder(folder)
             tree["train"]["output_dir"] = str(folder)
-    began = threading.Event()
+    began, loaded_torch = threading.Event(), threading.Event()
 
     def on_event(event: PoolEvent) -> None:
         from atoll.core.events import HangSuspected, MetricsReported
@@ -188,6 +205,9 @@ def _run(
                 hosts.output_dir = posixpath.join(hosts.folder, told.output_dir)
             if hosts is None or hosts.output_dir is not None:
                 began.set()
+            if not loaded_torch.is_set():
+                loaded_torch.set()
+                show(Progress(_LOADING, 1, 1))
             show(told)
         elif isinstance(event, HangSuspected):
             who = ", ".join(map(str, event.ranks))
@@ -210,9 +230,13 @@ def _run(
         hang_timeout=loaded.recipe.train.hang_timeout_s,
     )
     stop = _LocalStop(folder) if hosts is None else hosts
-    with contextlib.closing(show), pool:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(show))
+        with spinner("starting nodes") if hosts is None else contextlib.nullcontext():
+            stack.enter_context(pool)
         ranks = "one rank" if pool.world_size == 1 else f"{pool.world_size} ranks"
-        show(Note(f"starting {ranks}"))  # they import PyTorch, which takes seconds
+        show(Note(f"starting {ranks}"))
+        show(Progress(_LOADING, 0, None))  # takes seconds
         future = pool.submit(train_rank, tree, options, everywhere=True)
         with _interruptible(stop, began, show):
             results: list[dict[str, Any]] = list(future.result())
@@ -387,10 +411,13 @@ def _has_export(recipe: Recipe) -> bool:
     return True
 
 
-def _dryrun(loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None) -> None:
-    from atoll.train.dryrun import dryrun
+def _dryrun(loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None, as_json: bool) -> None:
+    with spinner("loading PyTorch"):
+        from atoll.train.dryrun import dryrun
 
     for line in loaded.notes:
         print(f"note: {line}", file=sys.stderr)
-    for line in dryrun(loaded.recipe, nodes=nodes, nproc=nproc, gpus=gpus):
-        print(line)
+    found = dryrun(loaded.recipe, nodes=nodes, nproc=nproc, gpus=gpus)
+    print(json.dumps(found.facts, indent=2) if as_json else "\n".join(found.lines))
+    if not found.ok:
+        raise typer.Exit(ExitCode.USAGE)

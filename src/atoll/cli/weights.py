@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 
-Force = Annotated[bool, typer.Option("--force", help="Replace an earlier export at DEST.")]
-MaxShard = Annotated[str, typer.Option("--max-shard", help="Size of one file of weights, such as 500MB.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite an earlier export at DEST.")]
+MaxShard = Annotated[
+    str, typer.Option("--max-shard", metavar="SIZE", help="Maximum size of a weights file, such as 500MB.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -34,10 +36,10 @@ def register(app: typer.Typer) -> None:
 
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.")],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
-    dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp16.")] = "bf16",
-    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, too.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="With --push: nobody else sees it.")] = False,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to write.")],
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp32 or fp16.")] = "bf16",
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Also upload to the hub.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: make the repository private.")] = False,
     max_shard: MaxShard = "5GB",
     force: Force = False,
 ) -> None:
@@ -67,8 +69,10 @@ def export(
 
 def import_(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A Hugging Face folder, owner/name, or a GGUF file.")],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to make.")],
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; the source's by default.")] = None,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="bf16, fp32 or fp16; the source's by default.")
+    ] = None,
     max_shard: MaxShard = "5GB",
     force: Force = False,
 ) -> None:
@@ -112,16 +116,24 @@ def generate(
             metavar="SOURCE", help="A run's folder, a checkpoint, a Hugging Face folder, owner/name, or a GGUF file."
         ),
     ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on with.")],
-    num_tokens: Annotated[int, typer.Option("--num-tokens", "-n", min=1, help="New tokens at most.")] = 120,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from that many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of this probability.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU where there is one.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Where the source has none: a folder, file or name.")] = None,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
+    num_tokens: Annotated[
+        int, typer.Option("--num-tokens", "-n", min=1, metavar="N", help="Maximum number of new tokens.")
+    ] = 120,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, metavar="T", help="Sampling temperature; 0: the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, metavar="N", help="Sample from the N most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Nucleus (top-p) sampling.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:1; a GPU by default if there is one.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer if the source has none: a folder, file or name.")
+    ] = None,
 ) -> None:
-    """Go on with a prompt, as the text comes.
+    """Generate text from a prompt, streaming.
 
     \b
         atoll generate outputs/austen "It is a truth"

@@ -42,7 +42,10 @@ def read_text(path: str | os.PathLike[str], label: str, expected: str) -> str:
 def atoll_home() -> Path:
     """The state folder: ``$ATOLL_HOME``, else ``~/.atoll``. Made with mode 0700 where it does not exist yet."""
     home = Path(os.environ.get("ATOLL_HOME") or "~/.atoll").expanduser().absolute()
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"ATOLL_HOME={home}: it, or a part of it, is a file; expected a folder") from None
     return home
 
 

@@ -16,6 +16,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+# Other names of keyword arguments, such as those of the command line.
+_OTHER_NAMES = {
+    "accelerators": "accelerator",
+    "gpus": "accelerator",
+    "infra": "provider",
+    "nproc": "workers_per_node",
+    "nproc_per_node": "workers_per_node",
+    "num_nodes": "nodes",
+}
 _TEN_YEARS_S = 10 * 365.25 * 86400.0
 # The most of what is counted anywhere: more is a typing mistake, or a damaged file.
 MOST_NODES = 4096
@@ -67,14 +76,20 @@ def _checked(
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if unknown := [name for name in kwargs if name not in names]:
-            known = [name for name in names if name != "self"]
-            hint = nearest(unknown[0], known) or f": it takes {', '.join(known)}"
-            raise UsageError(
-                f"{function.__qualname__.removesuffix('.__init__')}() has no argument {unknown[0]!r}{hint}"
-            )
+        for unknown in [name for name in kwargs if name not in names]:
+            name = _OTHER_NAMES.get(unknown, "")
+            if name not in names:
+                known = [each for each in names if each != "self"]
+                hint = nearest(unknown, known) or f": it takes {', '.join(known)}"
+                where = function.__qualname__.removesuffix(".__init__")
+                raise UsageError(f"{where}() has no argument {unknown!r}{hint}")
+            if kwargs.setdefault(name, kwargs[unknown]) != kwargs.pop(unknown):
+                raise ConfigError(f"{unknown}= and {name}= are two names of one setting; give one")
         check(args, kwargs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except (ConfigError, UsageError) as error:  # the caller's mistake: our frames say nothing about it
+            raise error.with_traceback(None)  # noqa: B904 - it is the same error
 
     return checked
 

@@ -14,6 +14,8 @@ from atoll.functions.serialize import name_of
 from atoll.images.image import Image
 from atoll.providers.base import Provider
 from atoll.providers.local import Local
+from atoll.providers.ssh.hosts import find_group
+from atoll.providers.ssh.provider import SSH
 
 
 def check_provider(value: object) -> Provider:
@@ -24,8 +26,15 @@ def check_provider(value: object) -> Provider:
         raise ConfigError(f"provider={value.__name__} is a class: call it, as in sky.{value.__name__}()")
     if callable(getattr(value, "plan", None)) and callable(getattr(value, "start", None)):
         return cast("Provider", value)
+    if isinstance(value, str) and value.startswith("ssh/"):
+        group = find_group(value.removeprefix("ssh/"))
+        first = group.targets[0]
+        hosts = [str(target) for target in group.targets]
+        return SSH(hosts, key=first.key, jump=first.jump, python=first.python, grace_s=group.grace_s)
+    if value == "local":
+        return Local()
     step = f"; nodes are given as nodes={value!r}" if isinstance(value, int) and not isinstance(value, bool) else ""
-    raise ConfigError(f"provider={value!r}: expected a provider such as sky.Local(){step}")
+    raise ConfigError(f"provider={value!r}: expected sky.Local(), sky.SSH(hosts), 'local' or 'ssh/NAME'{step}")
 
 
 def check_image(value: object) -> Image:

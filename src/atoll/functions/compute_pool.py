@@ -65,17 +65,18 @@ class ComputePool:
     ``f(x) >> pool`` on one.
 
     Args:
-        provider: where nodes come from; this machine by default.
-        nodes: how many; every host of ``SSH(hosts=…)`` by default, else one.
-        accelerator: accelerators of each node, in any spelling: ``"A100"``, ``"A100:2"``, ``sky.NVIDIA.A100``. None
-            takes what the machine has.
+        provider: where nodes come from, also as text (``"local"``, ``"ssh/NAME"``) and also ``infra=``; this machine
+            by default.
+        nodes: number of nodes; by default every host of ``SSH(hosts=…)``, otherwise one.
+        accelerator: accelerators per node, in any spelling: ``"A100"``, ``"A100:2"``, ``sky.NVIDIA.A100``; also
+            ``accelerators=`` and ``gpus=``. None leases all GPUs of the machine.
         image: packages and variables of the ranks.
         pip, env: added to the image's, and winning over them.
-        workers_per_node: ranks a node runs; ``"auto"``, the default, is one for each accelerator, else one.
-            ``nproc_per_node`` is the same.
+        workers_per_node: ranks per node; ``"auto"``, the default, is one per accelerator, otherwise one. Also
+            ``nproc=`` and ``nproc_per_node=``.
         timeout: seconds a call may take; None sets no limit.
         ttl: seconds the pool may live; after that it ends by itself.
-        retries: how often a call that lost a rank is started again, as a whole gang.
+        retries: how often a call that lost a rank is restarted, with all its ranks.
         hang_timeout: seconds without progress after which a call fails naming the ranks that did not arrive.
         name: keep the pool warm after the block under this name, for other processes to attach to.
         idle: seconds a named pool stays up with nothing to do; 600 by default.
@@ -92,7 +93,7 @@ class ComputePool:
     @suggests_keywords
     def __init__(
         self,
-        provider: Provider | None = None,
+        provider: Provider | str | None = None,
         nodes: int | None = None,
         accelerator: str | AcceleratorSpec | Mapping[str, int] | None = None,
         image: Image | None = None,
@@ -107,16 +108,8 @@ class ComputePool:
         idle: float | None = None,
         on_event: Callable[[events.Event], object] | None = None,
         *,
-        nproc_per_node: int | Literal["auto", "gpu"] | None = None,
         logs: Logs = "all",
     ) -> None:
-        if nproc_per_node is not None:
-            if workers_per_node not in (None, nproc_per_node):
-                raise ConfigError(
-                    f"workers_per_node={workers_per_node!r} and nproc_per_node={nproc_per_node!r} are two names of "
-                    f"one setting; give one"
-                )
-            workers_per_node = nproc_per_node
         self.provider: Provider = check_provider(provider)
         self.nodes = check_whole(
             "nodes", getattr(self.provider, "num_nodes", 1) if nodes is None else nodes, 1, MOST_NODES

@@ -14,8 +14,8 @@ from atoll.core.exit_codes import ExitCode
 
 _USAGE = """usage: torchrun --nproc-per-node N -m atoll.train [RECIPE] [--no-resume] [--section.key value]
 
-RECIPE is a shipped recipe (atoll recipes ls), a TOML file, or left out where CONFIG_FILE names one.
-The same command again goes on from the newest checkpoint.
+RECIPE is a shipped recipe (atoll recipes ls) or a TOML file; by default the one that CONFIG_FILE names.
+The same command again resumes from the newest checkpoint.
 """
 _HEAD_TELLS_S = 5.0  # rank 0 may have started later by that; a launcher ends the others with it
 

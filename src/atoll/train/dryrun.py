@@ -6,6 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +22,20 @@ from atoll.train.parallel.layout import resolve
 from atoll.train.recipe.schema import Recipe
 
 
-def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: str | None = None) -> list[str]:
-    """Lines that tell what a recipe would do; nothing is started, and no GPU is needed.
+class Requirements(NamedTuple):
+    """What a run would take: lines for people, the same facts for programs."""
+
+    lines: list[str]
+    facts: dict[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it fits and its local data exist."""
+        return bool(self.facts["fits"]) and not self.facts["missing_data"]
+
+
+def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: str | None = None) -> Requirements:
+    """Compute what a recipe would need; nothing is started, and no GPU is needed.
 
     Args:
         recipe: without data where it has the vocabulary's size, else that is its tokenizer's, which is read.
@@ -66,8 +79,8 @@ def requirements(
     device_name: str,
     *,
     device: Device = "cuda",
-) -> list[str]:
-    """Lines that tell what a recipe would do on ``world_size`` ranks.
+) -> Requirements:
+    """Compute what a recipe would need on ``world_size`` ranks.
 
     Args:
         memory_bytes: of a rank's device, or its share of the machine's.
@@ -88,18 +101,35 @@ def requirements(
         f"{memory_bytes / GIB:.1f} GiB",
         f"layout: {layout}",
         f"recompute: {mode}{chosen}",
-        "memory a rank:",
+        "memory per rank:",
         *(f"  {line}" for line in needed.describe()),
     ]
+    each = "GPU" if device == "cuda" else "rank"
+    missing = _no_data(recipe)
     if needed.fits(memory_bytes):
         lines.append(f"fits: {100 * needed.total / memory_bytes:.0f} % of a device")
     else:
         fix = _with_nodes(first_fix(recipe, layout, memory_bytes, device), nodes, local_world_size)
         lines += [
-            f"does not fit: {size(needed.total - memory_bytes)} too much a rank",
-            f"first change that would make it fit: {fix}" if fix else "no change that is known would make it fit",
+            f"does not fit: {size(needed.total - memory_bytes)} over the limit per {each}",
+            f"first change that would make it fit: {fix}" if fix else "no single change would make it fit",
         ]
-    return [*lines, *_no_data(recipe), *_length(recipe), *_checkpoint(recipe, device)]
+    lines += [f"data: {path} matches no file here" for path in missing]
+    facts = {
+        "name": recipe.name,
+        "parameters": parameter_count(recipe.model),
+        "ranks": world_size,
+        "nodes": nodes,
+        "device": device_name,
+        "device_bytes": memory_bytes,
+        "layout": str(layout),
+        "recompute": mode,
+        "memory_bytes_per_rank": needed.parts,
+        "fits": needed.fits(memory_bytes),
+        "missing_data": missing,
+        "checkpoint_bytes": sum(state_bytes(recipe, device)),
+    }
+    return Requirements([*lines, *_length(recipe), *_checkpoint(recipe, device)], facts)
 
 
 def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
@@ -115,7 +145,7 @@ def _no_data(recipe: Recipe) -> list[str]:
     parts = [given] if isinstance(given, str) else [part if isinstance(part, str) else part.path for part in given]
     asked = [path for part in parts for path in ([part] if isinstance(part, str) else part)]
     return [
-        f"data: {path} matches no file here: the run would refuse it"
+        path
         for path in asked
         if "://" not in path
         and not os.path.lexists(found := os.path.expanduser(path))
@@ -127,7 +157,7 @@ def _length(recipe: Recipe) -> list[str]:
     """Steps, tokens and arithmetic of the run."""
     train = recipe.train
     tokens_per_step = train.global_batch * train.seq_len
-    batch = f"{train.global_batch} sequences × {train.seq_len:,} = {tokens_per_step:,} tokens a step"
+    batch = f"{train.global_batch} sequences × {train.seq_len:,} = {tokens_per_step:,} tokens per step"
     length, schedule = train.length, recipe.schedule
     units = {each.unit for each in (length, schedule.warmup, schedule.decay) if each is not None and each.value}
     if length is not None and ("ep" not in units or units == {"ep"}):  # else it takes the data to compare them
@@ -143,8 +173,7 @@ def _length(recipe: Recipe) -> list[str]:
     return [
         f"steps: {steps:,}; {batch}",
         f"tokens: {_count(tokens)}",
-        f"arithmetic: {_flop(tokens * flops)} = tokens × {_flop(flops)} (6 × the parameters that multiply, and causal "
-        "attention)",
+        f"compute: {_flop(tokens * flops)} = {_flop(flops)} per token (6 × matrix parameters, plus causal attention)",
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import sweep_temporary, write_atomic
+from atoll.core.paths import shown_path, sweep_temporary, write_atomic
 from atoll.train.checkpoint.claim import FolderClaim
 from atoll.train.recipe.load import diff, harmful
 from atoll.train.recipe.schema import Recipe
@@ -30,7 +30,7 @@ class RunFolder:
         self.notes: list[str] = []
         self.identity: str | None = None
         self._lock: FolderClaim | None = None
-        self._was_there = True
+        self._made: list[Path] = []
         self._began = False
 
     def open(self, recipe: Recipe, *, allow_changes: bool) -> None:
@@ -41,7 +41,7 @@ class RunFolder:
                 folder can't be made.
         """
         with self.told():
-            self._was_there = self.path.exists()
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderClaim(self.path, recipe.name, "--train.output_dir DIR", name=".lock")
         for inside in (self.path, self.path / "tokenizer"):
@@ -71,9 +71,10 @@ class RunFolder:
         serious = harmful(before, recipe)
         if serious and not allow_changes:
             lines = "\n  ".join(serious)
+            other = _with_these_settings(self.path, recipe)
             raise ConfigError(
-                f"{str(self.path)!r} holds a run of another recipe:\n  {lines}\n"
-                f"--allow-changes goes on with the new one, --no-resume starts over in a new folder"
+                f"{str(self.path)!r} already contains a run with different settings:\n  {lines}\n"
+                f"--allow-changes resumes with the new settings, --no-resume starts over in a new folder{other}"
             )
         # Where it is told apart from others, not what it is: one folder has many names.
         changed = [line for line in changed if not line.startswith("[train] output_dir")]
@@ -90,15 +91,25 @@ class RunFolder:
         """Let others write here. A folder that was made for a run that could not begin goes away again."""
         if self._lock is None:
             return
-        if not self._was_there and not self._began:
+        if self._made and not self._began:
             shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
             self._lock.close()
-            for empty in (self.path / "checkpoints", self.path):
+            for empty in (self.path / "checkpoints", *self._made):
                 with contextlib.suppress(OSError):
                     empty.rmdir()
         else:
             self._lock.close()
         self._lock = None
+
+
+def _with_these_settings(path: Path, recipe: Recipe) -> str:
+    """Names a folder beside ``path`` that ``--no-resume`` made for this recipe; nothing if there is none."""
+    for folder in sorted(path.parent.glob(f"{path.name}-*")):
+        with contextlib.suppress(ConfigError):
+            before = stored_recipe(folder)
+            if before is not None and not harmful(before, recipe):
+                return f"; {folder.name} was started with these settings: --train.output_dir {shown_path(str(folder))}"
+    return ""
 
 
 def stored_identity(folder: Path) -> str | None:

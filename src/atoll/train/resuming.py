@@ -74,7 +74,7 @@ def identify(
     allow_changes: bool,
     note: Callable[[str], None],
 ) -> str:
-    """The run's identity, which its checkpoints carry: those of another are not gone on from by accident. On rank 0.
+    """The run's identity, which its checkpoints carry: no run resumes from those of another.
 
     Raises:
         ConfigError: the checkpoints in ``root`` belong to another run.
@@ -92,9 +92,10 @@ def identify(
         if changed and not allow_changes:
             lines = "\n  ".join(changed)
             raise ConfigError(
-                f"{elsewhere}a run of another recipe:\n  {lines}\n--allow-changes goes on with the new one, or {choose}"
+                f"{elsewhere}a run with different settings:\n  {lines}\n"
+                f"--allow-changes resumes with the new settings, or {choose}"
             )
-        note(f"goes on from step {found}, which is in {shown_path(root)}")
+        note(f"resuming from step {found} in {shown_path(root)}")
     folder.identity = own or theirs or secrets.token_hex(8)
     return folder.identity
 
@@ -122,6 +123,6 @@ def load_state(
             f"{described(meta.get('data'))}, now {described(about['data'])}. Bring them back, or give --no-resume"
         )
     if meta.get("layout", about["layout"]) != about["layout"]:
-        note(f"saved under {meta['layout']}, goes on under {about['layout']}")
+        note(f"checkpoint saved with {meta['layout']}, resuming with {about['layout']}")
     source.load(meta["source"])
     return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"]), meta.get("validated_step")

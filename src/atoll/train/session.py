@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ def run(
     Args:
         recipe: a shipped recipe's name, a file, a tree as TOML has it, or a ``Recipe``; None for ``CONFIG_FILE``.
         overrides: as on the command line: ``["--train.steps", "100"]``.
-        resume: go on from the newest checkpoint in ``output_dir``; False starts over in a new folder.
+        resume: resume from the newest checkpoint in ``output_dir``; False starts over in a new folder.
         allow_changes: go on although the recipe differs from that of the folder.
         report: takes the events on rank 0, instead of the console.
 
@@ -104,6 +105,7 @@ def run(
     loaded = load_recipe(recipe, overrides, world_size=world_size)
     require_complete(loaded.recipe)
     stop = StopRequest()
+    hook = sys.excepthook
     with stop.listening():
         world = join(timeout_s=loaded.recipe.train.hang_timeout_s)
         try:
@@ -114,6 +116,8 @@ def run(
             raise
         finally:
             world.close()
+            if world.size == 1:
+                sys.excepthook = hook  # init_process_group put "[rank0]:" before every line of later tracebacks
 
 
 @dataclass
@@ -150,7 +154,7 @@ class _Session:
                 advice = self._plan.first_fix or "use more ranks"
                 text = f"rank {self.world.rank} ran out of GPU memory: {str(error).splitlines()[0]} Try: {advice}"
                 self._end(run, folder, "failed", text)
-                raise ConfigError(text) from error
+                raise AtollError(text) from error
             except AtollError as error:
                 if run is not None:  # else it did not begin, and whoever typed the command is told now
                     self._end(run, folder, "failed", str(error))
@@ -230,7 +234,7 @@ class _Session:
             cursor, validated_step = load_state(checkpointer, found, engine, optimizer, source, about, self._note)
             if cursor.step >= length.steps:
                 done = f"already finished: {cursor.step} of {length.steps} steps"
-                self._note(f"{done}; --train.steps N --allow-changes trains on")
+                self._note(f"{done}; to train longer: --train.steps N --allow-changes")
         loader = Loader(
             corpus.dataset,
             source,

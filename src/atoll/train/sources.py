@@ -216,9 +216,7 @@ def _open(spec: str, section: ModelSection | None, progress: Progress | None, st
     first, beside = spec.partition("/")[0], path.parent
     near = nearest(path.name, os.listdir(beside), os.path.dirname(spec)) if beside.is_dir() else ""
     if hub.reads_as_name(spec) and Path(first).is_dir():
-        raise ConfigError(
-            f"{spec}: no such folder{near or f'; {first} is a folder here, so that this is no name on a hub'}"
-        )
+        raise ConfigError(f"{spec}: no such folder{near or f'; {first} is a folder here'}")
     raise ConfigError(f"{spec}: no such file or folder, and no owner/name on a hub{near or f'; {_EXPECTED}'}")
 
 

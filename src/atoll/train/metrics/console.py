@@ -94,7 +94,7 @@ class Console(Reporter):
             self._say(f"{phase_line(phase.progress)} in {span(took_s)}")
 
     def _end_phases(self) -> None:
-        """Training goes on, so what was under way without an end of its own is over."""
+        """End every phase: the training steps run again."""
         for name in list(self._phases):
             self._end_phase(name)
 
@@ -108,8 +108,8 @@ class Console(Reporter):
         elif isinstance(event, Validated):
             self._say(f"step {event.step}   validation loss {event.loss:.3f}   {span(event.took_s)}")
         elif isinstance(event, CheckpointSaved):
-            stall = f"training stood {span(event.stall_s)}"
-            self._say(f"step {event.step}   checkpoint in {event.path}   {span(event.took_s)}, {stall}")
+            times = f"{span(event.took_s)} (training blocked {span(event.stall_s)})"
+            self._say(f"step {event.step}   saved checkpoint {event.path} in {times}")
 
     def _is_due(self, event: StepDone) -> bool:
         """The first step, each tenth of the way, the last, and one every half minute."""
@@ -125,10 +125,12 @@ class Console(Reporter):
         if self._redraws:
             self._console.print(end_page(event, self._session))
             return
-        for label, value in end_rows(event, self._session):
+        rows = end_rows(event, self._session)
+        trained = self._session.last is not None or event.status != "finished"  # else a note said "already finished"
+        for label, value in rows if trained else rows[1:]:
             self._say(f"{label}: {value}")
         if event.sample:
-            self._say(f"the model writes:\n{visible(event.sample)}")
+            self._say(f"sample:\n{visible(event.sample)}")
 
     def _say(self, line: str) -> None:
         # As Text: a file name or a sample with [brackets] is no markup.

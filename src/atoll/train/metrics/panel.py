@@ -85,7 +85,7 @@ class RunPanel:
         saved = self._session.checkpoint
         if saved is None:
             return []
-        text = f"checkpoint at step {saved.step:,}, {span(saved.took_s)} (training stood {span(saved.stall_s)})"
+        text = f"checkpoint at step {saved.step:,}, {span(saved.took_s)} (training blocked {span(saved.stall_s)})"
         return [Text(text, style="dim", no_wrap=True, overflow="ellipsis")]
 
 
@@ -101,8 +101,8 @@ def live_figures(session: Session) -> list[Text]:
     """The figures of now, the more telling ones first."""
     last = session.last
     if last is None:
-        return [Text("the first step is on its way", style="dim")]
-    loss = session.loss
+        return [Text("running the first step…", style="dim")]
+    loss = last.loss
     shown = Text.assemble(("loss ", "dim"), (f"{loss:.3f}", "bold" if math.isfinite(loss) else "bold red"))
     line = sparkline(session.trend.values(16))
     found = [shown + Text(f" {line}", style="cyan") if len(line) > 1 else shown]
@@ -111,7 +111,7 @@ def live_figures(session: Session) -> list[Text]:
         found.append(Text.assemble(("validation ", "dim"), (f"{value:.3f}", "bold"), (f" at {at:,}", "dim")))
     speed = Text.assemble((f"{session.tokens_per_s:,.0f}", "bold"), (" tokens/s", "dim"))
     if session.started is not None and session.started.world_size > 1:
-        speed.append(f" ({session.tokens_per_s_per_gpu:,.0f} a {session.device_word})", style="dim")
+        speed.append(f" ({session.tokens_per_s_per_gpu:,.0f} per {session.device_word})", style="dim")
     found.append(speed)
     if session.mfu is not None:
         found.append(_figure("MFU", f"{session.mfu:.1%}"))
@@ -146,16 +146,13 @@ def end_rows(ended: RunEnded, session: Session) -> list[tuple[str, str]]:
     steps = f"{ended.step:,} of {started.steps:,} steps" if started else f"{ended.step:,} steps"
     rows = [(ended.status, f"{steps} in {span(ended.took_s)}")]
     if ended.loss is not None:
-        # As the last line about a step: the mean of the last ones, where this session had any.
-        last = ended.loss if math.isnan(session.loss) else session.loss
-        mean = "" if math.isnan(session.loss) else f"  (mean of the last {session.num_recent} steps)"
-        rows.append(("loss", f"{last:.3f}  (of the last step)" if first is None else f"{first:.3f} → {last:.3f}{mean}"))
+        rows.append(("loss", f"{ended.loss:.3f}" if first is None else f"{first:.3f} → {ended.loss:.3f}"))
     if ended.validation_loss is not None:
         rows.append(("validation loss", f"{ended.validation_loss:.3f}"))
     if session.last is not None:
         speed = f"{session.mean_tokens_per_s:,.0f} tokens/s"
         rows.append(("tokens", f"{count(ended.tokens)}, {speed} in this session"))
-        rows.append(("memory", f"{size(session.last.memory_bytes)} at most, a rank"))
+        rows.append(("peak memory", f"{size(session.last.memory_bytes)} per rank"))
     if ended.checkpoint:
         rows.append(("checkpoint", ended.checkpoint))
     if ended.curve:
@@ -173,7 +170,7 @@ def end_page(ended: RunEnded, session: Session) -> RenderableType:
         grid.add_row(Text(label), Text(value))
     rows: list[RenderableType] = [Text(end_rows(ended, session)[0][1]), grid]
     if ended.sample:
-        rows.append(Padding(Text("the model writes", style="dim"), (1, 0, 0, 0)))
+        rows.append(Padding(Text("sample", style="dim"), (1, 0, 0, 0)))
         rows.append(Padding(Text(visible(ended.sample), overflow="fold"), (0, 0, 0, 2)))
     name = f"{session.started.name} " if session.started else ""
     title = Text.assemble((name, "bold"), (ended.status, f"bold {style}"))

@@ -8,7 +8,7 @@ from collections import deque
 
 from atoll.train.events import CheckpointSaved, Event, RunStarted, StepDone, Validated
 
-_RECENT = 20  # steps that a shown figure is the mean of
+_RECENT = 20  # steps that speeds and shares are averaged over
 
 
 class Trend:
@@ -77,21 +77,8 @@ class Session:
 
     @property
     def device_word(self) -> str:
-        """What a rank computes on, for figures "a GPU"."""
+        """What a rank computes on, for figures "per GPU"."""
         return "rank" if self.started is None or self.started.device.upper().startswith("CPU") else "GPU"
-
-    @property
-    def num_recent(self) -> int:
-        """How many steps a shown figure is the mean of."""
-        return len(self._recent)
-
-    @property
-    def loss(self) -> float:
-        """Mean of the last steps; NaN where the last one is not finite."""
-        if self.last is None or not math.isfinite(self.last.loss):
-            return math.nan
-        known = [step.loss for step in self._recent if math.isfinite(step.loss)]
-        return sum(known) / len(known)
 
     @property
     def tokens_per_s(self) -> float:

@@ -61,12 +61,12 @@ def next_steps(
     generates: bool = True,
     exports: bool = True,
 ) -> list[str]:
-    """What to type after a run, one command a line: go on, generate, export, scale.
+    """What to type after a run, one command a line: resume, generate, export, scale.
 
     Args:
         recipe: as the user gave it, a name or a file.
         options: what the user gave beside the nodes, to be repeated.
-        has_checkpoint: whether there is one to go on from.
+        has_checkpoint: whether there is one to resume from.
         steps: a longer run's; N where none is given.
         to_scale: what twice as many nodes need beside that; None where there are no more, or they can't train it.
         generates: whether there is a tokenizer to generate with.
@@ -77,12 +77,12 @@ def next_steps(
     same = [*start, *(["--nodes", str(nodes)] if nodes > 1 else []), *repeated]
     lines: list[tuple[str, list[str]]] = []
     if status != "finished":
-        lines.append(("go on where it stopped" if has_checkpoint else "start again", same))
+        lines.append(("resume" if has_checkpoint else "start again", same))
     elif has_checkpoint:
         longer = _without(same, "--train.steps", "--train.tokens")
         lines.append(("train longer", [*longer, "--train.steps", str(steps or "N"), "--allow-changes"]))
     if has_checkpoint and generates:
-        lines.append(("let it write", ["atoll", "generate", output_dir, "Once upon a time"]))
+        lines.append(("generate text", ["atoll", "generate", output_dir, "Once upon a time"]))
     if has_checkpoint and exports:
         lines.append(("export to Hugging Face", ["atoll", "export", output_dir, f"{output_dir.rstrip('/')}-hf"]))
     if to_scale is not None:

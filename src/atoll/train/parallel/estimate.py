@@ -145,7 +145,9 @@ def _of_rank(
     shards = layout.shard * layout.context if layout.sharded else 1
     own = -(-rank.parameters // shards)
     parts = {"weights": own * w}
-    formulas = {"weights": f"{own / 1e6:,.1f} M masters × {w} B" + (f", 1/{shards} of them a rank" * (shards > 1))}
+    formulas = {
+        "weights": f"{own / 1e6:,.1f} M master weights × {w} B" + (f", 1/{shards} of the model per rank" * (shards > 1))
+    }
 
     largest = max(rank.blocks, default=0)
     if layout.sharded:
@@ -155,14 +157,14 @@ def _of_rank(
         gathered = min(2 * largest, sum(rank.blocks)) if resharded else sum(rank.blocks)
         gathered += rank.head + (rank.tables if recipe.model.tied else 0)
         parts["gathered"] = gathered * c
-        formulas["gathered"] = f"{'two blocks' if resharded else 'all blocks'} and the head, whole, × {c} B"
+        formulas["gathered"] = f"all-gather buffers ({'2 blocks' if resharded else 'all blocks'} + output head) × {c} B"
         # A block's gradients, and what is being reduced of it and of the block before.
         parts["gradients"] = own * w + largest * (c + 2 * r)
-        formulas["gradients"] = f"{own / 1e6:,.1f} M × {w} B, and a block's before they are spread"
+        formulas["gradients"] = f"{own / 1e6:,.1f} M × {w} B, plus one block before reduce-scatter"
     else:
         own_masters = c != w
         parts["gathered"] = own * c if own_masters else 0
-        formulas["gathered"] = f"copies to compute with, {c} B each"
+        formulas["gathered"] = f"copies in the compute format, {c} B each"
         summed = own_masters or layout.replicate * layout.context > 1
         kept = w + (r if r != w and layout.replicate * layout.context > 1 else 0)  # and what travels
         parts["gradients"] = own * kept + (largest * c // 4 if summed else 0)
@@ -201,11 +203,11 @@ def _optimizer(recipe: Recipe, rank: _Rank, shards: int, w: int) -> tuple[int, s
     each = 4 if section.kind == "adamw" and section.moments == "bf16" else 2 * w
     if section.kind == "sgd":
         each = w if section.momentum else 0
-        return -(-rank.parameters * each // shards), f"momentum, {each} B a parameter"
+        return -(-rank.parameters * each // shards), f"momentum, {each} B per parameter"
     if section.kind == "muon":
         size = rank.matrices * w + (rank.parameters - rank.matrices) * each
         return -(-size // shards), f"momentum of matrices, {w} B; two moments of the others, {each} B"
-    return -(-rank.parameters * each // shards), f"two moments, {each} B a parameter"
+    return -(-rank.parameters * each // shards), f"two moments, {each} B per parameter"
 
 
 def state_bytes(recipe: Recipe, device: Device = "cuda") -> tuple[int, int]:

@@ -71,12 +71,11 @@ def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
     chosen = choose(recipe, layout, memory, device)
     found = estimate(recipe, layout, recompute=chosen, device_bytes=memory, device=device)
     if recipe.parallel.replicate is None and recipe.parallel.shard is None and world.size > 1:
-        for line in found.describe():
-            tell(line)
+        tell(f"memory estimate: {size(found.total)} per rank ({layout}); by component: --dryrun")
     made = Plan(recipe, layout, chosen, is_compiled(recipe, device), found, memory, device)
     if not found.fits(memory):
         advice = f"; it would with {made.first_fix}" if made.first_fix else ""
-        tell(f"the run needs about {size(found.total)} a rank, which does not fit the {size(memory)} it has{advice}")
+        tell(f"the run needs about {size(found.total)} per rank, more than the {size(memory)} available{advice}")
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -77,7 +78,24 @@ def find(spec: str, folder: Path) -> tuple[Path, list[str]]:
     if name in shipped_names():
         note = f"{spec} is not here: the recipe {name} that ships with Atoll is used"
         return shipped_file(name), [] if spec == f"{name}.toml" else [note]
-    raise ConfigError(f"no recipe {spec!r}: no such file, and none ships with Atoll{_did_you_mean(stem, folder)}")
+    weights = ""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not spec.endswith(".toml"):
+        weights = f"; to start from published weights: atoll train RECIPE --model.init {spec}"
+    raise ConfigError(
+        f"no recipe {spec!r}: no such file, and none ships with Atoll{_did_you_mean(stem, folder)}{weights}"
+    )
+
+
+def found_beside(given: Any, folder: Path) -> Any:
+    """Data that the current folder lacks and the recipe's folder has, by its path there; other paths unchanged."""
+    if isinstance(given, list):
+        return [found_beside(each, folder) for each in given]
+    if isinstance(given, dict) and "path" in given:
+        return {**given, "path": found_beside(given["path"], folder)}
+    if not isinstance(given, str) or "://" in given or os.path.isabs(given) or glob.glob(given, recursive=True):
+        return given
+    beside = os.path.relpath(folder / given)
+    return beside if glob.glob(beside, recursive=True) else given
 
 
 def _did_you_mean(stem: str, folder: Path | None = None) -> str:
@@ -117,7 +135,7 @@ def read(file: Path) -> dict[str, Any]:
         place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", reason)
         line = f", line {place[1]}" if place and place[1] else ""
         reason = reason.replace(place[0], "" if line else " at its end") if place else reason
-        raise ConfigError(f"{shown}{line}: this is no TOML: {reason}") from None
+        raise ConfigError(f"{shown}{line}: invalid TOML: {reason}") from None
     except ConfigError:  # it is a ValueError, too
         raise
     except ValueError as error:  # a whole number of thousands of digits
@@ -128,7 +146,7 @@ def _json_table(text: str, shown: str) -> dict[str, Any]:
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{shown}, line {error.lineno}: this is no JSON: {error.msg}") from None
+        raise ConfigError(f"{shown}, line {error.lineno}: invalid JSON: {error.msg}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{shown}: expected the recipe of a run, a JSON object, and found something else")
     return tree

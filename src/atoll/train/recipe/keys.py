@@ -18,6 +18,33 @@ TOP_LEVEL = ("version", "name")
 
 Path = tuple[str, ...]
 
+# What other trainers call a key.
+OTHER_NAMES = {
+    "batch_size": "train.global_batch",
+    "global_batch_size": "train.global_batch",
+    "gradient_accumulation_steps": "train.global_batch",
+    "micro_batch_size": "train.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.steps",
+    "epochs": "train.steps",
+    "max_length": "train.seq_len",
+    "block_size": "train.seq_len",
+    "gradient_checkpointing": "train.recompute",
+    "eval_steps": "train.validate_every",
+    "learning_rate": "optimizer.lr",
+    "warmup_steps": "schedule.warmup",
+    "lr_scheduler_type": "schedule.kind",
+    "dataset": "data.path",
+    "ddp": "parallel.replicate",
+    "fsdp": "parallel.shard",
+    "bf16": "precision.compute",
+    "torch_compile": "compile.enabled",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "report_to": "metrics.trackers",
+}
+
 
 def flat(tree: Mapping[str, Any], where: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value of nested tables, with its path."""
@@ -82,7 +109,7 @@ def _unknown_in(model: type[BaseModel], table: Mapping[str, Any], where: Path) -
     for key, value in table.items():
         path = (*where, key)
         if key not in key_names(model):
-            yield path, f"{title(path)} is no key of a recipe{_where_it_belongs(model, path)}"
+            yield path, f"unknown key `{'.'.join(path[1:])}` in [{path[0]}]{_where_it_belongs(model, path)}"
             continue
         field = field_of((*where, key)) if len(where) == 1 else model.model_fields[key]
         if field is not None and _is_confused(value, {*_kinds(field.annotation)}):
@@ -106,10 +133,10 @@ def _is_confused(value: Any, kinds: set[Any]) -> bool:
 def _unknown_section(section: str, known: Mapping[str, type[BaseModel]]) -> str:
     owners = [name for name, model in known.items() if section in key_names(model)]
     if owners:
-        return f"{section} stands outside every section: it belongs to {_brackets(owners)}"
+        return f"{section} is outside every section: it belongs to {_brackets(owners)}"
     # A key that is nearly right but has no section is more often meant than a section.
     hint = nearest(section, known) or f": the sections are {', '.join(known)}"
-    return f"[{section}] is no section of a recipe{hint}"
+    return f"unknown section [{section}]{hint}"
 
 
 def _where_it_belongs(model: type[BaseModel], path: Path) -> str:
@@ -118,6 +145,9 @@ def _where_it_belongs(model: type[BaseModel], path: Path) -> str:
     if owners:
         return f": {key} belongs to {_brackets(owners)}"
     names = key_names(model)
+    section, _, other = OTHER_NAMES.get(key, "").partition(".")
+    if section:
+        return f": did you mean {other!r}{f' in [{section}]' if section != path[0] else ''}?"
     return nearest(key, names) or f": [{'.'.join(path[:-1])}] has {', '.join(names)}"
 
 

@@ -134,6 +134,7 @@ def _loaded(
     world_size: int,
 ) -> Loaded:
     layers, folder = _Layers(), Path(current_folder())
+    given = parse_overrides(overrides)
     if isinstance(spec, Recipe):
         spec = spec.model_dump(mode="json", exclude_none=True)
     if isinstance(spec, Mapping):
@@ -145,7 +146,6 @@ def _loaded(
         tree = files.read(file)
         name = tree.get("name", files.stem_of(file))
         _put_with_bases(layers, tree, os.path.basename(file), file.parent, (file.resolve(),), world_size)
-    given = parse_overrides(overrides)
     layers.tree["name"] = name
     layers.put(given, _COMMAND_LINE)
     layers.settle_decay()
@@ -180,6 +180,11 @@ def _put_with_bases(
         layers.notes += notes
         below = files.read(file)
         _put_with_bases(layers, below, file.name, file.parent, (*chain, file.resolve()), world_size)
+    if chain:  # a file: its data may be beside it
+        data = tree.get("data")
+        for key in ("path", "validation"):
+            if isinstance(data, dict) and key in data:
+                data[key] = files.found_beside(data[key], folder)
     layers.put({key: value for key, value in tree.items() if key not in _NOT_INHERITED}, origin)
 
 

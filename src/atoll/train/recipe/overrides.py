@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.validation import nearest
-from atoll.train.recipe.keys import Path, is_text, key_names, may_be_none, sections
+from atoll.train.recipe.keys import OTHER_NAMES, Path, is_text, key_names, may_be_none, sections
+
+_ANSWERS = {
+    "resume": "the same command resumes by default, --no-resume starts over",
+    "config": "the recipe is the first argument: atoll train FILE",
+}
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """The tree that overrides spell, of the same shape as a recipe's file; the last of two equal keys counts.
 
-    A value is read as TOML where it is TOML, else it is text: ``100``, ``false``, ``["tensorboard"]``, ``notes.txt``.
-    ``none`` leaves a key open that may be left open.
+    Values are parsed as TOML, otherwise taken as strings: ``100``, ``false``, ``["tensorboard"]``, ``notes.txt``.
+    ``none`` unsets an optional key.
 
     Raises:
-        ConfigError: an argument is no ``--section.key VALUE``, or has no value.
+        ConfigError: an argument is not ``--section.key VALUE``, or has no value.
     """
     tree: dict[str, Any] = {}
     waiting = list(arguments)
@@ -43,7 +48,7 @@ def _path(argument: str, name: str) -> Path:
     dotted = name.removeprefix("--")
     path = tuple(part.replace("-", "_") for part in dotted.split("."))
     if not name.startswith("-") and "=" not in argument:
-        raise ConfigError(f"{argument!r} is no override: expected --section.key VALUE, such as --train.steps 100")
+        raise ConfigError(f"unexpected argument {argument!r}: expected --section.key VALUE, such as --train.steps 100")
     if path == ("name",):
         return path
     if path[0] in sections() and path[1:2] in ((), ("",)):
@@ -51,11 +56,21 @@ def _path(argument: str, name: str) -> Path:
             f"{name} is a section: name a key in it, such as --{path[0]}.{key_names(sections()[path[0]])[0]}"
         )
     if len(path) == 1 or not all(path):
-        dotted_keys = [f"{section}.{key}" for section, model in sections().items() for key in key_names(model)]
-        same = [full for full in dotted_keys if full.split(".")[1] == path[0]]
-        hint = f": did you mean {' or '.join(f'--{full}' for full in same)}?" if same else nearest(path[0], dotted_keys)
-        raise ConfigError(f"{name} names no section{hint or ': expected --section.key, such as --train.steps'}")
+        answer = _ANSWERS.get(path[0], "expected --section.key, such as --train.steps")
+        if path[0] not in _ANSWERS:
+            every = [key for model in sections().values() for key in key_names(model)]
+            near = keys_named(path[0]) or [
+                full for key in get_close_matches(path[0], every, 1) for full in keys_named(key)
+            ]
+            answer = f"did you mean {' or '.join(f'--{full}' for full in near)}?" if near else answer
+        raise ConfigError(f"unknown option {name}: {answer}")
     return path
+
+
+def keys_named(name: str) -> list[str]:
+    """``train.steps`` of ``steps``, or of the name that another trainer has for it."""
+    found = [f"{section}.{name}" for section, model in sections().items() if name in key_names(model)]
+    return [OTHER_NAMES[name]] if not found and name in OTHER_NAMES else found
 
 
 def _value(path: Path, text: str) -> Any:

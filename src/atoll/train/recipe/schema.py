@@ -64,15 +64,16 @@ class Section(BaseModel):
 class RopeScaling(Section):
     """How rotary positions are stretched past the length they were trained on."""
 
-    kind: Literal["llama3", "yarn"]
-    factor: Annotated[float, Field(ge=1)]
-    original_max_seq_len: Positive
-    # llama3
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    # yarn
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    kind: Literal["llama3", "yarn"]  # `llama3` or `yarn`
+    factor: Annotated[float, Field(ge=1)]  # how many times longer sequences may be, 1 or more
+    original_max_seq_len: Positive  # the length before stretching
+
+    low_freq_factor: float = 1.0  # llama3: turns at or below which a frequency is slowed by the whole factor
+    high_freq_factor: float = 4.0  # llama3: turns at or above which a frequency is unchanged
+
+    beta_fast: float = 32.0  # yarn: turns above which a frequency is unchanged
+    beta_slow: float = 1.0  # yarn: turns below which a frequency is slowed by the whole factor
+    # yarn: factor on attention's scale; unset: 0.1 ln(`factor`) + 1
     attention_factor: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
@@ -87,25 +88,27 @@ class RopeScaling(Section):
 class ModelSection(Section):
     """Which network. Its dimensions derive from ``layers``, ``dim``, ``heads`` and ``hidden_dim``."""
 
-    family: Literal["llama", "qwen3", "phi3", "gpt2"] = "llama"
-    layers: Layers = 6
-    dim: Width = 256
-    heads: Width = 8
-    kv_heads: Width | None = None  # as many as heads
-    head_dim: Width | None = None  # dim / heads
-    hidden_dim: Width | None = None  # of the feed-forward part; 4 dim for gpt2, 8/3 dim rounded up to 64 otherwise
-    vocab_size: Width | None = None  # the tokenizer's
-    max_seq_len: Positive = 2048
-    tied: bool = False  # the head shares the embedding's weight
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    init_scheme: Literal["zero_residual", "torchtitan", "gpt2"] | None = (
-        None  # None: torchtitan if tied, else the first
-    )
-    init_std: Annotated[float, Field(gt=0)] | None = None  # of matrices; None: 0.02, or dim^-0.5 under zero_residual
-    init: Text | None = None  # weights to start from: a hub name, a folder, a .safetensors or .gguf file
-    python: str | None = None  # "pkg.module:build", called with this section, returns the model
+    family: Literal["llama", "qwen3", "phi3", "gpt2"] = "llama"  # `llama`, `qwen3`, `phi3` or `gpt2`
+    layers: Layers = 6  # number of blocks
+    dim: Width = 256  # width of the residual stream
+    heads: Width = 8  # number of query heads
+    kv_heads: Width | None = None  # number of key and value heads; unset: `heads`
+    head_dim: Width | None = None  # width of a head; unset: `dim / heads`
+    # width of the feed-forward part; unset: 4 `dim` for gpt2, otherwise 8/3 `dim` rounded up to 64
+    hidden_dim: Width | None = None
+    vocab_size: Width | None = None  # unset: the tokenizer's
+    max_seq_len: Positive = 2048  # the longest sequence the positions are meant for
+    tied: bool = False  # the output head shares the embedding's weight
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5  # added under the root of every norm
+    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0  # base of the rotary positions
+    rope_scaling: RopeScaling | None = None  # a table `[model.rope_scaling]`, below
+    # initial weights: `zero_residual`, `torchtitan` or `gpt2`; unset: `torchtitan` if `tied`, else `zero_residual`
+    init_scheme: Literal["zero_residual", "torchtitan", "gpt2"] | None = None
+    # standard deviation of the initial matrices; unset: 0.02, or `dim`^-0.5 under `zero_residual`
+    init_std: Annotated[float, Field(gt=0)] | None = None
+    # weights to start from: a hub name, a folder, a `.safetensors` or `.gguf` file; unset: random weights
+    init: Text | None = None
+    python: str | None = None  # your own model, `"pkg.module:build"`: called with this section, returns the module
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
@@ -161,52 +164,59 @@ class ModelSection(Section):
 class MixturePart(Section):
     """One part of a mixture."""
 
-    path: Paths
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    path: Paths  # as `[data] path`
+    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the samples, relative to the other parts
 
 
 class DataSection(Section):
     """What is read. ``path``: file, folder, glob, URL that fsspec knows, ``hf://owner/name``, a list, or a mixture."""
 
+    # a file, folder, glob, URL (`s3://…`), `hf://owner/name`, a list of these, or a mixture: `[{path = "a.txt", weight
+    # = 3.0}, …]`
     path: Paths | list[MixturePart] | None = None
-    tokenizer: Text | None = None  # "bytes", "bpe:4096" (trained on the data), a hub name, a folder or tokenizer.json
+    # `bytes` (needs no file), `bpe:4096` (trained on the data), a hub name, a folder or a `tokenizer.json`
+    tokenizer: Text | None = None
+    # `auto` (detected and printed), `text`, `jsonl`, `parquet`, `hf` or `bin`
     format: Literal["auto", "text", "jsonl", "parquet", "hf", "bin"] = "auto"
     text_key: str = "text"  # the column or key that holds a document's text
-    split: str = "train"  # of a Hugging Face dataset
-    subset: str | None = None
-    streaming: bool = False  # Hugging Face datasets: read without downloading the whole
-    bin_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin files without a header
-    document_end: str | None = None  # text files: a line that ends a document; None: a file is one document
-    validation: Paths | Fraction = 0.0  # paths, or the fraction of documents held out
-    isolate_documents: bool = True  # tokens see their own document only, and positions restart in each
-    shuffle: bool = True
-    cache: str | None = None  # folder of tokenised shards; $ATOLL_HOME/data by default
-    workers: Annotated[int, Field(ge=0), _at_most(4096)] = 0  # processes that tokenise; 0: one for each core
+    split: str = "train"  # split of a Hugging Face dataset
+    subset: str | None = None  # subset of a Hugging Face dataset
+    streaming: bool = False  # read a Hugging Face dataset without downloading all of it
+    # type of the tokens in `.bin` files without a header: `uint16` or `uint32`
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+    document_end: str | None = None  # text files: a line that ends a document; unset: a file is one document
+    validation: Paths | Fraction = 0.0  # validation files, or the fraction of the documents that is held out
+    isolate_documents: bool = True  # tokens attend to their own document only, and positions restart in each
+    shuffle: bool = True  # shuffle the samples anew in each epoch
+    cache: str | None = None  # folder of the tokenised data; unset: `$ATOLL_HOME/data`
+    workers: Annotated[int, Field(ge=0), _at_most(4096)] = 0  # number of processes that tokenise; 0: one per core
 
 
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: Literal["pretrain"] = "pretrain"
+    kind: Literal["pretrain"] = "pretrain"  # `pretrain`: the next token, averaged over all trained tokens
     chunk_tokens: Positive = 2048  # tokens whose logits are in memory at a time, per rank
 
 
 class TrainSection(Section):
     """How long, how much at a time, and where it goes."""
 
-    steps: DurationField | None = None  # 100, "500step", "2ep", "1e9tok"
-    tokens: Annotated[float, Field(gt=0, le=LONGEST)] | None = None  # the same as steps = "<tokens>tok"
+    steps: DurationField | None = None  # how long to train, a duration: `100`, `"500step"`, `"2ep"`, `"1e9tok"`
+    tokens: Annotated[float, Field(gt=0, le=LONGEST)] | None = None  # the same in tokens, instead of `steps`
+    # folder of the run; `{name}` is the recipe's name
     output_dir: Annotated[str, AfterValidator(_local_folder)] = "outputs/{name}"
-    seed: Annotated[int, Field(ge=0), _at_most(2**63 - 1)] = 0  # the largest is what PyTorch's generators take
-    seq_len: Positive = 2048
-    global_batch: Positive = 8  # sequences an optimizer step
-    micro_batch: Positive = 1  # sequences a rank handles at a time
-    recompute: Literal["none", "full", "selective", "auto"] = "auto"  # activation checkpointing
-    validate_every: DurationField | None = None
-    validate_batches: Positive | None = None  # global batches a validation reads at most
-    deterministic: bool = False
-    hang_timeout_s: Timeout = 600.0  # a collective that takes longer is an error
-    grace_s: Timeout = 30.0  # from SIGTERM to the end, the checkpoint included
+    seed: Annotated[int, Field(ge=0), _at_most(2**63 - 1)] = 0  # seed of the weights and of the data order
+    seq_len: Positive = 2048  # tokens per sequence
+    global_batch: Positive = 8  # sequences per optimizer step, over all ranks
+    micro_batch: Positive = 1  # sequences per rank at a time; the rest of the batch is accumulated
+    # activation checkpointing: `none`, `full`, `selective`, or `auto`, the least that fits
+    recompute: Literal["none", "full", "selective", "auto"] = "auto"
+    validate_every: DurationField | None = None  # a duration; unset: only at the end, if there is validation data
+    validate_batches: Positive | None = None  # maximum number of global batches per validation; unset: all
+    deterministic: bool = False  # refuse kernels whose results vary from run to run
+    hang_timeout_s: Timeout = 600.0  # seconds after which a collective is an error
+    grace_s: Timeout = 30.0  # seconds from SIGTERM to the end, the checkpoint included
 
     @model_validator(mode="before")
     @classmethod
@@ -224,24 +234,29 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """What moves the weights. Norms, biases and embeddings never decay."""
 
-    kind: Literal["adamw", "muon", "sgd"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    kind: Literal["adamw", "muon", "sgd"] = "adamw"  # `adamw`, `muon` (for matrices, with AdamW for the rest) or `sgd`
+    lr: Annotated[float, Field(gt=0)] = 3e-4  # peak learning rate
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # AdamW's betas (GPT-3, Llama 2 and 3)
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # AdamW's epsilon (OLMo 2 measured it better than 1e-5)
+    # per step, times the learning rate (GPT-3, Llama 2); embeddings don't decay, as in OLMo 2
     weight_decay: NonNegative = 0.1
-    momentum: Fraction = 0.95  # muon and sgd
-    muon_lr: Annotated[float, Field(gt=0)] = 0.02  # for the matrices; lr is AdamW's, for the rest
-    moments: Literal["fp32", "bf16"] = "fp32"  # how AdamW keeps its two moments
-    max_grad_norm: NonNegative = 1.0  # 0 does not clip
+    momentum: Fraction = 0.95  # momentum of muon and sgd
+    # muon's learning rate, for the matrices (Jordan et al., 2024); `lr` is AdamW's, for the rest
+    muon_lr: Annotated[float, Field(gt=0)] = 0.02
+    moments: Literal["fp32", "bf16"] = "fp32"  # format of AdamW's two moments: `fp32` or `bf16`
+    max_grad_norm: NonNegative = 1.0  # gradients are scaled down to this norm (GPT-3, Llama 2); 0: never
 
 
 class ScheduleSection(Section):
     """The learning rate over the run, as a function of the step alone."""
 
+    # `constant`, `linear`, `cosine` or `wsd` (warm up, stay, decay); linear to 0 ends lowest in long runs (Defazio et
+    # al., 2023; Bergsma et al., 2025)
     kind: Literal["constant", "linear", "cosine", "wsd"] = "linear"
-    warmup: DurationField | None = None  # None: 2,000 steps, at most a twentieth of the run
-    decay: DurationField | None = None  # wsd: the length of the last part; 10 % of the run by default
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.0  # of lr, where the run ends
+    # a duration; unset: 2,000 steps (Llama 2, OLMo 2), at most a twentieth of the run
+    warmup: DurationField | None = None
+    decay: DurationField | None = None  # wsd: the length of the last part; unset: 10 % of the run
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0  # learning rate one step after the last, as a fraction of `lr`
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSection:
@@ -256,15 +271,18 @@ OTHER_SPELLINGS = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tens
 class ParallelSection(Section):
     """Sizes of the mesh; -1 is "the rest", on one axis at most. None leaves replicate and shard to Atoll."""
 
-    replicate: AxisSize | None = None
+    replicate: AxisSize | None = None  # copies of the weights (DDP), also `dp_replicate`; unset: chosen by what fits
+    # ranks that the weights are sharded over (FSDP), also `dp_shard`; unset: chosen by what fits
     shard: AxisSize | None = None
-    tensor: AxisSize = 1
-    pipeline: AxisSize = 1
-    context: AxisSize = 1
+    tensor: AxisSize = 1  # ranks that share each matrix, also `tp`
+    pipeline: AxisSize = 1  # ranks that share the layers, also `pp`
+    context: AxisSize = 1  # ranks that share each sequence, also `cp`
+    # `gpipe`, `1f1b`, `interleaved`, `zero_bubble` or `zbv`
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    stages_per_rank: Positive | None = None  # of the interleaved schedules; 2 there, else 1
-    reshard_after_forward: bool | None = None  # None: yes, but not inside a pipeline
-    sequence_parallel: bool = True  # norms and residuals split along the sequence over the tensor ranks
+    stages_per_rank: Positive | None = None  # stages of the looped schedules; unset: 2 for those, otherwise 1
+    # free gathered weights between forward and backward; unset: yes, but not inside a pipeline
+    reshard_after_forward: bool | None = None
+    sequence_parallel: bool = True  # split norms and residuals along the sequence over the tensor ranks
 
     @model_validator(mode="before")
     @classmethod
@@ -296,8 +314,11 @@ class ParallelSection(Section):
 class PrecisionSection(Section):
     """Number formats. Master weights and moments are fp32 under bf16."""
 
-    compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # auto: bf16 on a GPU, fp32 on CPU
-    reduce: Literal["fp32", "bf16"] = "fp32"  # gradients, over the ranks (fp64 under compute = fp64)
+    # `auto` (bf16 on a GPU, fp32 on a CPU), `bf16`, `fp32` or `fp64`
+    compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    # format of gradients between ranks: `fp32` or `bf16`; micro-batches are added up in fp32
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    # `none`, `tensorwise` or `rowwise`; refused on a card without float8
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
     float8_skip: list[str] = ["head"]  # modules whose names contain one of these stay in bf16
     float8_emulate: bool = False  # for tests on cards without float8
@@ -306,38 +327,39 @@ class PrecisionSection(Section):
 class CompileSection(Section):
     """``torch.compile``, block by block."""
 
-    enabled: bool | None = None  # None: on a GPU yes, on CPU no
+    enabled: bool | None = None  # unset: yes on a GPU, no on a CPU
+    # `default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
 
 
 class CheckpointSection(Section):
     """What is saved, when, and where."""
 
-    every: DurationField | None = None  # None: at the end only
-    keep: Annotated[int, Field(ge=1), _at_most(10**6)] = 2  # newest ones
-    keep_every: DurationField | None = None  # these stay for good
-    keep_best: bool = False  # the one with the lowest validation loss stays too
-    path: str | None = None  # folder or fsspec URL; <output_dir>/checkpoints by default
-    asynchronous: bool = True  # train on while the files are written
-    at_end: bool = True
+    every: DurationField | None = None  # a duration; unset: only at the end
+    keep: Annotated[int, Field(ge=1), _at_most(10**6)] = 2  # how many of the newest are kept
+    keep_every: DurationField | None = None  # a duration; saved in addition to `every`, and kept for good
+    keep_best: bool = False  # keep the one with the lowest validation loss, too
+    path: str | None = None  # a folder or a URL (`s3://…`); unset: `checkpoints` in `output_dir`
+    asynchronous: bool = True  # train while the files are written
+    at_end: bool = True  # save when the run ends
 
 
 class ProfileSection(Section):
     """A ``torch.profiler`` trace of a few steps."""
 
-    start: Positive = 10
-    steps: Positive = 3
+    start: Positive = 10  # the first step
+    steps: Positive = 3  # number of steps
 
 
 class MetricsSection(Section):
     """What is shown and where it goes; metrics.jsonl is always written."""
 
-    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = []
-    project: str = "atoll"
-    plot: bool = True  # loss.png in output_dir
-    sample_prompt: str | None = None  # text that the trained model goes on with, at the end
-    sample_tokens: Positive = 120
-    profile: ProfileSection | None = None
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = []  # any of `tensorboard`, `wandb` and `mlflow`
+    project: str = "atoll"  # name of the project in the trackers
+    plot: bool = True  # draw `loss.png` in `output_dir`
+    sample_prompt: str | None = None  # text that the trained model continues at the end
+    sample_tokens: Positive = 120  # maximum length of that text, in tokens
+    profile: ProfileSection | None = None  # a table `[metrics.profile]`, below
     notify: str | None = None  # a command, or an http(s) URL that gets a JSON summary when the run ends
 
 
