@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +20,10 @@ from tests.tasks.test_cases_more import inside
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.providers.ssh.output import marked
-from atoll.tasks import control, record, supervisor
+from atoll.tasks import control, protocol, supervisor
+from atoll.tasks.protocol import Parser, decode, pack, request
 from atoll.tasks.remote_control import ProgramControl
+from atoll.tasks.rows import EventRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 from local_cluster import LocalCluster, processes_with, stop, until
 
@@ -156,7 +159,7 @@ def test_a_supervisor_that_can_not_start_is_an_error(home: Path) -> None:
     (cluster.folder / "supervisor.lock").mkdir()
     with pytest.raises(AtollError, match=r"^/.*/supervisor.lock can't be used: Is a directory. `atoll down --purge t"):
         cluster.submit("true")
-    assert [job.status for job in cluster.control.queue()] == [CANCELLED]
+    assert cluster.control.queue() == []
     (cluster.folder / "supervisor.log").unlink()
     (cluster.folder / "supervisor.log").mkdir()
     with pytest.raises(AtollError, match=r"^/.*/supervisor.log can't be used: Is a directory. `atoll down --purge t"):
@@ -212,17 +215,17 @@ def test_nodes_that_start_in_any_order(home: Path) -> None:
         "        time.sleep((0.3, 0.1, 0.4, 0.0)[node])\n"
         "        return super().start(job_id, node, *more)\n"
         "dispatcher._node_source = Slow\n"
-        "supervisor.main(sys.argv[1], 2)\n"
+        "supervisor.main(sys.argv[1], int(sys.argv[2]))\n"
     )
-    lock = supervisor.open_lock(cluster.folder)  # else a supervisor of the usual kind is started
-    assert record.take_lock(lock, 1.0)
-    job = cluster.submit(
-        "date +%s.%N; echo rank $SKYPILOT_NODE_RANK; echo $SKYPILOT_NODE_IPS", setup="date +%s.%N", num_nodes=4
-    )
-    os.close(lock)
-    with open(home / "err", "w") as errors:
-        process = subprocess.Popen([sys.executable, "-c", program, str(cluster.folder)], stderr=errors)
-    until(lambda: supervisor.pid_of(cluster.folder) == process.pid, "this supervisor to be the one")
+    ours, theirs = socket.socketpair()
+    with open(home / "err", "w") as errors, ours:
+        command = [sys.executable, "-c", program, str(cluster.folder), str(theirs.fileno())]
+        process = subprocess.Popen(command, stderr=errors, pass_fds=[theirs.fileno()])
+        theirs.close()
+        until(lambda: supervisor.pid_of(cluster.folder) == process.pid, "this supervisor to be the one")
+        job = cluster.submit(
+            "date +%s.%N; echo rank $SKYPILOT_NODE_RANK; echo $SKYPILOT_NODE_IPS", setup="date +%s.%N", num_nodes=4
+        )
     status, log = cluster.follow(job)
     assert process.wait() == 0
     assert status is SUCCEEDED
@@ -285,10 +288,10 @@ def test_a_reader_that_goes_away_ends_the_program(home: Path, quiet: bool) -> No
     assert follower.stdin is not None
     assert follower.stdout is not None
     assert follower.stderr is not None
-    wish = {"cluster": "train", "job_id": job, "follow": True, "rank": None, "start": 0, "skip_bytes": 0}
-    follower.stdin.write(json.dumps(wish).encode())
+    data, _ = request("follow", (job, print), {}, cluster="train")
+    follower.stdin.write(data)
     follower.stdin.close()
-    assert follower.stdout.readline()
+    assert follower.stdout.read(20)
     follower.stdout.close()
     assert follower.wait(60) == 120
     assert follower.stderr.read() == b""
@@ -405,3 +408,74 @@ def test_a_log_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads(said[1][1])[0]["exit_code"] == 5
     assert "exited with code 5" in said[3][1]
     assert "works" in said[6][1]
+
+
+# ------------------------------------------------------------------------------------------------- the supervisor's end
+def test_events_are_pushed_as_they_happen_each_once(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done")
+    events: list[EventRow] = []
+    log: list[bytes] = []
+    for control_here in (cluster.control, program_control()):
+        events.clear()
+
+        def see(event: EventRow) -> None:
+            events.append(event)
+            if event.kind == "process_started":
+                assert b"Waiting for task resources" in b"".join(log)  # what led to it is there
+                (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
+
+        assert control_here.follow(job, log.append, see) is SUCCEEDED
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert events == cluster.control.events(job)
+
+
+def test_a_client_that_does_not_read_holds_nobody_up_and_misses_nothing(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    stays = cluster.submit("echo going; sleep 300")
+    cluster.wait_for(stays, "going")
+    job = cluster.submit("head -c 20000000 /dev/zero | tr '\\0' x | fold")
+    how = {"start": 0, "skip_bytes": 0, "rank": None, "several": False, "after": 0}
+    parser, num_bytes, status = Parser(), 0, None
+    with supervisor.reach(cluster.folder) as sock:
+        sock.sendall(request("follow", (job, print, None), how)[0])
+        assert cluster.follow(job)[0] is SUCCEEDED
+        while status is None:
+            for message in parser.feed(sock.recv(1 << 20)):
+                num_bytes += len(message) if isinstance(message, bytes) else 0
+                status = message.get("value") if isinstance(message, dict) else None
+    assert decode(status) is SUCCEEDED
+    assert num_bytes == (cluster.folder / "jobs" / str(job) / "run.log").stat().st_size
+    cluster.control.cancel(None)
+    cluster.wait_until_idle()
+
+
+def test_a_supervisor_of_another_version_is_not_misunderstood(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo going; sleep 300")
+    cluster.wait_for(job, "going")
+    pid = cluster.supervisor_pid()
+    with monkeypatch.context() as newer:
+        newer.setattr(protocol, "VERSION", 7)
+        other = control.LocalControl(cluster.folder)
+        for ask in (lambda: other.cancel([job]), lambda: other.follow(job, print)):
+            with pytest.raises(AtollError, match=f"process {pid}, speaks version 1 of Atoll's protocol, and this .* 7"):
+                ask()
+        assert other.job(job).status is JobStatus.RUNNING
+    cluster.control.cancel(None)
+    cluster.wait_until_idle()
+
+
+def test_bytes_that_are_no_request_end_their_connection_alone(home: Path) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done")
+    cluster.wait_for(job, "going")
+    for data in (b"GET / HTTP/1.1\r\n\r\n", pack({"op": "__init__", "args": [], "kwargs": {}})):
+        with supervisor.reach(cluster.folder) as sock:
+            sock.sendall(data)
+            parser, answers = Parser(), []
+            while not any("error" in each for each in answers) and (came := sock.recv(1000)):
+                answers += [each for each in parser.feed(came) if isinstance(each, dict)]
+        assert len(answers) == (1 if data.startswith(b"GET") else 2)
+    (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
+    assert cluster.follow(job)[0] is SUCCEEDED

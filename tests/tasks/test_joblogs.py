@@ -18,7 +18,7 @@ import pytest
 
 from atoll.tasks import api, record, supervisor
 from atoll.tasks.control import LocalControl
-from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, follow_log, only_rank, tail_start
+from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, only_rank, tail_start
 from atoll.tasks.spec import JobSpec, JobStatus
 from atoll.tasks.store import Store
 from atoll.tasks.transitions import SetStatus
@@ -198,7 +198,7 @@ def last(path: Path, num_lines: int, only: re.Pattern[bytes] | None = None) -> s
     with Follower(path, got.append, only) as follower:
         follower.skip(before, 0)
         follower.drain()
-        assert not follower.drain()
+        assert not follower.step()
     return b"".join(got).decode()
 
 
@@ -231,7 +231,9 @@ def test_following_misses_nothing_and_ends(tmp_path: Path) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     with Follower(path, got.append) as follower:
-        follow_log(follower, over.is_set, time.sleep)
+        while not over.is_set():
+            follower.drain()
+        follower.drain()
     writer.join()
     assert b"".join(got) == b"".join(data)
 

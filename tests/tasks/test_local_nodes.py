@@ -369,7 +369,7 @@ def test_only_what_is_this_clusters_of_this_home_and_machine_ends(
     home, copy = tmp_path / "home", tmp_path / "copy"
     monkeypatch.setenv("ATOLL_HOME", str(home))
     with frozen(home, "train") as below:
-        shutil.copytree(home, copy, ignore=shutil.ignore_patterns("wake", "nodes"))
+        shutil.copytree(home, copy, ignore=shutil.ignore_patterns("socket", "nodes"))
         assert (copy / "id").read_text() == (home / "id").read_text() != ""
         others = [home / "clusters/train2", home / "clusters/trai", copy / "clusters/train"]
         for other in others:

@@ -184,7 +184,7 @@ def test_looking_at_a_copy_of_the_state_folder_ends_nothing(lab: Testbed, monkey
         eventually(lambda host=host: "sleep 1000" in host.command_lines(), "the job runs")
     before = [lab.hosts[0].run("pgrep -fx 'sleep 1000'"), lab.hosts[1].run("pgrep -fx 'sleep 1000'")]
     copy = home.with_name(f"{home.name}c")  # as short
-    shutil.copytree(home, copy, ignore=shutil.ignore_patterns("wake", "ssh"))
+    shutil.copytree(home, copy, ignore=shutil.ignore_patterns("socket", "ssh"))
     with contextlib.ExitStack() as ends, monkeypatch.context() as other:
         ends.callback(shutil.rmtree, copy, ignore_errors=True)
         other.setenv("ATOLL_HOME", str(copy))

@@ -165,7 +165,6 @@ def test_a_thousand_past_jobs_are_listed_at_once(tmp_path: Path) -> None:
         begun = time.thread_time()
         for _ in range(10):
             assert store.jobs(unfinished=True) == []
-            assert store.unfinished() == set()
         unfinished_s = (time.thread_time() - begun) / 10
     assert listed_s < 0.5  # 25 ms on a quiet machine
     assert unfinished_s < listed_s / 5
@@ -180,15 +179,14 @@ def test_asking_for_an_end(tmp_path: Path) -> None:
         store.apply(2, [RUNNING], 1.0)
         store.apply(3, [SetStatus(JobStatus.RECOVERING)], 1.0)
         assert store.ask_cancel([1, 2, 4, 77]) == [2, 4]
-        assert store.cancel_asked(store.unfinished()) == {2}
+        assert [row.id for row in store.jobs() if row.cancel_asked] == [4, 2]
         waiting = store.job(4)
         assert (waiting.status, waiting.reason) == (JobStatus.CANCELLED, "cancelled")
         assert waiting.ended_s is not None
         assert store.apply(4, [SetStatus(JobStatus.INIT)], 2.0) is JobStatus.CANCELLED, "whoever would begin it is told"
         assert store.ask_cancel(None) == [2, 3, 5]
-        assert store.cancel_asked(store.unfinished()) == {2, 3}
+        assert [row.id for row in store.jobs(unfinished=True) if row.cancel_asked] == [3, 2]
         store.apply(2, [SetStatus(JobStatus.CANCELLED)], 2.0)
-        assert store.cancel_asked(store.unfinished()) == {3}
         assert store.ask_cancel([2]) == store.ask_cancel([]) == []
     consistent(tmp_path)
 
@@ -231,16 +229,6 @@ def test_values_go_with_the_end_of_their_job(tmp_path: Path, end: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- several processes
-def test_what_another_process_writes_is_seen(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
-        version = store.version()
-        add(store)
-        assert store.version() == version, "its own writes are no news"
-        finish(child("store.apply(1, [Log('note', 'hello')], 2.0)", tmp_path))
-        assert store.version() != version
-        assert [event.text for event in store.events(1)] == ["hello"]
-
-
 def test_many_processes_make_it_and_write_at_once(tmp_path: Path) -> None:
     code = (
         "for i in range(30):\n"

@@ -10,6 +10,7 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -382,9 +383,8 @@ def test_a_damaged_record_does_not_end_the_supervisor(home: Path) -> None:
     going = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done")
     cluster.wait_for(going, "going")
     (cluster.folder / "cluster.json").write_text("null")
-    with Store(cluster.folder) as store:
-        late = store.add(going_spec(cluster, going), task_id_for=str, user="ada")
-    supervisor.wake(cluster.folder)
+    spec = dataclasses.replace(going_spec(cluster, going), key="another")
+    late = control._Supervisor(cluster.folder).add(spec, {}, "ada")
     status, log = cluster.follow(late)
     assert status is JobStatus.FAILED_DRIVER
     assert "cluster.json is damaged" in log
@@ -472,13 +472,13 @@ def test_a_client_that_is_gone_ends_no_supervisor(home: Path) -> None:
     cluster = LocalCluster.make(home)
     with Store(cluster.folder) as store:
         job = add(store, JobSpec(run="echo ran", base_env={"PATH": os.environ["PATH"]}))
-    reader, writer = os.pipe()
-    os.close(reader)
+    ours, theirs = socket.socketpair()
+    ours.close()
     with (cluster.folder / supervisor.LOG).open("w") as log:
         program = "import sys; from atoll.tasks.supervisor import main; main(sys.argv[1], int(sys.argv[2]))"
-        command = [sys.executable, "-c", program, str(cluster.folder), str(writer)]
-        process = subprocess.Popen(command, pass_fds=[writer], stdout=log, stderr=log)
-        os.close(writer)
+        command = [sys.executable, "-c", program, str(cluster.folder), str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=log, stderr=log)
+        theirs.close()
         assert process.wait(30) == 0
     assert cluster.follow(job)[0] is SUCCEEDED
     assert supervisor.said_last(cluster.folder) == ""
@@ -508,17 +508,6 @@ def test_cancel_at_any_moment(home: Path, after_s: float) -> None:
     assert cluster.follow(job)[0] is CANCELLED
     cluster.wait_until_idle()
     assert processes_with(word) == []
-
-
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_what_is_in_the_way_of_the_wake_pipe_is_no_hindrance(home: Path, what: str) -> None:
-    cluster = LocalCluster.make(home)
-    wake = cluster.folder / supervisor.WAKE
-    wake.write_text("in the way") if what == "file" else (wake / "in").mkdir(parents=True)
-    assert cluster.run("echo ran")[0] is SUCCEEDED
-    cluster.wait_until_idle()
-    assert wake.is_fifo() == (what == "file")
-    assert supervisor.said_last(cluster.folder) == ""
 
 
 def test_a_description_that_nobody_expects_fails_its_job_alone(home: Path) -> None:
@@ -668,14 +657,16 @@ def test_an_error_that_nobody_expects_fails_its_job_alone(
 
     failed: list[str] = []
     monkeypatch.setattr(owner, name, breaks_once)
-    monkeypatch.setattr(supervisor, "ensure", lambda folder: None)  # it runs here
-    jobs = [cluster.submit("echo well") for _ in range(2)]
+    ours, theirs = socket.socketpair()
+    ours.close()
     before = signal.getsignal(signal.SIGTERM)
     lock = supervisor.open_lock(cluster.folder)
     try:
         assert record.take_lock(lock, 0.0)
         with Store(cluster.folder) as store:
-            Dispatcher(cluster.folder, store, lock).run()
+            spec = JobSpec(run="echo well", base_env={"PATH": os.environ["PATH"]})
+            jobs = [add(store, spec) for _ in range(2)]
+            Dispatcher(cluster.folder, store, lock, theirs).run()
             rows = [store.job(job) for job in jobs]
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,8 +1,10 @@
 """What a client asks of a cluster, on the machine where its supervisor runs; also as a program, so over ssh.
 
-``python -m atoll.tasks.control OP`` takes a JSON object on standard input, ``{"cluster": NAME, ...}``, and answers
-``{"value": ...}`` or ``{"error": KIND, "message": ...}`` on standard output. ``follow`` answers with the log's bytes,
-and at its end with the job's status on standard error; its exit code says the same. Standard library only.
+Only the supervisor changes jobs: it is asked on its socket, and started where a job waits for one. What there is to
+read is read from the cluster's files, whether a supervisor runs or not.
+
+``python -m atoll.tasks.control OP`` takes one request of ``protocol`` on standard input, with ``cluster`` in it, and
+answers on standard output. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,57 +12,99 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import re
+import secrets as random
 import select
 import shutil
+import socket
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.exit_codes import ExitCode
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import atoll_home, user_name
 from atoll.core.validation import command_line
 from atoll.tasks import record, remains, supervisor
 from atoll.tasks.clusters import is_stopped
-from atoll.tasks.environment import check_size, task_id
-from atoll.tasks.logs import RUN_LOG, Follower, follow_log, only_rank
-from atoll.tasks.rows import JobRow
+from atoll.tasks.environment import check_size
+from atoll.tasks.logs import RUN_LOG, Follower, only_rank
+from atoll.tasks.protocol import (
+    VERSION,
+    Damaged,
+    Message,
+    NothingLeft,
+    Parser,
+    arguments,
+    check_hello,
+    decode,
+    encode,
+    error_from,
+    error_message,
+    handle_reply,
+    pack,
+    remote,
+    request,
+)
+from atoll.tasks.rows import EventRow, JobRow
+from atoll.tasks.service import Jobs
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
-from atoll.tasks.store import STORE, NoRoom, Store, put_variables
+from atoll.tasks.store import STORE, Store
 
 Write = Callable[[bytes], object]
+OnEvent = Callable[[EventRow], object]
 
 _END_S = 30.0  # cancelled jobs end in this time
-_ALIVE_S = 1.0  # whoever follows a job looks so often whether its supervisor lives
+_SILENT_S = 1.0  # whoever is told nothing for so long looks why
 _IDLE_S = 15.0  # a supervisor that does nothing about a new job for so long is named
-NOTE = "note: "  # what a line on standard error begins with that is for the user while they wait
-_BROKEN = 120  # the program's exit code where it failed
+_ANSWER_S = 60.0
+_TRIES = 5
+_READ_BYTES = 1 << 20
+_BROKEN = 120  # the program's exit code where whoever asked is gone
 
 
-class NothingLeft(AtollError, LookupError):
-    """The cluster's folder was removed from the machine that supervises it."""
+def tell(line: str) -> None:
+    """A line for whoever waits; the answer itself has to stay whole."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _note(line: str) -> None:
+    tell(f"note: {line}")
 
 
 class LocalControl:
     """What can be asked of the cluster in ``folder``. Everything may raise ``AtollError``.
 
-    ``wait`` sleeps while a log is quiet; it may raise to stop.
+    Args:
+        folder: the cluster's.
+        note: called with a line for whoever waits.
+        hang_up: a descriptor whose hang-up ends what is followed.
     """
 
-    def __init__(self, folder: Path, wait: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, folder: Path, note: Callable[[str], object] = _note, hang_up: int | None = None) -> None:
         self._folder = folder
-        self._wait = wait
+        self._note = note
+        self._hang_up = hang_up
+        self._supervisor = _Supervisor(folder)
+
+    def create(self, cluster: ClusterSpec, *, anew: bool) -> list[int]:
+        """Writes the cluster's record; ``anew``: after what still ran here has ended, jobs that are returned."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ended = self.end() if anew else []
+        with contextlib.suppress(LookupError, ConfigError):
+            have = record.load(self._folder)
+            if have.created_s == cluster.created_s:  # whoever asks doesn't know what the supervisor wrote
+                cluster = dataclasses.replace(cluster, setup_done=have.setup_done)
+        record.save(self._folder, cluster)
+        return ended
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
-        """Add a job; returns its number.
+        """Adds a job, once for its key; returns its number.
 
         Raises:
             ConfigError: the cluster is not up, or has less than the job wants.
@@ -70,37 +114,23 @@ class LocalControl:
         record.check_owner(self._folder)
         _check(spec, cluster)
         check_size(spec, secrets)
-
-        def begin(job_id: int) -> str:
-            # Before the job can be seen: a supervisor that runs may start it at once.
-            put_variables(self._folder, job_id, {**spec.variables(), "secrets": secrets})
-            return task_id(cluster.name, job_id, datetime.now())
-
-        with Store(self._folder) as store:
-            job_id = store.add(spec, task_id_for=begin, user=user_name())
-            try:
-                supervisor.ensure(self._folder)
-            except AtollError:
-                store.ask_cancel([job_id])  # nobody would ever run it
-                raise
-        return job_id
+        spec = dataclasses.replace(spec, key=spec.key or random.token_hex(8))
+        return self._supervisor.add(spec, secrets, user_name())
 
     def cancel(self, job_ids: Sequence[int] | None, number: int = SIGTERM) -> list[int]:
-        """Ask for the end of these jobs, or of all; returns those that had not ended.
+        """Asks for the end of these jobs, or of all; returns those that had not ended.
 
         Their processes get the signal ``number``, and end within the time that their job gives them for it.
         """
         with Store(self._folder) as store:
-            asked = store.ask_cancel(job_ids, number)
-            supervisor.reconcile_store(store, self._folder)
-        supervisor.wake(self._folder)
-        return asked
+            if not store.jobs(limit=1, unfinished=True):
+                return []
+        return self._supervisor.cancel(None if job_ids is None else [*job_ids], number)
 
     def queue(self) -> list[JobRow]:
         """Every job, newest first."""
-        with Store(self._folder) as store:
-            self._reconcile(store)
-            return store.jobs()
+        with self._read() as store:
+            return self._shown(store.jobs())
 
     def job(self, job_id: int | None) -> JobRow:
         """One job; None is the newest.
@@ -108,36 +138,62 @@ class LocalControl:
         Raises:
             LookupError: there is none.
         """
-        with Store(self._folder) as store:
-            self._reconcile(store)
-            if job_id is not None:
-                return store.job(job_id)
-            newest = store.jobs(limit=1)
-        if not newest:
+        with self._read() as store:
+            found = store.jobs(limit=1) if job_id is None else [store.job(job_id)]
+        if not found:
             raise LookupError(f"cluster {self._folder.name} has had no job yet")
-        return newest[0]
+        return self._shown(found)[0]
+
+    def events(self, job_id: int, after: int = 0) -> list[EventRow]:
+        """What happened to a job since event number ``after``."""
+        with self._read() as store:
+            return store.events(job_id, after)
+
+    def resume(self) -> None:
+        """Has jobs whose supervisor is gone seen to by a new one."""
+        if (self._folder / STORE).exists():
+            with self._read():
+                pass
+
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[Store]:
+        """The store, after jobs whose supervisor is gone have got a new one."""
+        with Store(self._folder) as store:
+            with contextlib.suppress(AtollError):  # what there is can be read all the same
+                supervisor.resume(self._folder, store)
+            yield store
+
+    def _shown(self, rows: list[JobRow]) -> list[JobRow]:
+        """Rows as they are shown: a job that was begun has failed where no supervisor runs, and none can be started."""
+        if all(row.status.ended or row.status is JobStatus.PENDING for row in rows):
+            return rows
+        return rows if supervisor.is_running(self._folder) else [_failed(row) for row in rows]
 
     def follow(
         self,
         job_id: int,
         write: Write,
+        on_event: OnEvent | None = None,
         *,
         follow: bool = True,
         tail: int = 0,
         rank: int | None = None,
         start: int = 0,
         skip_bytes: int = 0,
+        after: int = 0,
     ) -> JobStatus:
-        """Write a job's log, until the job has ended.
+        """Writes a job's log, until the job has ended.
 
         Args:
             job_id: which job.
             write: gets the bytes, whole lines mostly.
+            on_event: gets each event of the job, as soon as the log has what led to it.
             follow: go on until the job has ended; else write what there is.
             tail: begin with the last so many lines; 0 is with the first.
             rank: only lines of this rank.
             start: begin at this byte of the log, where ``tail`` does not say it,
             skip_bytes: and behind so many bytes of what would be written from there.
+            after: the number of the last event that is known.
 
         Returns:
             The job's status.
@@ -146,24 +202,38 @@ class LocalControl:
             LookupError: there is no such job.
             ConfigError: it has no such rank.
         """
-        with Store(self._folder) as store:
-            self._reconcile(store)
-            watched = _Watched(store, self._folder, store.job(job_id))
-            only = _only(watched.job, rank)
-            path = self._folder / "jobs" / str(job_id) / RUN_LOG
-            if watched.job.started_s is not None and not path.exists():
-                write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode(errors="replace"))
-            with Follower(path, write, only) as follower:
-                follower.skip(follower.position_of_tail(tail) if tail else start, skip_bytes)
-                if follow:
-                    follow_log(follower, watched.has_ended, self._wait)
-                status = store.job(job_id).status  # before the last look: what led to it is in the log by then
-                follower.drain()
-            return status
+        with self._read() as store:
+            job = self._shown([store.job(job_id)])[0]
+        only = _only(job, rank)
+        path = self._folder / "jobs" / str(job_id) / RUN_LOG
+        if job.started_s is not None and not path.exists():
+            write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode(errors="replace"))
+        with Follower(path, write, only) as follower:
+            start = follower.position_of_tail(tail) if tail else start
+        seen = _Seen(write, on_event, skip_bytes, after)
+        how = {"start": start, "rank": rank, "several": _num_ranks(job) > 1}
+        status = job.status
+        while follow and not status.ended:
+            if (pushed := self._follow_pushed(job, seen, how)) is not None:
+                status = pushed
+                break
+            with self._read() as store:
+                status = self._shown([store.job(job_id)])[0].status
+        with Follower(path, seen.write, only) as follower:
+            follower.skip(start, seen.num_bytes)
+            follower.drain()
+        for event in self.events(job_id, seen.after) if on_event is not None else ():
+            seen.on_event(event)
+        return status
 
-    def _reconcile(self, store: Store) -> None:
-        with contextlib.suppress(NoRoom):  # what there is can be read all the same
-            supervisor.reconcile_store(store, self._folder)
+    def _follow_pushed(self, job: JobRow, seen: _Seen, how: Mapping[str, Any]) -> JobStatus | None:
+        """Hands on what the supervisor sends of a job until that has ended; None where the supervisor ended first."""
+        how = {**how, "skip_bytes": seen.num_bytes, "after": seen.after}
+        args = (job.id, seen.write, None if seen.told is None else seen.on_event)
+        with contextlib.suppress(_Ended):
+            hindrance = _Hindrance(self._folder, job, self._note)
+            return _Supervisor(self._folder).follow(args, how, hindrance, self._hang_up)
+        return None
 
     def position_of_tail(self, job_id: int, num_lines: int, rank: int | None = None) -> int:
         """Where in a job's log the last so many lines begin: what ``start`` of ``follow`` is to be."""
@@ -177,7 +247,9 @@ class LocalControl:
         return record.load(self._folder)
 
     def change(self, **fields: Any) -> ClusterSpec:
-        """Change fields of the record. A cluster that is stopped or taken down has its jobs cancelled first."""
+        """Changes fields of the record. A cluster that is stopped or taken down has its jobs cancelled first."""
+        changed = ClusterSpec.from_json({**self.cluster().to_json(), **fields})
+        fields = {name: getattr(changed, name) for name in fields}
         if fields.get("status", ClusterStatus.UP) != ClusterStatus.UP:
             self._end_jobs()
             if fields["status"] == ClusterStatus.STOPPED:
@@ -209,7 +281,9 @@ class LocalControl:
         ended: list[int] = []
         with contextlib.suppress(AtollError):  # the store may be what is wrong
             if (self._folder / STORE).exists():
-                ended = self.cancel(None)
+                with Store(self._folder) as store:
+                    ended = [job.id for job in store.jobs(unfinished=True)]
+                self.cancel(None)
             self._wait_until_idle()
         if not supervisor.kill(self._folder):
             raise AtollError(
@@ -268,43 +342,182 @@ def _stopped(folder: Path) -> str | None:
     return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}" if is_stopped(pid) else None
 
 
-class _Watched:
-    """A job whose end somebody waits for, and is told, on standard error, why nothing happens."""
+class _Seen:
+    """What of a job's log and events was handed on."""
 
-    def __init__(self, store: Store, folder: Path, job: JobRow) -> None:
-        self.job = job
-        self._store = store
+    def __init__(self, write: Write, told: OnEvent | None, num_bytes: int, after: int) -> None:
+        self.num_bytes = num_bytes
+        self.after = after
+        self.told = told
+        self._write = write
+
+    def write(self, data: bytes) -> None:
+        """Hands on bytes of the log."""
+        self.num_bytes += len(data)
+        self._write(data)
+
+    def on_event(self, event: EventRow) -> None:
+        """Hands on an event."""
+        self.after = event.seq
+        if self.told is not None:
+            self.told(event)
+
+
+class _Hindrance:
+    """Notes, for whoever follows a job, why nothing happens."""
+
+    def __init__(self, folder: Path, job: JobRow, note: Callable[[str], object]) -> None:
         self._folder = folder
-        self._version = store.version()
-        self._began = self._looked = time.monotonic()
-        self._hindrance: str | None = None  # as of the last look
-        self._told: str | None = None
+        self._job = job
+        self._note = note
+        self._began = time.monotonic()
+        self._found: str | None = None  # at the last look
+        self._noted: str | None = None
 
-    def has_ended(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked > _ALIVE_S:
-            self._looked = now
-            supervisor.reconcile_store(self._store, self._folder)
-            self._version = -1  # what this store writes itself does not count as a change
-        if (version := self._store.version()) != self._version:
-            self._version = version
-            self.job = self._store.job(self.job.id)
-            if self._looked == now and not self.job.status.ended:
-                self._tell_hindrance(now)
-        return self.job.status.ended
-
-    def _tell_hindrance(self, now: float) -> None:
-        """Say once what is found at two looks in a row: it may be over in an instant."""
+    def look(self) -> None:
+        """Notes once what is found at two looks in a row: it may be over in an instant."""
         why = _stopped(self._folder)
         if why is None and (line := supervisor.last_line(self._folder)):
             why = f"its supervisor says, in {self._folder / supervisor.LOG}: {line}"
-        if why is None and self.job.status is JobStatus.PENDING and not self.job.reason and now - self._began > _IDLE_S:
-            why = _supervisor_stands(self._folder)
-        if why is not None and why == self._hindrance != self._told:
-            self._told = why
-            sys.stderr.write(f"{NOTE}nothing is heard of job {self.job.id}: {why}\n")
-            sys.stderr.flush()
-        self._hindrance = why
+        waits = self._job.status is JobStatus.PENDING and not self._job.reason
+        if why is None and waits and time.monotonic() - self._began > _IDLE_S:
+            with Store(self._folder) as store:
+                self._job = store.job(self._job.id)
+            if self._job.status is JobStatus.PENDING and not self._job.reason:
+                why = _supervisor_stands(self._folder)
+        if why is not None and why == self._found != self._noted:
+            self._noted = why
+            self._note(f"nothing is heard of job {self._job.id}: {why}")
+        self._found = why
+
+
+class _Ended(AtollError):
+    """The supervisor has ended."""
+
+
+class _Supervisor:
+    """The supervisor as those on its machine ask it; started where none runs. Its connection is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sock: socket.socket | None = None
+        self._parser = Parser()
+
+    add = remote(Jobs.add)
+    cancel = remote(Jobs.cancel)
+
+    def follow(
+        self,
+        args: tuple[int, Write, OnEvent | None],
+        how: Mapping[str, Any],
+        hindrance: _Hindrance,
+        hang_up: int | None,
+    ) -> JobStatus:
+        """Hands on a job's log and events until it has ended, as ``service`` does; returns its status.
+
+        Raises:
+            _Ended: the supervisor has.
+            BrokenPipeError: ``hang_up`` was.
+        """
+        self._connect(hindrance, hang_up)
+        status: JobStatus = self._ask("follow", args, how, hindrance, hang_up)
+        return status
+
+    def call(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Asks for something that may be asked twice: a supervisor that ends at that moment has not done it."""
+        for _ in range(_TRIES):
+            with contextlib.suppress(_Ended):
+                self._connect()
+                return self._ask(operation, args, kwargs)
+        raise AtollError(f"supervisors of cluster {self._folder.name} end before they answer; see {self._log}")
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / supervisor.LOG
+
+    def _connect(self, hindrance: _Hindrance | None = None, hang_up: int | None = None) -> None:
+        """Reaches the supervisor, and hears which version it is before anything is asked."""
+        if self._sock is not None:
+            return
+        self._sock, self._parser = supervisor.reach(self._folder), Parser()
+        try:
+            hello = next(self._messages(hindrance, hang_up))
+            pid = hello.get("pid") if isinstance(hello, dict) else None
+            check_hello(hello, f"the supervisor of cluster {self._folder.name}, process {pid},")
+        except BaseException:
+            self._close()
+            raise
+
+    def _ask(
+        self,
+        operation: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        hindrance: _Hindrance | None = None,
+        hang_up: int | None = None,
+    ) -> Any:
+        assert self._sock is not None
+        data, callbacks = request(operation, args, kwargs)
+        try:
+            with self._ending():
+                self._sock.sendall(data)
+            for message in self._messages(hindrance, hang_up):
+                if (answer := handle_reply(message, callbacks, tell)) is not None:
+                    if "error" in answer:
+                        raise error_from(answer)
+                    return decode(answer["value"])
+        except BaseException:  # what comes of that request must not be taken for another one's answer
+            self._close()
+            raise
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        try:
+            yield
+        except (ConnectionError, Damaged):
+            raise _Ended(f"the supervisor of cluster {self._folder.name} ended") from None
+
+    def _messages(self, hindrance: _Hindrance | None, hang_up: int | None) -> Iterator[Message]:
+        """What the supervisor sends; raises ``_Ended`` where that ends."""
+        assert self._sock is not None
+        reader = select.poll()
+        reader.register(self._sock, select.POLLIN)
+        if hang_up is not None:
+            reader.register(hang_up, 0)  # hang-ups are always told
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            ready = [fd for fd, _ in reader.poll(_SILENT_S * 1000)]
+            if hang_up is not None and hang_up in ready:
+                raise BrokenPipeError
+            if self._sock.fileno() in ready:
+                with self._ending():
+                    data = self._sock.recv(_READ_BYTES)
+                    if not data:
+                        raise ConnectionResetError
+                    messages = self._parser.feed(data)
+                yield from messages
+            elif hindrance is not None:
+                hindrance.look()
+            elif (stopped := _stopped(self._folder)) is not None or time.monotonic() > deadline:
+                raise AtollError(
+                    f"cluster {self._folder.name} does not answer; {stopped or _supervisor_stands(self._folder)}"
+                )
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def _failed(row: JobRow) -> JobRow:
+    """The row of a job whose supervisor is gone."""
+    if row.status.ended or row.status is JobStatus.PENDING:
+        return row
+    reason = "its supervisor was killed, or the machine restarted"
+    return dataclasses.replace(row, status=JobStatus.FAILED_DRIVER, reason=reason, ended_s=time.time())
 
 
 def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
@@ -326,11 +539,14 @@ def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
         )
 
 
+def _num_ranks(job: JobRow) -> int:
+    return job.spec.num_nodes * (job.spec.num_processes if job.spec.command is not None else 1)
+
+
 def _only(job: JobRow, rank: int | None) -> re.Pattern[bytes] | None:
     if rank is None:
         return None
-    num = job.spec.num_nodes * (job.spec.num_processes if job.spec.command is not None else 1)
-    if not 0 <= rank < num:
+    if not 0 <= rank < (num := _num_ranks(job)):
         has = "only rank 0" if num == 1 else f"ranks 0 to {num - 1}"
         raise ConfigError(f"rank {rank}: job {job.id} has {has}")
     return only_rank(rank, several=num > 1)
@@ -357,67 +573,20 @@ def remove_tree(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------- as a program
 
 
-def _answer(operation: str, folder: Path, wish: Mapping[str, Any]) -> Any:
-    control = LocalControl(folder)
-    match operation:
-        case "create":
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            ended = control.end() if wish["anew"] else []
-            cluster = ClusterSpec.from_json(wish["spec"])
-            with contextlib.suppress(LookupError, ConfigError):
-                have = record.load(folder)
-                if have.created_s == cluster.created_s:  # whoever asks doesn't know what the supervisor wrote
-                    cluster = dataclasses.replace(cluster, setup_done=have.setup_done)
-            record.save(folder, cluster)
-            return ended
-        case "submit":
-            return control.submit(JobSpec.from_json({**wish["spec"], **wish["variables"]}), wish["secrets"])
-        case "cancel":
-            return control.cancel(wish["job_ids"], wish.get("signal", SIGTERM))
-        case "queue":
-            return [job.to_json() for job in control.queue()]
-        case "job":
-            return control.job(wish["job_id"]).to_json()
-        case "cluster":
-            return control.cluster().to_json()
-        case "change":
-            fields = ClusterSpec.from_json({**control.cluster().to_json(), **wish["fields"]})
-            return control.change(**{name: getattr(fields, name) for name in wish["fields"]}).to_json()
-        case "remove_nodes":
-            return control.remove_nodes()
-        case "position_of_tail":
-            return control.position_of_tail(wish["job_id"], wish["tail"], wish["rank"])
-        case "end":
-            return control.end()
-        case _:
-            raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
+OPERATIONS = frozenset(  # these methods of LocalControl, which RemoteControl has, too
+    {
+        *("create", "submit", "cancel", "queue", "job", "events", "follow", "position_of_tail", "cluster", "change"),
+        *("remove_nodes", "end"),
+    }
+)
 
 
-def _stream(folder: Path, wish: Mapping[str, Any]) -> int:
-    reader = select.poll()
-    reader.register(sys.stdout.fileno(), 0)  # hang-ups are always told
-
-    def wait(for_s: float) -> None:
-        if reader.poll(for_s * 1000):
-            raise BrokenPipeError
-
-    def write(data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(sys.stdout.fileno(), view) :]
-
-    control = LocalControl(folder, wait)
-    how = {name: wish[name] for name in ("follow", "rank", "start", "skip_bytes")}
-    status = control.follow(wish["job_id"], write, **how)
-    sys.stderr.write(json.dumps({"status": status}))
-    return status.exit_code
-
-
-def _wish(line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        wish = json.loads(line)
-        if isinstance(wish, dict) and "cluster" in wish:
-            return wish
+def _request() -> dict[str, Any]:
+    """The request on standard input, which is then at its end."""
+    with contextlib.suppress(Damaged):
+        for message in Parser().feed(sys.stdin.buffer.read()):
+            if isinstance(message, dict) and "cluster" in message:
+                return message
     raise AtollError("what it was asked arrived damaged: does something in ~/.bashrc there read standard input?")
 
 
@@ -428,39 +597,46 @@ def _trouble(error: OSError | sqlite3.Error, folder: Path) -> str:
     return f"{what}: free some space there" if is_full else what
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Entry of the program; returns its exit code."""
-    (operation,), line = arguments, sys.stdin.buffer.readline()
-    stream = sys.stderr if operation == "follow" else sys.stdout
+def _send(message: Message) -> None:
+    view = memoryview(pack(message))
+    while view:
+        view = view[os.write(1, view) :]
+
+
+def _answer() -> dict[str, Any]:
+    folder = Path()
     try:
-        wish = _wish(line)
-        name = str(wish["cluster"])
+        message = _request()
+        operation, name = message["op"], str(message["cluster"])
         if not is_name(name):
             raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
+        if operation not in OPERATIONS:
+            raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
         folder = atoll_home() / "clusters" / name
         if operation not in ("create", "end") and not (folder / record.RECORD).exists():
             raise NothingLeft(
                 f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and their "
                 f"logs. `{command_line('atoll', 'launch', '-c', name, 'TASK')}` makes it anew, {record.removes(name)}"
             )
-        if operation == "follow":
-            return _stream(folder, wish)
-        answer = {"value": _answer(operation, folder, wish)}
-        code = 0
+        control = LocalControl(folder, lambda line: _send({"note": line}), hang_up=1)
+        args, kwargs = arguments(message, _send)
+        return {"value": encode(getattr(control, operation)(*args, **kwargs))}
+    except BrokenPipeError:
+        raise
+    except (AtollError, LookupError) as error:
+        return error_message(error)
+    except (OSError, sqlite3.Error) as error:
+        return {"error": "AtollError", "message": _trouble(error, folder)}
+
+
+def main(_arguments: Sequence[str]) -> int:
+    """Entry of the program, whose argument only tells people what it does; returns its exit code."""
+    try:
+        _send({"version": VERSION})
+        _send(_answer())
     except BrokenPipeError:  # whoever asked is gone
         return _BROKEN
-    except (AtollError, LookupError) as error:
-        kinds = (
-            kind.__name__ for kind in (NothingLeft, ConfigError, ProvisionError, LookupError) if isinstance(error, kind)
-        )
-        answer = {"error": next(kinds, "AtollError"), "message": str(error)}
-        code = ExitCode.NOT_FOUND if isinstance(error, LookupError) else _BROKEN
-    except (OSError, sqlite3.Error) as error:
-        answer, code = {"error": "AtollError", "message": _trouble(error, folder)}, _BROKEN
-    with contextlib.suppress(BrokenPipeError):
-        stream.write(json.dumps(answer))
-        stream.flush()
-    return code
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,43 +5,50 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import os
 import select
 import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from atoll.core.errors import AtollError
 from atoll.tasks import record
+from atoll.tasks.environment import task_id
 from atoll.tasks.logs import JobLog
 from atoll.tasks.loop import Loop
 from atoll.tasks.nodes import LocalNodes, NodeSource
 from atoll.tasks.ports import PortLocks
-from atoll.tasks.rows import JobRow
+from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.runner import JobRunner, unexpected
 from atoll.tasks.schedule import TURN, Turn, turns
-from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
-from atoll.tasks.store import Store
-from atoll.tasks.supervisor import PROBE_S, WAKE, settle
+from atoll.tasks.service import SOCKET, Service
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
+from atoll.tasks.store import Store, put_variables
+from atoll.tasks.supervisor import settle
 from atoll.tasks.transitions import Log, SetStatus
 
-_LOOK_S = 0.05  # the store is looked at so often, should nobody wake us
+_LOOK_S = 0.5  # its files and its nodes' networks are looked at so often
+_PORT_S = 0.1  # a port that another cluster has is asked for again
 _RETRY_S = 1.0  # what could not be written is tried again
+_FIRST_S = 5.0  # whoever started the supervisor asks for something within this time
 _GIVE_UP_S = 60.0  # and given up after so long, once no job is left
 _SETTLED_S = 10.0  # what ends a supervisor that has lived for so long is not its start
 
 
 class Dispatcher:
-    """Runs the jobs of the cluster in ``folder``. Whoever makes one holds its supervisor's lock."""
+    """Runs the jobs of the cluster in ``folder``. Whoever makes one holds its supervisor's lock.
 
-    def __init__(self, folder: Path, store: Store, lock: int) -> None:
+    ``first`` is the connection of whoever started the supervisor.
+    """
+
+    def __init__(self, folder: Path, store: Store, lock: int, first: socket.socket) -> None:
         self._folder = folder
         self._lock = lock
         self._store = store
         self._loop = Loop()
-        self._wake = _open_wake(folder)
         self._nodes: NodeSource | None = None
         self._shape: ClusterSpec | None = None  # what `_nodes` were made for
         self._notes: list[str] = []
@@ -49,33 +56,36 @@ class Dispatcher:
         self._ports: dict[int, PortLocks] = {}
         self._owners: dict[int, int] = {}  # descriptors of processes whose end ends a job
         self._pending: dict[int, JobRow] = {}  # jobs that may be started, oldest first
-        self._newest = 0  # the newest job that was read
         self._waiting: dict[int, str] = {}  # what each pending job was last said to wait for
         self._unwritten: list[tuple[int, Sequence[SetStatus | Log], float]] = []
         self._unwritten_since = self._retry_at = 0.0
-        self._version = -1
+        self.num_records = 0  # how often something was recorded
         self._look_at = 0.0
         self._changed = True  # look at once
         self._awaited_ports: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
         self._told_to_end = False
-        self._settles_at: float | None = time.monotonic() + _SETTLED_S
+        self._began = time.monotonic()
+        self._is_settled = False
         self._file = os.stat(store.path)
-        self.unreachable = False  # nobody can ask for an end of the jobs that run
+        self._unreachable = False  # nobody can ask for an end of the jobs that run
+        self._service = Service(folder, self, self._loop, first)
 
     def run(self) -> None:
         """Work until nothing is left to do."""
         signal.set_wakeup_fd(self._loop.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminated)
-        if self._wake is not None:
-            self._loop.watch(self._wake, self._woken)
+        for job in self._store.jobs(newest_first=False, unfinished=True):
+            self._take_up(job)
         try:
-            while not (self._idle() and self._leave()):
+            while not self._idle():
                 self._loop.turn(self._timeout_s())
                 for runner in list(self._runners.values()):
                     if runner.deadline is not None and runner.deadline <= time.monotonic():
                         runner.tick()
                 self._clear_finished()
                 self._look()
+                self._service.push()
+            self._settle()
         finally:
             self._close()
 
@@ -83,13 +93,9 @@ class Dispatcher:
     def _timeout_s(self) -> float:
         now = time.monotonic()
         dues = [runner.deadline for runner in self._runners.values()]
+        if self._awaited_ports:
+            dues.append(now + _PORT_S)
         return max(0.0, min([self._look_at, *(due for due in dues if due is not None)]) - now)
-
-    def _woken(self, _readable: bool, _writable: bool) -> None:
-        assert self._wake is not None
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake, 4096)
-        self._changed = True
 
     def _terminated(self, _number: int, _frame: object) -> None:
         self._told_to_end = self._changed = True
@@ -111,62 +117,91 @@ class Dispatcher:
             os.close(owner)
 
     def _look(self) -> None:
-        """See what others wrote into the store, and start what may start."""
+        """Sees to what may have changed, and starts what may start."""
         now = time.monotonic()
-        if now < self._look_at and not self._changed:
-            return
-        self._look_at = now + _LOOK_S
-        if self._settles_at is not None and (self._runners or now >= self._settles_at):
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._check_files()
+            for job_id, runner in self._runners.items():
+                if self._nodes is not None and (fault := self._nodes.fault_of(job_id)) is not None:
+                    runner.tell_fault(fault)
+        if not self._is_settled and (self._runners or now >= self._began + _SETTLED_S):
             self._settle()
-        if not self.unreachable and (why := self._files_gone()) is not None:
-            self.unreachable = True
-            self._write_log(f"{why}: ending its jobs, and leaving")
-            for runner in self._runners.values():
-                if not runner.cancelled:
-                    runner.cancel(why)
-        if self.unreachable:
+        self._write_again(now)
+        if self._unreachable:
             self._changed = False
             return
-        for job_id, runner in self._runners.items():
-            if self._nodes is not None and (fault := self._nodes.fault_of(job_id)) is not None:
-                runner.tell_fault(fault)
-        self._write_again(now)
-        version = self._store.version()
-        if version == self._version and not self._changed and not self._awaited_ports:
+        if not self._changed and not self._awaited_ports:
             return
-        read, self._version = version != self._version or self._told_to_end, version
         self._changed, self._awaited_ports = False, set()
-        if self._told_to_end:
-            self._store.ask_cancel(None)
-        if read:
-            self._read_jobs()
+        if self._told_to_end and (self._pending or not all(each.cancelled for each in self._runners.values())):
+            self.cancel(None, signal.SIGTERM)
         unwritten = {job_id for job_id, _, _ in self._unwritten}
         if pending := [job for job_id, job in self._pending.items() if job_id not in unwritten]:
             self._start_some(pending)
 
-    def _read_jobs(self) -> None:
-        """See which jobs others added, cancelled or ended; those that were seen before are not read again."""
-        for job_id in self._store.cancel_asked(self._runners):
-            self._cancel(self._runners[job_id].job)
-        unfinished = self._store.unfinished()
-        for job_id in [each for each in self._pending if each not in unfinished]:
-            self._drop_pending(job_id)
-        for job in self._store.jobs(newest_first=False, unfinished=True, after=self._newest):
-            self._newest = job.id
-            if job.status is JobStatus.PENDING and self._watch_owner(job):
-                self._pending[job.id] = job
+    def _check_files(self) -> None:
+        """Ends the jobs where nobody can find the supervisor any more."""
+        if self._unreachable or (why := self._files_gone()) is None:
+            return
+        self._unreachable = True
+        self._write_log(f"{why}: ending its jobs, and leaving")
+        self._service.close(unlink=False)  # there may be another one's by now
+        for runner in self._runners.values():
+            if not runner.cancelled:
+                runner.cancel(why)
+
+    # ------------------------------------------------------------------------------------------- for the service
+    def add(self, spec: JobSpec, secrets: Mapping[str, str], user: str) -> int:
+        """Adds a job, once for its key; returns its number."""
+        self._check_files()
+        if self._unreachable:
+            raise AtollError(f"the files of cluster {self._folder.name} were removed or replaced just now: try again")
+
+        def begin(job_id: int) -> str:
+            put_variables(self._folder, job_id, {**spec.variables(), "secrets": secrets})
+            return task_id(self._folder.name, job_id, datetime.now())
+
+        job_id = self._store.add(spec, task_id_for=begin, user=user)
+        job = self._store.job(job_id)
+        if job.status is JobStatus.PENDING and job_id not in self._pending and job_id not in self._runners:
+            self._take_up(job)
+        return job_id
+
+    def cancel(self, job_ids: list[int] | None, number: int) -> list[int]:
+        """Ends these jobs, or all; returns those that had not ended. Their processes get the signal ``number``."""
+        asked = self._store.ask_cancel(job_ids, number)
+        self.num_records += 1
+        for job_id in asked:
+            if job_id in self._runners:
+                self._cancel(self._runners[job_id].job, number)
+            else:
+                self._drop_pending(job_id)
+        self._changed = True
+        return asked
+
+    def status(self, job_id: int) -> JobStatus:
+        """Where a job stands."""
+        if job_id in self._runners:
+            return self._runners[job_id].status
+        return JobStatus.PENDING if job_id in self._pending else self._store.job(job_id).status
+
+    def events(self, job_id: int, after: int) -> list[EventRow]:
+        """What happened to a job since an event."""
+        return self._store.events(job_id, after)
+
+    def _take_up(self, job: JobRow) -> None:
+        self._changed = True
+        if self._watch_owner(job):
+            self._pending[job.id] = job
 
     def _drop_pending(self, job_id: int) -> None:
         self._pending.pop(job_id, None)
         self._waiting.pop(job_id, None)
         self._forget(job_id)
 
-    def _ask_cancel(self, job_id: int) -> None:
-        self._store.ask_cancel([job_id])
-        self._changed, self._version = True, -1  # what this store writes itself is not told as a change
-
     def _settle(self) -> None:
-        self._settles_at = None
+        self._is_settled = True
         settle(self._folder)
 
     def _files_gone(self) -> str | None:
@@ -179,9 +214,9 @@ class Dispatcher:
             return f"the job store {self._store.path} was removed or replaced"
         if os.fstat(self._lock).st_nlink == 0:
             return f"the supervisor's lock in {self._folder} was removed"
-        return None
+        return None if (self._folder / SOCKET).is_socket() else f"the supervisor's socket in {self._folder} was removed"
 
-    def _cancel(self, job: JobRow) -> None:
+    def _cancel(self, job: JobRow, number: int) -> None:
         runner = self._runners[job.id]
         if runner.cancelled:
             return
@@ -190,8 +225,7 @@ class Dispatcher:
             why = "the supervisor was told to end"
         elif job.id in self._owners and _has_ended(self._owners[job.id]):
             why = f"the process that started it, {job.spec.owner_pid}, ended"
-        asked = (event for event in self._store.events(job.id) if event.kind == "cancel_asked")
-        runner.cancel(why, next((event.data["signal"] for event in asked if "signal" in event.data), signal.SIGTERM))
+        runner.cancel(why, number)
 
     def _watch_owner(self, job: JobRow) -> bool:
         """End the job when the process it belongs to does; False where that has ended before, or can't be watched."""
@@ -200,7 +234,7 @@ class Dispatcher:
         try:
             owner = self._owners[job.id] = os.pidfd_open(job.spec.owner_pid)
         except ProcessLookupError:
-            self._ask_cancel(job.id)
+            self.cancel([job.id], signal.SIGTERM)
             return False
         except OSError as error:
             self._refuse(job, f"the process that started it, {job.spec.owner_pid}, can't be watched: {error}")
@@ -208,7 +242,7 @@ class Dispatcher:
 
         def ended(_readable: bool, _writable: bool) -> None:
             self._loop.unwatch(owner)
-            self._ask_cancel(job.id)
+            self.cancel([job.id], signal.SIGTERM)
 
         self._loop.watch(owner, ended)
         return True
@@ -320,6 +354,7 @@ class Dispatcher:
     def _record(self, job_id: int, actions: Sequence[SetStatus | Log]) -> JobStatus:
         """Write what happened; what can't be written now, on a full disk say, is kept and tried again."""
         now_s = time.time()
+        self.num_records += 1
         if self._unwritten:
             self._unwritten.append((job_id, actions, now_s))
             return self._runners[job_id].status if job_id in self._runners else JobStatus.PENDING
@@ -360,36 +395,22 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------- the end
     def _idle(self) -> bool:
-        if self.unreachable:
+        if self._unreachable:
             return not self._runners
-        if self._runners or self._unwritten or self._changed:
+        if self._runners or self._pending or self._unwritten or self._changed:
             return False
-        return not self._store.jobs(limit=1, unfinished=True)
-
-    def _leave(self) -> bool:
-        """Let go of the lock for good, unless a job came meanwhile.
-
-        Whoever adds a job does so before looking at the lock. So they either find it free and start a supervisor, or
-        it was free only after that, and then the job is seen here.
-        """
-        self._settle()
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-        if self.unreachable or not self._store.jobs(limit=1, unfinished=True):
-            return True
-        if not record.take_lock(self._lock, PROBE_S):  # somebody found it free, and sees to the job
-            return True
-        self._look_at, self._changed = 0.0, True
-        return False
+        return not self._service.awaits_first or time.monotonic() > self._began + _FIRST_S
 
     def _close(self) -> None:
+        """Gives everything up, the lock last. Whoever asks for something meanwhile asks the next supervisor."""
+        if not self._unreachable:
+            self._service.close(unlink=True)
         for job_id in [*self._ports, *self._owners]:
             self._forget(job_id)
         if self._nodes is not None:
             self._nodes.close()
         signal.set_wakeup_fd(-1)
         self._loop.close()
-        if self._wake is not None:
-            os.close(self._wake)
 
 
 def _node_source(cluster: ClusterSpec, folder: Path) -> NodeSource:
@@ -402,17 +423,3 @@ def _node_source(cluster: ClusterSpec, folder: Path) -> NodeSource:
 
 def _has_ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
-
-
-def _open_wake(folder: Path) -> int | None:
-    """The pipe that others wake us by, opened for both, so that it never ends; None where there can be none.
-
-    The store is looked at all the same, a little later.
-    """
-    path = folder / WAKE
-    with contextlib.suppress(OSError):
-        if not path.is_fifo():
-            path.unlink(missing_ok=True)
-            os.mkfifo(path, 0o600)
-        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    return None

@@ -114,7 +114,7 @@ def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
     Raises:
         UnknownCluster: there is none.
     """
-    from atoll.tasks.control import NothingLeft
+    from atoll.tasks.protocol import NothingLeft
 
     if job_id is not None:
         _check_number(cluster, job_id)

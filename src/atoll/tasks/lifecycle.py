@@ -172,7 +172,7 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
         ended = control.cancel(None)
     if status is ClusterStatus.DOWN:
         if lines := control.remove_nodes():
-            from atoll.tasks.remote_control import tell
+            from atoll.tasks.control import tell
 
             for line in lines:
                 tell(line)
@@ -198,9 +198,9 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
     if cluster.status is not ClusterStatus.UP:
         return cluster
     if cluster.supervised_from == "here":
-        from atoll.tasks.supervisor import reconcile
+        from atoll.tasks.control import LocalControl
 
-        reconcile(clusters.folder_of(cluster.name))
+        LocalControl(clusters.folder_of(cluster.name)).resume()
     elif not ask:
         return cluster
     if not _is_due(cluster):

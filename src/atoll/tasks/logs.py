@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 RUN_LOG = "run.log"
@@ -24,7 +24,6 @@ _LINE_ENDS = re.compile(rb"\r+\n")
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 _BLOCK_BYTES = 1 << 20
-_POLL_S = (0.01, 0.03)  # a follower looks so often: while lines come, and when it is quiet
 
 
 class Redactor:
@@ -317,16 +316,18 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up the file."""
         if self._fd is not None:
             os.close(self._fd)
+            self._fd = None
 
-    def drain(self) -> bool:
-        """Hand on all there is now; was there anything?"""
-        any_came = False
-        for block in self._blocks():
-            any_came = True
-            self._write(block)
-        return any_came
+    def drain(self) -> None:
+        """Hand on all there is now."""
+        while self.step():
+            pass
 
     def position_of_tail(self, num_lines: int) -> int:
         """Where the last so many lines begin of what would be handed on now."""
@@ -346,35 +347,18 @@ class Follower:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         return self._fd
 
-    def _blocks(self) -> Iterator[bytes]:
+    def step(self) -> bool:
+        """Hand on one block, or the lines of it that match; was there any?"""
         fd = self._found()
-        while fd is not None and (block := os.read(fd, _BLOCK_BYTES)):
-            if self._only is not None:
-                block = self._open + block
-                cut = block.rfind(b"\n") + 1
-                block, self._open = b"".join(self._only.findall(block, 0, cut)), block[cut:]
-            if self._skip_bytes:
-                skipped = min(len(block), self._skip_bytes)
-                block, self._skip_bytes = block[skipped:], self._skip_bytes - skipped
-            if block:
-                yield block
-
-
-def follow_log(follower: Follower, ended: Callable[[], bool], wait: Callable[[float], None]) -> None:
-    """Hand on a log as it grows, until its job has ended and all of it is read.
-
-    Args:
-        follower: the log.
-        ended: has the job ended? Asked before each look at the file, so that nothing written before is missed.
-        wait: sleeps for so many seconds; may raise to stop.
-    """
-    wait_s = _POLL_S[0]
-    while True:
-        over = ended()
-        if follower.drain():
-            wait_s = _POLL_S[0]
-        elif not over:
-            wait(wait_s)
-            wait_s = min(wait_s * 1.2, _POLL_S[1])
-        if over:
-            return
+        if fd is None or not (block := os.read(fd, _BLOCK_BYTES)):
+            return False
+        if self._only is not None:
+            block = self._open + block
+            cut = block.rfind(b"\n") + 1
+            block, self._open = b"".join(self._only.findall(block, 0, cut)), block[cut:]
+        if self._skip_bytes:
+            skipped = min(len(block), self._skip_bytes)
+            block, self._skip_bytes = block[skipped:], self._skip_bytes - skipped
+        if block:
+            self._write(block)
+        return True

@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import json
 import os
-import re
 import secrets as random
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from signal import SIGTERM
 from typing import IO, Any
 
-from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
-from atoll.providers.ssh.output import never_began, own_output, parsed_object, skip_login_text, unreadable
-from atoll.tasks.control import NOTE, NothingLeft, Write
-from atoll.tasks.rows import JobRow
+from atoll.providers.ssh.output import MARK, never_began, unreadable
+from atoll.tasks.control import LocalControl, OnEvent, Write, tell
+from atoll.tasks.protocol import (
+    Damaged,
+    Message,
+    NothingLeft,
+    Parser,
+    check_hello,
+    decode,
+    error_from,
+    handle_reply,
+    remote,
+    request,
+    wait_readable,
+)
+from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
 
-_EXIT_CODES = frozenset(status.exit_code for status in JobStatus)
 _BLOCK_BYTES = 1 << 20
 _NO_CONNECTION = 255  # ssh's own exit code
 _ANSWER_S = 120.0  # cancelled jobs end within 30, and a network file system may take its time
-_ERROR = b'{"error": '
-_NOTES_S = 0.5  # a note is handed on within this time
 _RETRY_S, _RETRY_MOST_S = 0.5, 5.0
-_KINDS: dict[str, type[Exception]] = {
-    each.__name__: each for each in (AtollError, ConfigError, ProvisionError, LookupError, NothingLeft)
-}
+_MAY_REPEAT = ("submit", "job", "events", "position_of_tail", "follow")  # asked again where the connection is lost
+_LONG = ("follow",)
 
 
 class ProgramControl:
@@ -62,31 +66,43 @@ class ProgramControl:
         self._patience_s = patience_s
         self._on_driver_failed = on_driver_failed
 
-    def create(self, cluster: ClusterSpec, *, anew: bool) -> list[int]:
-        """Write the cluster's record there; ``anew``: after what still ran there has ended, jobs that are returned."""
-        return list(self._ask("create", spec=cluster.to_json(), anew=anew))
-
-    def end(self) -> list[int]:
-        """End the jobs, whatever is wrong; returns them."""
-        return list(self._ask("end"))
+    create = remote(LocalControl.create)
+    cluster = remote(LocalControl.cluster)
+    end = remote(LocalControl.end)
+    events = remote(LocalControl.events)
+    position_of_tail = remote(LocalControl.position_of_tail)
+    _submit = remote(LocalControl.submit)
+    _cancel = remote(LocalControl.cancel)
+    _queue = remote(LocalControl.queue)
+    _job = remote(LocalControl.job)
+    _follow = remote(LocalControl.follow)
+    _remove_nodes = remote(LocalControl.remove_nodes)
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
-        """Add a job, once however often the connection is lost meanwhile; returns its number."""
-        spec = dataclasses.replace(spec, key=spec.key or random.token_hex(8))
-        wish = {"spec": spec.to_json(), "variables": spec.variables(), "secrets": dict(secrets)}
-        return int(self._patiently("submit", **wish))
+        """Adds a job, once however often the connection is lost meanwhile; returns its number."""
+        return self._submit(dataclasses.replace(spec, key=spec.key or random.token_hex(8)), secrets)
 
     def cancel(self, job_ids: Sequence[int] | None, number: int = SIGTERM) -> list[int]:
-        """Ask for the end of jobs, whose processes get the signal ``number``."""
-        try:
-            return list(self._ask("cancel", job_ids=None if job_ids is None else list(job_ids), signal=number))
-        except NothingLeft:
-            return []
+        """Asks for the end of jobs, whose processes get the signal ``number``."""
+        with contextlib.suppress(NothingLeft):
+            return self._cancel(job_ids, number)
+        return []
+
+    def change(self, **fields: Any) -> ClusterSpec:
+        """Changes fields of the record."""
+        changed: ClusterSpec = self.call("change", (), fields)
+        return changed
+
+    def remove_nodes(self) -> list[str]:
+        """Cancels the jobs, and removes the nodes' files; a line for each host on which something may still run."""
+        with contextlib.suppress(NothingLeft):
+            return self._remove_nodes()
+        return []
 
     def queue(self) -> list[JobRow]:
         """Every job, newest first."""
         try:
-            rows = [JobRow.from_json(each) for each in self._ask("queue")]
+            rows = self._queue()
         except NothingLeft as error:
             tell(f"note: {error}")
             return []
@@ -96,104 +112,121 @@ class ProgramControl:
 
     def job(self, job_id: int | None) -> JobRow:
         """One job; None is the newest."""
-        row = JobRow.from_json(self._patiently("job", job_id=job_id))
+        row = self._job(job_id)
         self._noted(row.status)
         return row
+
+    def follow(
+        self,
+        job_id: int,
+        write: Write,
+        on_event: OnEvent | None = None,
+        *,
+        follow: bool = True,
+        tail: int = 0,
+        rank: int | None = None,
+    ) -> JobStatus:
+        """Writes a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
+        start = self.position_of_tail(job_id, tail, rank) if tail else 0
+        seen_bytes = last_event = 0
+
+        def count(data: bytes) -> None:
+            nonlocal seen_bytes
+            write(data)
+            seen_bytes += len(data)
+
+        def note(event: EventRow) -> None:
+            nonlocal last_event
+            last_event = event.seq
+            if on_event is not None:
+                on_event(event)
+
+        lost = _Lost(self._cluster, self._head, self._patience_s)
+        told = None if on_event is None else note
+        while True:
+            where = {"follow": follow, "rank": rank, "start": start, "skip_bytes": seen_bytes, "after": last_event}
+            try:
+                status: JobStatus = self._ask("follow", (job_id, count, told), where, lost)
+                return self._noted(status)
+            except _ConnectionLost as error:
+                lost.wait(error.said)
 
     def _noted(self, status: JobStatus) -> JobStatus:
         if status is JobStatus.FAILED_DRIVER:
             self._on_driver_failed()
         return status
 
-    def follow(
-        self,
-        job_id: int,
-        write: Write,
-        *,
-        follow: bool = True,
-        tail: int = 0,
-        rank: int | None = None,
-    ) -> JobStatus:
-        """Write a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
-        start = self._patiently("position_of_tail", job_id=job_id, tail=tail, rank=rank) if tail else 0
-        wish = {"job_id": job_id, "follow": follow, "rank": rank, "start": start}
-        seen_bytes = 0
-
-        def counted(data: bytes) -> None:
-            nonlocal seen_bytes
-            write(data)
-            seen_bytes += len(data)
-
-        lost = self._lost()
+    def call(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Asks for something, again where the connection is lost and that may be."""
+        lost = _Lost(self._cluster, self._head, self._patience_s if operation in _MAY_REPEAT else 0.0)
         while True:
-            before = seen_bytes
-            code, said = self._stream({**wish, "skip_bytes": seen_bytes}, counted)
-            if seen_bytes > before:
-                lost.is_over()
-            if code in _EXIT_CODES:
-                lost.is_over()
-                found = re.findall(rb'{"status": "(\w+)"}', said)  # login scripts may say something, too
-                return self._noted(JobStatus(found[-1].decode())) if found else self.job(job_id).status
-            if code != _NO_CONNECTION:
-                self._fail(said, code)
-            lost.wait(said)
+            try:
+                return self._ask(operation, args, kwargs, lost)
+            except _ConnectionLost as error:
+                lost.wait(error.said)
 
-    def _lost(self) -> _Lost:
-        return _Lost(self._cluster, self._head, self._patience_s)
+    def _ask(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], lost: _Lost) -> Any:
+        """The answer to one request.
 
-    def _stream(self, wish: Mapping[str, Any], write: Write) -> tuple[int, bytes]:
-        """Hand on what one run of ``follow`` writes; its exit code and what it said."""
-        with (
-            tempfile.TemporaryFile() as said,
-            self._notes_told(said),
-            self._started("follow", wish, said) as process,
-        ):
-            self._begin(process, said)
-            assert isinstance(process.stdout, io.BufferedReader)
-            while block := process.stdout.read1(_BLOCK_BYTES):
-                write(block)
+        Raises:
+            _ConnectionLost: the connection is.
+        """
+        data, callbacks = request(operation, args, kwargs, cluster=self._cluster)
+        with tempfile.TemporaryFile() as said, self._started(operation, data, said) as process:
+            try:
+                for message in self._messages(process, said, None if operation in _LONG else _ANSWER_S):
+                    lost.is_over()
+                    if isinstance(message, dict) and "version" in message:
+                        check_hello(message, self._head)
+                    elif (answer := handle_reply(message, callbacks, self._note)) is not None:
+                        if "error" in answer:
+                            raise error_from(answer, self._head)
+                        return decode(answer["value"])
+            except TimeoutError:
+                raise ProvisionError(
+                    f"cluster {self._cluster}: {operation}: its head did not answer within {_ANSWER_S:.0f} s. Is its "
+                    f"disk full, or its home on a server that is gone?"
+                ) from None
             code = process.wait()
             said.seek(0)
-            return code, said.read()
+            errors = said.read()
+            if code == _NO_CONNECTION:
+                raise _ConnectionLost(errors)
+            text = errors.decode(errors="replace").strip()[-2000:]
+            raise AtollError(f"cluster {self._cluster} can't be asked (exit code {code}): {text}")
+
+    def _note(self, line: str) -> None:
+        tell(f"note: {self._head}: {line}")
+
+    def _messages(self, process: subprocess.Popen[bytes], said: IO[bytes], limit_s: float | None) -> Iterator[Message]:
+        """What the program sends, behind whatever start files of the login there print; until it ends.
+
+        Raises:
+            TimeoutError: it has not ended within the limit.
+        """
+        assert process.stdout is not None
+        fd = process.stdout.fileno()
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        parser, printed, began = Parser(), b"", False
+        while True:
+            if deadline is not None and not wait_readable(fd, deadline - time.monotonic()):
+                raise TimeoutError
+            if not (data := os.read(fd, _BLOCK_BYTES)):
+                break
+            if not began:
+                printed, mark, data = (printed + data).partition(MARK)
+                if not (began := bool(mark)):
+                    continue
+            try:
+                yield from parser.feed(data)
+            except Damaged:
+                raise unreadable(self._head, data) from None
+        if not began and process.wait() != _NO_CONNECTION:
+            said.seek(0)
+            raise never_began(self._head, printed, said.read())
 
     @contextlib.contextmanager
-    def _notes_told(self, said: IO[bytes]) -> Iterator[None]:
-        """Hand on, as it comes, what the program notes for whoever waits."""
-        over = threading.Event()
-
-        def look() -> None:
-            seen_bytes = 0
-            while not over.wait(_NOTES_S):
-                came, newline, _ = os.pread(said.fileno(), _BLOCK_BYTES, seen_bytes).rpartition(b"\n")
-                seen_bytes += len(came + newline)
-                for line in came.decode(errors="replace").splitlines():
-                    if line.startswith(NOTE):
-                        tell(f"{NOTE}{self._head}: {line.removeprefix(NOTE)}")
-
-        thread = threading.Thread(target=look, name="notes")
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def cluster(self) -> ClusterSpec:
-        """The cluster's record."""
-        return ClusterSpec.from_json(self._ask("cluster"))
-
-    def change(self, **fields: Any) -> ClusterSpec:
-        """Change fields of the record."""
-        return ClusterSpec.from_json(self._ask("change", fields=fields))
-
-    def remove_nodes(self) -> list[str]:
-        """Cancel the jobs, and remove the nodes' files; a line for each host on which something may still run."""
-        with contextlib.suppress(NothingLeft):
-            return list(self._ask("remove_nodes"))
-        return []
-
-    @contextlib.contextmanager
-    def _started(self, operation: str, wish: Mapping[str, Any], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    def _started(self, operation: str, data: bytes, said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
         """The program, with what it is asked; it has ended afterwards. What it starts over there notices that."""
         pipe = subprocess.PIPE
         command = [*self._command(operation)]
@@ -202,7 +235,7 @@ class ProgramControl:
         assert process.stdin is not None and process.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin:  # where it failed, it says why
-                process.stdin.write(json.dumps({"cluster": self._cluster, **wish}).encode() + b"\n")
+                process.stdin.write(data)
             process.stdin = None
             yield process
         finally:
@@ -210,66 +243,13 @@ class ProgramControl:
             process.stdout.close()
             process.wait()
 
-    def _ask(self, operation: str, **wish: Any) -> Any:
-        code, answer, said = self._asked(operation, wish)
-        if code != 0:
-            self._fail(answer or said, code)
-        return self._value(answer)
 
-    def _patiently(self, operation: str, **wish: Any) -> Any:
-        """Ask for something that may be asked twice, again where the connection is lost."""
-        lost = self._lost()
-        while (done := self._asked(operation, wish))[0] == _NO_CONNECTION:
-            lost.wait(done[2])
-        lost.is_over()
-        code, answer, said = done
-        if code != 0:
-            self._fail(answer or said, code)
-        return self._value(answer)
+class _ConnectionLost(Exception):
+    """The connection to the head is lost; ``said`` is what ssh wrote."""
 
-    def _asked(self, operation: str, wish: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
-        """Exit code, answer, and what the program said."""
-        with tempfile.TemporaryFile() as said, self._started(operation, wish, said) as process:
-            try:
-                answer, _ = process.communicate(timeout=_ANSWER_S)
-            except subprocess.TimeoutExpired:
-                raise ProvisionError(
-                    f"cluster {self._cluster}: {operation}: its head did not answer within {_ANSWER_S:.0f} s. Is its "
-                    f"disk full, or its home on a server that is gone?"
-                ) from None
-            said.seek(0)
-            errors = said.read()
-            own = own_output(answer)
-            if own is None and process.returncode != _NO_CONNECTION:
-                raise never_began(self._head, answer, errors)
-            return process.returncode, own or b"", errors
-
-    def _begin(self, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
-        """Read up to the program's own output."""
-        assert process.stdout is not None
-        came = skip_login_text(process.stdout)
-        if came is not None and process.wait() != _NO_CONNECTION:
-            said.seek(0)
-            raise never_began(self._head, came, said.read())
-
-    def _value(self, answer: bytes) -> Any:
-        said = parsed_object(self._head, answer)
-        if "value" not in said:
-            raise unreadable(self._head, answer)
-        return said["value"]
-
-    def _fail(self, said: bytes, code: int) -> None:
-        try:
-            answer = json.loads(said[max(said.rfind(_ERROR), 0) :])  # login scripts may say something on stderr, too
-            kind, message = _KINDS.get(answer["error"], AtollError), answer["message"]
-            if kind is AtollError:  # of a file there, or a process
-                message = f"{self._head}: {message}"
-        except (ValueError, KeyError, TypeError):
-            text = said.decode(errors="replace").strip()[-2000:]
-            if code == _NO_CONNECTION:
-                raise ProvisionError(_unreachable(self._cluster, self._head, text)) from None
-            kind, message = AtollError, f"cluster {self._cluster} can't be asked (exit code {code}): {text}"
-        raise kind(message)
+    def __init__(self, said: bytes) -> None:
+        super().__init__(said)
+        self.said = said
 
 
 class _Lost:
@@ -317,9 +297,3 @@ def what_then(cluster: str) -> str:
         f"Its jobs go on there as long as it runs: `{command_line('atoll', 'logs', cluster)}` shows them once it can "
         f"be reached. If it is gone for good: `{command_line('atoll', 'down', cluster)}`"
     )
-
-
-def tell(line: str) -> None:
-    """A line for whoever waits; the answer itself has to stay whole."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

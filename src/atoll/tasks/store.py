@@ -17,7 +17,7 @@ import os
 import shlex
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from types import TracebackType
@@ -216,11 +216,6 @@ class Store:
         order = "DESC" if newest_first else "ASC"
         return self._rows(f"{which} id > ? ORDER BY id {order} LIMIT ?", after, -1 if limit is None else limit)
 
-    def unfinished(self) -> set[int]:
-        """Numbers of the jobs that have not ended, without reading more of them."""
-        with self._explained():
-            return {job_id for (job_id,) in self._db.execute("SELECT id FROM jobs WHERE ended_s IS NULL")}
-
     def events(self, job_id: int, after: int = 0) -> list[EventRow]:
         """What happened to a job since event number ``after``."""
         sql = "SELECT seq, time_s, kind, text, node, rank, data FROM events WHERE job_id = ? AND seq > ? ORDER BY seq"
@@ -230,18 +225,6 @@ class Store:
             EventRow(seq, time_s, kind, text, node, rank, json.loads(data))
             for seq, time_s, kind, text, node, rank, data in found
         ]
-
-    def cancel_asked(self, job_ids: Iterable[int]) -> set[int]:
-        """Of these jobs, those that somebody wants to end and that have not."""
-        ids = ", ".join(map(str, job_ids))
-        sql = f"SELECT id FROM jobs WHERE id IN ({ids}) AND ended_s IS NULL AND cancel_asked"
-        with self._explained():
-            return {job_id for (job_id,) in self._db.execute(sql)}
-
-    def version(self) -> int:
-        """A number that changes when another process has written, and not when this object has."""
-        with self._explained():
-            return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     # ------------------------------------------------------------------------------------------- inside
     def _open(self) -> None:

@@ -1,7 +1,7 @@
 """The one process behind a cluster's jobs: started by whoever adds a job, gone when none is left.
 
-It belongs to no terminal, and holds a lock as long as it lives, so that everybody can tell that it does. Standard
-library only.
+It belongs to no terminal, and holds a lock as long as it lives, so that everybody can tell that it does. It alone
+changes the cluster's jobs; whoever wants that asks it on its socket. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -20,18 +20,19 @@ from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.paths import is_locked
 from atoll.tasks import background, record, remains
 from atoll.tasks.logs import JobLog
+from atoll.tasks.protocol import wait_readable
+from atoll.tasks.service import at_socket
 from atoll.tasks.spec import JobStatus
 from atoll.tasks.store import IN_THE_WAY, Store, unusable
 from atoll.tasks.transitions import SetStatus
 
 LOG = "supervisor.log"
-_SEES_TO_IT = b"+"  # a supervisor's answer to whoever started it
-WAKE = "wake"  # a pipe: whoever writes a byte has the store looked at
 _LOCK = "supervisor.lock"
 _STARTS = "supervisor.starts"  # when supervisors began that have not begun a job yet, nor lived for long
 _STARTED = "-- supervisor started"  # a line of the log; what stands before it an earlier one said
 PROBE_S = 0.3  # who only looks whether the lock is held has it for less
 _START_S = 20.0
+_NO = b"-"  # no message begins so: a supervisor could not start, or need not
 _MOST_STARTS = 2  # a job that so many supervisors could not even begin has failed
 _LONGEST_ERROR = 2000  # characters of one that is passed on
 _KILL_S = 10.0  # one that is killed is gone within milliseconds, unless its disk hangs
@@ -73,52 +74,64 @@ def kill(folder: Path, patience_s: float = _KILL_S) -> bool:
     return True
 
 
-def wake(folder: Path) -> None:
-    """Have the supervisor look at the store now, if it runs."""
+def connect(folder: Path) -> socket.socket | None:
+    """A connection to the supervisor that runs; None where none answers."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        fd = os.open(folder / WAKE, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # nobody reads: it looks when it starts
-        return
-    with contextlib.suppress(OSError):  # full: it has been woken
-        os.write(fd, b"!")
-    os.close(fd)
+        at_socket(folder, sock.connect)
+    except OSError:
+        sock.close()
+        return None
+    return sock
 
 
-def ensure(folder: Path) -> None:
-    """Have a supervisor look at the store: wake the one that runs, or start one and wait until it does.
+def reach(folder: Path) -> socket.socket:
+    """A connection to the cluster's supervisor, which is started where none runs.
 
     Raises:
         ProvisionError: it ended at once, or did not start; the message says why.
-        AtollError: nobody can tell whether one runs.
+        AtollError: nobody can tell whether one runs, or the one that does is not to be reached.
     """
-    if is_running(folder):
-        wake(folder)
-        return
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if (sock := connect(folder)) is not None:
+            return sock
+        if is_running(folder):  # it begins just now, or ends
+            time.sleep(0.01)
+        elif (sock := _start(folder)) is not None:
+            return sock
+    raise AtollError(
+        f"the supervisor of cluster {folder.name}, process {pid_of(folder)}, can't be reached: it runs on another "
+        f"machine that shares {folder}, or does not come to its end"
+    )
+
+
+def _start(folder: Path) -> socket.socket | None:
+    """Starts a supervisor; None where another one was faster."""
     log = folder / LOG
+    ours, theirs = socket.socketpair()
     try:
-        answer = _start(folder, log)
+        with theirs, _opened(log) as output:
+            background.start(_BOOT, [str(folder), str(theirs.fileno())], folder, output, (theirs.fileno(),))
+        if not wait_readable(ours.fileno(), _START_S):
+            raise ProvisionError(f"the supervisor of cluster {folder.name} did not start within {_START_S:.0f} s")
+        said = ours.recv(_LONGEST_ERROR, socket.MSG_PEEK)
     except OSError as error:
+        ours.close()
         raise ProvisionError(f"the supervisor of cluster {folder.name} could not be started: {error}") from error
-    if answer != _SEES_TO_IT and not is_running(folder):
-        if answer:
-            raise ProvisionError(answer.decode(errors="replace"))
+    except BaseException:
+        ours.close()
+        raise
+    if said[:1] == _NO:
+        ours.close()
+        if reason := said[1:].decode(errors="replace"):
+            raise ProvisionError(reason)
+        return None
+    if not said:
+        ours.close()
         why = f"{last_line(folder) or 'it said nothing'} (see {log})"
         raise ProvisionError(f"the supervisor of cluster {folder.name} did not start: {why}")
-    wake(folder)
-
-
-def _start(folder: Path, log: Path) -> bytes:
-    """Start a supervisor; what it says: that it will see to the jobs, or why not; empty where it only ended."""
-    answer, theirs = os.pipe2(os.O_CLOEXEC)
-    try:
-        try:
-            with _opened(log) as output:
-                background.start(_BOOT, [str(folder), str(theirs)], folder, output, (theirs,))
-        finally:
-            os.close(theirs)
-        return os.read(answer, _LONGEST_ERROR) if select.select([answer], [], [], _START_S)[0] else b""
-    finally:
-        os.close(answer)
+    return ours
 
 
 def _opened(log: Path) -> IO[bytes]:
@@ -128,26 +141,14 @@ def _opened(log: Path) -> IO[bytes]:
         raise unusable(log, error) from error
 
 
-def reconcile(folder: Path) -> None:
-    """Bring the store in line with what is: jobs whose supervisor is gone have failed, waiting ones get a new one."""
-    if (folder / "jobs.db").exists():
-        with Store(folder) as store:
-            reconcile_store(store, folder)
+def resume(folder: Path, store: Store) -> None:
+    """Starts a supervisor where jobs have not ended and none runs: those that were begun have failed, others start.
 
-
-def reconcile_store(store: Store, folder: Path) -> None:
-    """The same for whoever has the store open."""
-    if not store.jobs(limit=1, unfinished=True) or is_running(folder):
-        return
-    lock = open_lock(folder)
-    try:
-        if record.take_lock(lock, 0.0):
-            fail_orphans(store, folder)
-            fail_untried(store, folder)
-    finally:
-        os.close(lock)
-    if store.jobs(limit=1, unfinished=True):
-        ensure(folder)
+    Raises:
+        AtollError: it could not be started.
+    """
+    if store.jobs(limit=1, unfinished=True) and not is_running(folder):
+        reach(folder).close()
 
 
 def fail_orphans(store: Store, folder: Path) -> None:
@@ -237,23 +238,23 @@ def open_lock(folder: Path) -> int:
         raise unusable(folder / _LOCK, error) from error
 
 
-def main(folder_name: str, answer: int) -> None:
-    """Entry of the supervisor's process; ``answer`` is where it says that jobs will be seen to, or why not."""
+def main(folder_name: str, first: int) -> None:
+    """Entry of the supervisor's process; ``first`` is the connection of whoever started it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told = os.fdopen(answer, "wb", buffering=0)
+    sock = socket.socket(fileno=first)
     try:
-        _run(Path(folder_name), told)
+        _run(Path(folder_name), sock)
     except AtollError as error:
         _write_log(str(error))
-        _tell(told, str(error).encode(errors="replace"))
+        _refuse(sock, str(error))
         sys.exit(1)
 
 
-def _run(folder: Path, told: IO[bytes]) -> None:
+def _run(folder: Path, first: socket.socket) -> None:
     lock = open_lock(folder)
-    if not record.take_lock(lock, PROBE_S):  # somebody was faster, and looks at the store after us
-        _tell(told, _SEES_TO_IT)
+    if not record.take_lock(lock, PROBE_S):  # somebody was faster
+        _refuse(first, "")
         return
     from atoll.tasks.dispatcher import Dispatcher  # clients don't need all of it
 
@@ -268,11 +269,7 @@ def _run(folder: Path, told: IO[bytes]) -> None:
         with contextlib.suppress(OSError):
             starts = [*_starts(folder), time.time()][-_MOST_STARTS:]
             (folder / _STARTS).write_text(" ".join(map(str, starts)))
-        dispatcher = Dispatcher(folder, store, lock)
-        _tell(told, _SEES_TO_IT)
-        dispatcher.run()
-    if dispatcher.unreachable:  # a store that came in its place may have jobs that took us for its supervisor
-        reconcile(folder)
+        Dispatcher(folder, store, lock, first).run()
 
 
 def _write_log(line: str) -> None:
@@ -280,8 +277,6 @@ def _write_log(line: str) -> None:
         os.write(2, f"{line}\n".encode(errors="surrogateescape"))
 
 
-def _tell(told: IO[bytes], what: bytes) -> None:
-    with contextlib.suppress(OSError):  # who started us is gone; the jobs are there all the same
-        if not told.closed:
-            told.write(what)
-        told.close()
+def _refuse(first: socket.socket, reason: str) -> None:
+    with contextlib.suppress(OSError):  # who started us is gone
+        first.sendall(_NO + reason.encode(errors="replace")[: _LONGEST_ERROR - 1])
