@@ -157,7 +157,7 @@ def test_failures(home: Path) -> None:
 def test_waiting_has_a_limit(home: Path, tmp_path: Path) -> None:
     with sky.ComputePool(name=NAME) as pool:
         job = pool.submit(touch_and_wait, str(tmp_path / "runs"), str(tmp_path / "gate"), detach=True)
-        with pytest.raises(sky.CallTimeout, match=r"touch_and_wait \(.*timeout=0.1 s; it goes on"):
+        with pytest.raises(sky.CallTimeout, match=r"touch_and_wait \(.*timeout=0.1 s; the call continues"):
             sky.result(job, timeout=0.1)
         (tmp_path / "gate").touch()
         assert sky.result(job) == "waited"

@@ -120,7 +120,7 @@ def test_every_finished_save_is_told_once(tmp_path):
 
 def test_a_meta_that_is_no_json_is_refused_at_once(tmp_path):
     saver = checkpointer(tmp_path)
-    with pytest.raises(CheckpointError, match="the meta of step 3 is no JSON: Object of type set"):
+    with pytest.raises(CheckpointError, match="the meta of step 3 is not JSON: Object of type set"):
         saver.save(3, plain(), {"cursor": {1, 2}})
     assert saver.wait() is None
 

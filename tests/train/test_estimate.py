@@ -347,7 +347,7 @@ def test_cards_by_name():
     assert parse_gpus("H100:8")[:2] == ("H100", 8)
     assert parse_gpus("rtx4090") == ("RTX4090", 1, int(23.5 * GIB))
     assert parse_gpus("A100-80GB:4")[2] > 1.9 * parse_gpus("A100:4")[2]
-    with pytest.raises(ConfigError, match=r"'H10' is no card whose memory is known: did you mean 'H100'\?"):
+    with pytest.raises(ConfigError, match=r"'H10' is not a card whose memory is known: did you mean 'H100'\?"):
         parse_gpus("H10:2")
     with pytest.raises(ConfigError, match="expected for instance 'H100:8'"):
         parse_gpus("H100:x")

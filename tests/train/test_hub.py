@@ -206,7 +206,7 @@ def test_a_hub_that_does_not_answer(server: hub_server.Hub, monkeypatch: pytest.
 
 
 def test_a_name_that_cannot_be(server: hub_server.Hub) -> None:
-    with pytest.raises(ConfigError, match="'reef/ti ny' is no name of a model"):
+    with pytest.raises(ConfigError, match="'reef/ti ny' is not a valid model name"):
         fetch("reef/ti ny")
     with pytest.raises(ConfigError, match="there is no model tiny at"):
         fetch("tiny")

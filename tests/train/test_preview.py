@@ -93,7 +93,7 @@ def test_colours_alternate_and_pale_is_untrained() -> None:
 def test_undivided_documents_are_said_to_be() -> None:
     whole = sample_of([list(b"abc")])
     sample = Sample(whole.tokens, whole.labels, whole.positions, None)
-    assert text_of(sample, colour=False).startswith("── 3 tokens, documents are not told apart ──\na|b|c")
+    assert text_of(sample, colour=False).startswith("── 3 tokens, documents are not separated ──\na|b|c")
     assert as_json(sample, Bytes())["documents"] is None
 
 

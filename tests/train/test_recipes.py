@@ -310,7 +310,7 @@ def test_every_mistake_is_told_at_once_with_its_file(workdir):
         "command line: [train] micro_batch = 0: expected a whole number, more than 0",
         "my.toml: [optimizer] kind = 'adam': expected 'adamw', 'muon' or 'sgd': did you mean 'adamw'?",
         "my.toml: [optimizer] betas = [1]: expected a list of 2, each a number, 0 or more, less than 1",
-        "my.toml: [schedule] warmup: '1week' is no length: expected 100, '500step', '2ep' or '1e9tok'",
+        "my.toml: [schedule] warmup: '1week' is not a duration: expected 100, '500step', '2ep' or '1e9tok'",
         "my.toml: [model] dim = 256 is not divisible by heads = 3; set head_dim",
         "command line: [compile] enabled = 'maybe': expected true or false",
     }

@@ -58,7 +58,7 @@ def parquet(path: Path, texts: list[str | None], key: str = "text", **columns: l
 def test_a_folder_of_texts_is_one_document_a_file_in_the_order_of_names() -> None:
     texts = read(AUSTEN)
     assert texts == [path.read_bytes().decode() for path in sorted(AUSTEN.glob("*.txt"))]
-    assert note(AUSTEN) == "data: 6 text files, 4.0 MB, one document a file"
+    assert note(AUSTEN) == "data: 6 text files, 4.0 MB, one document per file"
 
 
 def test_folders_go_deep_and_leave_hidden_files_out(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(path.read_bytes())
     assert read(tmp_path / "other", text_key="content") == [*TEXTS, ""]
     (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:-20])
-    assert "cut.parquet is no complete Parquet file" in refused(tmp_path / "cut.parquet")
+    assert "cut.parquet is not a complete Parquet file" in refused(tmp_path / "cut.parquet")
 
 
 # -------------------------------------------------------------------------------------------------- compression
@@ -325,7 +325,7 @@ def test_rows_that_cannot_be_told_apart_or_are_too_deep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["hf://", "hf:///", "hf://datasets/", "hf://@main"])
 def test_the_hub_without_a_name(path: str) -> None:
-    assert f"{path!r} names no data set: expected hf://owner/name" in refused(path)
+    assert f"{path!r} is not a data set: expected hf://owner/name" in refused(path)
 
 
 @pytest.mark.parametrize("key", ["document_end", "text_key"])
@@ -341,7 +341,7 @@ def test_what_is_missing_or_no_data_is_told(tmp_path: Path, monkeypatch: pytest.
     assert f"did you mean '{tmp_path / 'emma.txt'}'" in refused(tmp_path / "ema.txt")
     assert "does not exist" in refused(tmp_path / "*.csv") or "nothing matches" in refused(tmp_path / "*.csv")
     assert "the folder holds no files" in refused(tmp_path / "nothing")
-    assert "picture is no text and no format known here" in refused(tmp_path / "picture")
+    assert "picture is neither text nor a known format" in refused(tmp_path / "picture")
     assert "empty list" in refused([])
     monkeypatch.chdir(tmp_path)
     assert f"looked for in {tmp_path}" in refused("ema.txt")
@@ -509,7 +509,7 @@ def test_s3(s3: Any, tmp_path: Path) -> None:
     assert "does not exist" in refused("s3://novels/missing.txt")
     assert "s3://nobucket" in refused("s3://nobucket/a.txt")
     source = open_source(DataSection(), "s3://novels/part")
-    assert source.note == f"data: 2 text files, {source.total / 1e6:,.1f} MB, one document a file"
+    assert source.note == f"data: 2 text files, {source.total / 1e6:,.1f} MB, one document per file"
     first = source.identity()
     s3.pipe("novels/part/a.txt", b"other text")
     assert open_source(DataSection(), "s3://novels/part").identity() != first

@@ -524,13 +524,16 @@ def test_files_that_are_cut_short(tmp_path: Path) -> None:
     folder = export_model(model_of(section_for("llama")), tmp_path / "hf", max_shard_bytes=20_000)
     first, second, *_ = sorted(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=f"{first.name} is no complete safetensors file"), open_source(str(folder)):
+    with pytest.raises(ConfigError, match=f"{first.name} is not a complete safetensors file"), open_source(str(folder)):
         pass
     second.unlink()
     with pytest.raises(ConfigError, match=f"{second.name} of its index is missing"), open_source(str(folder)):
         pass
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(ConfigError, match=r"a\.gguf is no complete GGUF file"), open_source(str(tmp_path / "a.gguf")):
+    with (
+        pytest.raises(ConfigError, match=r"a\.gguf is not a complete GGUF file"),
+        open_source(str(tmp_path / "a.gguf")),
+    ):
         pass
 
 
@@ -869,7 +872,7 @@ def test_a_run_without_a_whole_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(step)
     with pytest.raises(ConfigError, match="has no whole checkpoint yet"):
         atoll("export", run, tmp_path / "hf")
-    with pytest.raises(ConfigError, match="is no run of Atoll and no checkpoint of one"):
+    with pytest.raises(ConfigError, match="is neither a run of Atoll nor one of its checkpoints"):
         atoll("export", tmp_path, tmp_path / "hf")
     with pytest.raises(ConfigError, match="no such folder"):
         atoll("export", tmp_path / "none", tmp_path / "hf")
@@ -891,7 +894,7 @@ def test_force_deletes_no_run(tmp_path: Path) -> None:
     atoll("export", run, run / "hf")  # a new folder takes nothing away
     with pytest.raises(ConfigError, match=r"is .*hf, which would be read and replaced at once"):
         atoll("import", run / "hf", run / "hf", "--force")
-    with pytest.raises(ConfigError, match="'' names no weights"):
+    with pytest.raises(ConfigError, match="'' is not a source of weights"):
         atoll("export", "", tmp_path / "x")
 
 
@@ -944,13 +947,13 @@ def test_import_and_generate(tmp_path: Path) -> None:
             atoll("generate", source, "x", "--device", device)
     with pytest.raises(ConfigError, match="dtype = '': expected one of fp32, bf16, fp16"):
         atoll("import", source, tmp_path / "other", "--dtype", "")
-    with pytest.raises(ConfigError, match="the prompt is no valid UTF-8 text at its character 2"):
+    with pytest.raises(ConfigError, match="the prompt is not valid UTF-8 text at its character 2"):
         atoll("generate", source, "a\udcff", "--device", "cpu")
     with pytest.raises(ConfigError, match="seed = 99999999999999999999: expected"):
         atoll("generate", source, "x", "--device", "cpu", "--seed", 99999999999999999999)
-    with pytest.raises(ConfigError, match="'' names no weights"):
+    with pytest.raises(ConfigError, match="'' is not a source of weights"):
         atoll("generate", "", "x", "--device", "cpu")
-    with pytest.raises(ConfigError, match="'' names no weights"):
+    with pytest.raises(ConfigError, match="'' is not a source of weights"):
         section_of("")
 
 

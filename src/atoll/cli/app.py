@@ -70,7 +70,7 @@ completion.register(app)
 
 # SkyPilot's commands that this version lacks, and what comes next to each.
 _LACKING = {
-    "jobs": "`atoll launch -d TASK` starts a job that goes on by itself, `atoll queue` shows it",
+    "jobs": "`atoll launch -d TASK` starts a job that outlives the terminal, `atoll queue` shows it",
     "serve": "`atoll launch TASK` runs a server as a job, `atoll ssh NAME -L PORT` reaches it",
     "api": "there is no server to start: every command works by itself",
     "cost-report": "your machines have no price; `atoll status --all` shows clusters that are down, too",

@@ -154,7 +154,7 @@ def queue(
     ] = False,
     output: options.Output = "table",
 ) -> None:
-    """List jobs, the newest first; by default of every cluster that is up.
+    """List jobs, the newest first. By default of every cluster that is up.
 
     \b
         atoll queue train
@@ -321,7 +321,7 @@ def down(
     purge: Annotated[bool, typer.Option("--purge", "-p", help="Delete the logs of their jobs, too.")] = False,
     output: options.Output = "table",
 ) -> None:
-    """Remove clusters: ends their jobs and deletes their nodes' files; keeps the logs of their jobs.
+    """Remove clusters and their nodes' files. Ends their jobs; keeps the logs.
 
     \b
         atoll down train

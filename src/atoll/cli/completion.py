@@ -37,7 +37,9 @@ def register(app: typer.Typer) -> None:
 def completion(
     context: typer.Context, shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
 ) -> None:
-    """Print the script that completes commands, flags, clusters, recipes and recipe keys.
+    """Print the completion script of a shell.
+
+    It completes commands, flags, clusters, recipes and recipe keys.
 
     \b
     In ~/.bashrc or ~/.zshrc, and in ~/.config/fish/config.fish:

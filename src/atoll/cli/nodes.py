@@ -41,7 +41,7 @@ def ssh(
         typer.Option("-L", help="Forward a local PORT to the node.", metavar="PORT[:HOST:PORT]"),
     ] = None,
 ) -> None:
-    """Open a shell on a node, or run a command there, beside its running job.
+    """Open a shell on a node, or run a command there. Both run beside its job.
 
     \b
         atoll ssh train

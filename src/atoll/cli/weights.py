@@ -55,11 +55,13 @@ def export(
     if push is not None and not hub.reads_as_name(push):
         raise ConfigError(f"--push {push}: expected owner/name")
     if not source.strip():
-        raise ConfigError(f"{source!r} names no weights: expected a run's output_dir, or one of its checkpoints")
+        raise ConfigError(
+            f"{source!r} is not a source of weights: expected a run's output_dir, or one of its checkpoints"
+        )
     if "://" not in source and not Path(source).expanduser().exists():
         raise ConfigError(f"{source}: no such folder; expected a run's output_dir, or one of its checkpoints")
     if find_checkpoint(source if "://" in source else str(Path(source).expanduser()), verify=False) is None:
-        raise ConfigError(f"{source} is no run of Atoll and no checkpoint of one; other weights: atoll import")
+        raise ConfigError(f"{source} is neither a run of Atoll nor one of its checkpoints; other weights: atoll import")
     _convert(source, dest, dtype, max_shard, force)
     if push is not None:
         with progress_bar(f"uploading to {push}"):
@@ -199,7 +201,7 @@ def _refuse_broken_text(prompt: str) -> None:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"the prompt is no valid UTF-8 text at its character {error.start + 1}: what encoding has the terminal or "
+            f"the prompt is not valid UTF-8 text at its character {error.start + 1}: what encoding has the terminal or "
             "file that it came from?"
         ) from None
 

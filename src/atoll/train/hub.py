@@ -101,7 +101,7 @@ def fetch(name: str, *, patterns: list[str], progress: Progress | None = None) -
     except errors.LocalEntryNotFoundError as error:
         raise ConfigError(missing if is_offline() else missing + _advice(error)) from None
     except errors.HFValidationError as error:
-        raise ConfigError(f"{name!r} is no name of a model: {error}") from None
+        raise ConfigError(f"{name!r} is not a valid model name: {error}") from None
     except _failures(errors.HfHubHTTPError) as error:
         raise ConfigError(_broken(name, error)) from None
     found = Path(folder)

@@ -277,7 +277,7 @@ def tell_stop(run: Run) -> None:
     reasons = run.world.gather(run.stop.reason)
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
     run.stopped_by = f"{reason} on rank {rank}" if reason.startswith("SIG") else reason
-    run.tell(Note(f"{run.stopped_by}: saving step {run.cursor.step}, then stopping; {run.again} goes on from there"))
+    run.tell(Note(f"{run.stopped_by}: saving step {run.cursor.step}, then stopping; {run.again} resumes from there"))
 
 
 def validate(run: Run) -> bool:

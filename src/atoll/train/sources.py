@@ -222,7 +222,7 @@ def _open(spec: str, section: ModelSection | None, progress: Progress | None, st
 
 def _path_of(spec: str) -> Path:
     if not spec.strip():
-        raise ConfigError(f"{spec!r} names no weights: {_EXPECTED}")
+        raise ConfigError(f"{spec!r} is not a source of weights: {_EXPECTED}")
     return Path(spec).expanduser()
 
 
@@ -280,7 +280,7 @@ def _open_files(
         try:
             opened = stack.enter_context(safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is no complete safetensors file: {error}") from None
+            raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
         for name in opened.keys():  # noqa: SIM118 - no mapping: it has no iteration of its own
             if places is not None and places.get(name) != file.name:
                 left.append(f"{name} in {file.name}")

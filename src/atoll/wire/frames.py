@@ -208,7 +208,7 @@ def split_body(body: memoryview) -> tuple[dict[str, Any], memoryview]:
     try:
         meta = _decode_json(str(body[start : start + num_bytes], "utf-8"))[0] if num_bytes else {}
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-        raise WireError(f"the head of a frame is no JSON: {error}") from error
+        raise WireError(f"the head of a frame is not JSON: {error}") from error
     if not isinstance(meta, dict):
         raise WireError(f"the head of a frame is {type(meta).__name__}, not an object")
     return meta, body[start + num_bytes :]

@@ -101,7 +101,7 @@ class Greeter:
         try:
             meta = json.loads(self._data[start : start + length])
         except (ValueError, RecursionError) as error:
-            raise WireError(f"the greeting is no JSON: {error}") from error
+            raise WireError(f"the greeting is not JSON: {error}") from error
         if not isinstance(meta, dict):
             raise WireError("the greeting is no object")
         self.rest = self._data[start + length :]

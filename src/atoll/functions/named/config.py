@@ -27,7 +27,7 @@ class PoolConfig:
     def mismatch(self, running: Mapping[str, str]) -> str:
         """In what a pool with the ``running`` settings differs from what is given; nothing where it does not."""
         differing = [(key, running.get(key), value) for key, value in self.given.items() if running.get(key) != value]
-        return "; ".join(f"it has {key}={has}, and {key}={value} was asked for" for key, has, value in differing)
+        return "; ".join(f"it has {key}={has}, and {key}={value} is requested" for key, has, value in differing)
 
 
 def shown_variables(variables: Mapping[str, object]) -> str:

@@ -169,7 +169,7 @@ def result(job_id: str, timeout: float | None = None) -> Any:
             raise PoolClosed(f"pool {about['pool']!r} ended before {about['name']} ({job_id}) did; see {about['log']}")
         if timeout is not None and time.monotonic() - started >= timeout:
             late = CallTimeout(timeout, [])
-            late.args = (f"{about['name']} ({job_id}) did not end within timeout={timeout:g} s; it goes on",)
+            late.args = (f"{about['name']} ({job_id}) did not end within timeout={timeout:g} s; the call continues",)
             raise late
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _POLL_S[1])

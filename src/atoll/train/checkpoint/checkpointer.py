@@ -195,7 +195,7 @@ class Checkpointer:
         try:
             frozen: dict[str, Any] = json.loads(json.dumps(dict(meta)))
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the meta of step {step} is no JSON: {error}") from None
+            raise CheckpointError(f"the meta of step {step} is not JSON: {error}") from None
         self._verified.discard(step)
         copies: dict[str, Tensor] = {}
         with Attempt() as copying:

@@ -111,7 +111,7 @@ class SourceFile:
         kind = next((name for name, start in COMPRESSIONS.items() if magic.startswith(start)), None)
         expected = next((name for name in COMPRESSIONS if self.path.lower().endswith(name)), None)
         if expected and not kind:
-            raise ConfigError(f"{self.name} is no {expected} file, although its name ends so: rename or remake it")
+            raise ConfigError(f"{self.name} is not a {expected} file, although its name ends so: rename or remake it")
         return kind if expected or self.extensions != [".bin"] else None
 
 

@@ -86,7 +86,7 @@ def _decode(data: bytes, file: SourceFile, offset: int) -> str:
     zero = data.find(b"\0")
     if zero >= 0:
         raise ConfigError(
-            f"{file.name} is no text: a zero byte at byte {offset + zero:,}. Set [data] format if it is data"
+            f"{file.name} is not text: a zero byte at byte {offset + zero:,}. Set [data] format if it is data"
         )
     try:
         return data.decode("utf-8-sig" if offset == 0 else "utf-8")
@@ -211,7 +211,7 @@ def read_parquet(file: SourceFile, text_key: str, at: Position) -> Iterator[str]
                     yield from (text or "" for text in batch.column(0).to_pylist())
                     at(int((file.num_bytes or 0) * done / max(1, table.metadata.num_rows)))
         except pyarrow.ArrowInvalid as error:
-            raise ConfigError(f"{file.name} is no complete Parquet file: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{file.name} is not a complete Parquet file: {str(error).splitlines()[0]}") from None
 
 
 def _is_text(kind: Any) -> bool:

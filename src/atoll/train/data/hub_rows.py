@@ -87,7 +87,7 @@ class HubRows:
         datasets = _datasets(path)
         name, _, revision = path.removeprefix(PREFIX).removeprefix("datasets/").partition("@")
         if not name.strip("/"):
-            raise ConfigError(f"[data] path = {path!r} names no data set: expected hf://owner/name")
+            raise ConfigError(f"[data] path = {path!r} is not a data set: expected hf://owner/name")
         with _hub_errors(path):
             return datasets.load_dataset_builder(name, self._section.subset, revision=revision or None)
 

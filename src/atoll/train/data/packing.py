@@ -24,7 +24,7 @@ class Sample:
 
     Attributes:
         tokens, labels, positions: [S] int64.
-        documents: [S] int64, or None where documents are not told apart.
+        documents: [S] int64, or None where documents are not separated.
     """
 
     tokens: Integers

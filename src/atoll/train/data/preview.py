@@ -134,5 +134,5 @@ def _rule(sample: Sample, number: int, start: int, stop: int, is_filler: bool) -
     if is_filler:
         return f"── filled up with {size} place{'s' * (size != 1)} that are not trained ──"
     if sample.documents is None:
-        return f"── {counted}, documents are not told apart ──"
+        return f"── {counted}, documents are not separated ──"
     return f"── document {number + 1}: {counted}, positions {'re' * (number > 0)}start at {sample.positions[start]} ──"

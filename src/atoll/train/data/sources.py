@@ -131,12 +131,12 @@ class Files:
 
     @property
     def note(self) -> str:
-        """``data: 6 text files, 4.0 MB, one document a file``."""
+        """``data: 6 text files, 4.0 MB, one document per file``."""
         counts = Counter(kind for _, kind in self.files)
         found = " and ".join(f"{n} {_NAMES[kind]} file{'s' if n > 1 else ''}" for kind, n in counts.items())
         size = "" if self.total is None else f", {self.total / 1e6:,.1f} MB"
         per = {
-            "text": "one document a file"
+            "text": "one document per file"
             if self._section.document_end is None
             else f"documents end at lines {self._section.document_end!r}",
             "jsonl": f"one document a line, under {self._section.text_key!r}",
@@ -145,7 +145,7 @@ class Files:
         }
         line = f"data: {found}{size}, {'; '.join(per[kind] for kind in counts)}"
         if self._sniffed:
-            line += f"; without a known ending, taken by what is in them: {_by_kind(self._sniffed)}"
+            line += f"; format detected from the content of: {_by_kind(self._sniffed)}"
         if self._skipped:
             more = "" if len(self._skipped) <= 3 else f" and {len(self._skipped) - 3} more"
             line += f"; left out: {', '.join(self._skipped[:3])}{more}"
@@ -234,6 +234,6 @@ def _sniff(file: SourceFile) -> str:
     kind = _by_extension(file) or _looks_like(file)
     if kind == "unknown":
         raise ConfigError(
-            f"{file.name} is no text and no format known here (text, JSONL, Parquet, .bin): set [data] format"
+            f"{file.name} is neither text nor a known format (text, JSONL, Parquet, .bin): set [data] format"
         )
     return kind

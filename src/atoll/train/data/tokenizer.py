@@ -334,7 +334,7 @@ def _read_engine(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(text)
     # The library raises bare Exception and ValueError for what it cannot read, and nothing narrower.
     except Exception as error:
-        raise ConfigError(f"{path} is no tokenizer that the tokenizers library reads: {error}") from error
+        raise ConfigError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from error
 
 
 def _gpt2_engine(vocabulary: Path, merges: Path, companions: dict[str, bytes]) -> tokenizers.Tokenizer:
@@ -363,7 +363,7 @@ def _companion(companions: dict[str, bytes], name: str) -> dict[str, Any]:
     try:
         return dict(json.loads(companions.get(name, b"{}")).items())
     except (ValueError, AttributeError):
-        raise ConfigError(f"{name} beside the tokenizer is no JSON object: get it again") from None
+        raise ConfigError(f"{name} beside the tokenizer is not a JSON object: get it again") from None
 
 
 def _add_declared(

@@ -39,7 +39,7 @@ class Notifier(Reporter):
     def __init__(self, target: str) -> None:
         if _is_url(target) and not _host(target):
             raise ConfigError(
-                "[metrics] notify is no URL that can be reached: expected https://HOST/PATH, or a command"
+                "[metrics] notify is not a URL that can be reached: expected https://HOST/PATH, or a command"
             )
         self._target = target
         self._started: RunStarted | None = None

@@ -45,7 +45,7 @@ class GgufFile:
         try:
             self._reader = GGUFReader(path)
         except (ValueError, IndexError, OSError) as error:
-            raise ConfigError(f"{path} is no complete GGUF file: {error}") from None
+            raise ConfigError(f"{path} is not a complete GGUF file: {error}") from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     @property

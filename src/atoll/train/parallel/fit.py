@@ -48,7 +48,7 @@ def parse_gpus(text: str) -> tuple[str, int, int]:
     card = known.get(name.upper().replace("_", "-").replace(" ", ""))
     if card is None:
         raise ConfigError(
-            f"{name!r} is no card whose memory is known{nearest(name.upper(), _CARDS)}; known are {', '.join(_CARDS)}"
+            f"{name!r} is not a card whose memory is known{nearest(name.upper(), _CARDS)}; known: {', '.join(_CARDS)}"
         )
     if count and not (count.isdecimal() and int(count)):
         raise ConfigError(f"{text!r}: expected for instance '{card}:8', a card and how many")

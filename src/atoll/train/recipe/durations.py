@@ -91,10 +91,10 @@ def parse_duration(value: Any) -> Duration:
     if isinstance(value, Duration):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{value!r} is no length: expected 100, '500step', '2ep' or '1e9tok'")
+        raise ValueError(f"{value!r} is not a duration: expected 100, '500step', '2ep' or '1e9tok'")
     found = _PATTERN.fullmatch(str(value))
     if found is None:
-        raise ValueError(f"{value!r} is no length: expected 100, '500step', '2ep' or '1e9tok'")
+        raise ValueError(f"{value!r} is not a duration: expected 100, '500step', '2ep' or '1e9tok'")
     number, unit = float(found[1].replace("_", "")), _UNITS[found[2] or "step"]
     if not math.isfinite(number) or number > LONGEST:
         raise ValueError(f"{value!r} is too long: expected at most {LONGEST:g}")

@@ -152,7 +152,7 @@ def _model(keys: _Keys) -> dict[str, Any]:
     size, _, kernel = flavor.partition("_")
     if size not in _FLAVORS[name]:
         hint = nearest(flavor, _FLAVORS[name]) or f": expected {', '.join(_FLAVORS[name])}"
-        raise ConfigError(f"{keys.where}: [model] flavor = {flavor!r} is no {name} that Atoll has{hint}")
+        raise ConfigError(f"{keys.where}: [model] flavor = {flavor!r} is not a {name} that Atoll has{hint}")
     if kernel:
         keys.note("model", "flavor", f"{size} is used: Atoll chooses the attention kernel itself")
     shipped, changes = _FLAVORS[name][size]
@@ -163,7 +163,7 @@ def _data(keys: _Keys) -> dict[str, Any]:
     name, path = keys.take("training", "dataset", "c4_test"), keys.take("training", "dataset_path")
     data = {"path": path} if path is not None else dict(_DATASETS.get(name, {}))
     if not data:
-        keys.note("training", "dataset", f"{name!r} is no dataset that Atoll knows by name: add --data.path")
+        keys.note("training", "dataset", f"{name!r} is not a dataset that Atoll knows by name: add --data.path")
     tokenizer = keys.take("model", "tokenizer_path")
     data["tokenizer"] = keys.take("model", "hf_assets_path", tokenizer)
     return {key: value for key, value in data.items() if value is not None}
