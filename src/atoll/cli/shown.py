@@ -18,7 +18,7 @@ from atoll.tasks.spec import ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
-    from atoll.tasks.rows import JobRow
+    from atoll.tasks.rows import EventRow, JobRow
 
 # What the supervisor puts before each line of a process, and its own last words.
 _PREFIX = re.compile(rb"^\((?:[^()\n]{0,120}[ ,])?pid=\d+(?:, ip=[^()\n]{1,60})?\) ", re.M)
@@ -29,7 +29,6 @@ _CYAN, _GREEN, _RED, _DIM = "36", "32", "31", "2"
 _LEAST_SHOWN = 20  # characters of a table's last column, however narrow the terminal is
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
 _MOST_NAMED = 20  # jobs whose numbers a line gives
-_SILENT_S = 4.0  # a job that waits longer without news is followed: that tells why nothing happens
 _RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in these, however long the log is
 
 
@@ -100,12 +99,8 @@ class LogWriter:
         self._colour = in_colour(stream)
         self._rest = b""
         self._mid_line = False
-        self.skip_bytes = 0  # of what comes first, as it was shown already
 
     def __call__(self, data: bytes) -> None:
-        if self.skip_bytes:
-            skipped = min(len(data), self.skip_bytes)
-            data, self.skip_bytes = data[skipped:], self.skip_bytes - skipped
         if self._colour:
             data = self._painted(self._rest + data)
         self._put(data)
@@ -161,8 +156,12 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
     """
     writer = LogWriter(stream)
     try:
-        writer.skip_bytes = 0 if tail or rank is not None else _await_start(job, stream, fresh)
-        status = job.follow(writer, tail=tail, rank=rank)
+        if tail or rank is not None or (not fresh and job.status not in _WAITING):
+            status = job.follow(writer, tail=tail, rank=rank)
+        else:
+            start = _Start(stream, writer)
+            status = job.follow(start.write, on_event=start.on_event)
+            start.end(started=False)
     except KeyboardInterrupt:
         writer.close()
         print(f"\nJob {job.id} goes on. {to_see(job.cluster, [job.id])}", file=stream, flush=True)
@@ -171,32 +170,45 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
     return status.exit_code
 
 
-def _await_start(job: Job, stream: IO[str], fresh: bool) -> int:
-    """Show what a job waits for until it starts, or waits in silence; returns how many bytes of its log were shown."""
-    seen, pause_s, begins = 0, 0.005, False
-    silent_since = time.monotonic()
-    if not fresh and job.status not in _WAITING:
-        return 0
-    while True:
-        pieces: list[bytes] = []
-        status = job.follow(pieces.append, follow=False)
-        new = b"".join(pieces)[seen:]
-        for line in new[: new.rfind(b"\n") + 1].splitlines(keepends=True):
-            if begins or _PREFIX.match(line) or _BAD.match(line):
+class _Start:
+    """Shows what a job waits for until it starts, then its log."""
+
+    def __init__(self, stream: IO[str], writer: LogWriter) -> None:
+        self._stream = stream
+        self._writer = writer
+        self._held = b""  # what came and is not shown yet
+        self._begins = False  # its own output comes next
+        self._any_shown = self._is_over = False
+
+    def write(self, data: bytes) -> None:
+        """Shows bytes of its log: lines before its start now, its own output once it is known to have started."""
+        if self._is_over:
+            self._writer(data)
+            return
+        self._held += data
+        while not self._begins and b"\n" in self._held:
+            line, _, rest = self._held.partition(b"\n")
+            if _PREFIX.match(line) or _BAD.match(line):
                 break
-            begins = line.startswith(_BEGIN)
-            seen += len(line)
-            silent_since = time.monotonic()
-            print(paint("├──", _DIM, stream), line.decode(errors="replace"), end="", file=stream, flush=True)
-        if status not in _WAITING or time.monotonic() - silent_since > _SILENT_S:
-            break
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, 0.25)
-    if seen and (not status.ended or job.row().started_s is not None):
-        how = paint("(Ctrl-C to exit log streaming; job will not be killed)", _DIM, stream)
-        started = "" if status in _WAITING else "Job started. "
-        print(f"{paint('└──', _DIM, stream)} {started}Streaming logs... {how}", file=stream, flush=True)
-    return seen
+            self._held, self._begins, self._any_shown = rest, line.startswith(_BEGIN), True
+            print(paint("├──", _DIM, self._stream), line.decode(errors="replace"), file=self._stream, flush=True)
+
+    def on_event(self, event: EventRow) -> None:
+        """Sees an event of the job, whose log up to that was written."""
+        status = JobStatus(event.data["status"]) if event.kind == "status" else JobStatus.PENDING
+        if status not in _WAITING:
+            self.end(started=not status.ended)
+
+    def end(self, *, started: bool) -> None:
+        """Shows what was held back: the job has started, or will not."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if started and self._any_shown:
+            how = paint("(Ctrl-C to exit log streaming; job will not be killed)", _DIM, self._stream)
+            end = paint("└──", _DIM, self._stream)
+            print(f"{end} Job started. Streaming logs... {how}", file=self._stream, flush=True)
+        self._writer(self._held)
 
 
 # ----------------------------------------------------------------------------------------------------- records

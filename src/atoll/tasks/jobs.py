@@ -15,7 +15,7 @@ from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.spec import ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
-    from atoll.tasks.rows import JobRow
+    from atoll.tasks.rows import EventRow, JobRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,17 @@ class Job:
         return b"".join(pieces).decode(errors="replace")
 
     def follow(
-        self, write: Callable[[bytes], None], *, follow: bool = True, tail: int = 0, rank: int | None = None
+        self,
+        write: Callable[[bytes], object],
+        *,
+        follow: bool = True,
+        tail: int = 0,
+        rank: int | None = None,
+        on_event: Callable[[EventRow], object] | None = None,
     ) -> JobStatus:
         """Hand its log to ``write`` as it comes; returns where it stands when that ends.
+
+        ``on_event`` gets each event of the job, such as a new status, once the log up to it was handed on.
 
         Raises:
             UnknownCluster: it is not there (any more).
@@ -85,7 +93,7 @@ class Job:
         cluster = clusters.load(self.cluster)
         _check_number(cluster, self.id)
         control = clusters.control_of(cluster)
-        return control.follow(self.id, write, follow=follow, tail=tail, rank=rank)
+        return control.follow(self.id, write, on_event, follow=follow, tail=tail, rank=rank)
 
     def cancel(self, number: int = SIGTERM) -> None:
         """Ask it to end, with this signal to its processes; ``wait`` tells when it has."""
