@@ -270,7 +270,7 @@ class _Place:
         """
         from atoll.providers.accelerators import AcceleratorSpec
         from atoll.tasks.placing import Wish, decide
-        from atoll.tasks.resources import is_none
+        from atoll.tasks.spec import is_none
 
         asked = None if is_none(self.gpus) else AcceleratorSpec.parse(self.gpus)
         wanted = ((asked.name, asked.count),) if asked is not None else ()

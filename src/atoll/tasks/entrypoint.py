@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
-from atoll.tasks.resources import check_changes, is_none
+from atoll.tasks.resources import check_changes
 from atoll.tasks.schema import Document, Section, check, one_of, read_documents
+from atoll.tasks.spec import is_none
 from atoll.tasks.task import Name, Task, TaskSection
 from atoll.tasks.variables import Given, gather
 

@@ -397,11 +397,6 @@ class Resources(_Alternative):
         return self.config.items()
 
 
-def is_none(accelerators: str | None) -> bool:
-    """Does ``--gpus`` ask for none?"""
-    return accelerators is not None and accelerators.strip().lower() in ("", "0", "none")
-
-
 def is_own(infra: str) -> bool:
     """Are these machines that are there already, of the user's own?"""
     return infra == "local" or infra.startswith("ssh/")

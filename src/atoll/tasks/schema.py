@@ -29,8 +29,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
 from atoll.core.secrets import redact
 from atoll.core.validation import nearest
+from atoll.tasks.variables import unsendable
 
-_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _MOST_VALUES = 100_000  # of a document
 _LONGEST_SHOWN = 60  # characters of a value in a message
 
@@ -207,16 +207,6 @@ def _in_words(value: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ values
-def unsendable(text: str) -> str | None:
-    """What of ``text`` no program could be given, as a clause; None where all of it can be."""
-    if "\0" in text:
-        return "a zero character, which no program can be given"
-    half = _HALF.search(text)
-    if half is not None:
-        return f"\\u{ord(half[0]):04x}, which is half a character: write the whole one itself"
-    return None
-
-
 def whole(low: int, high: int) -> PlainValidator:
     """A whole number from ``low`` to ``high``."""
 

@@ -296,3 +296,8 @@ def is_name(name: str) -> bool:
 def node_name(node: int) -> str:
     """``head``, ``worker1``, ``worker2``, …: a node's name in its cluster."""
     return "head" if node == 0 else f"worker{node}"
+
+
+def is_none(accelerators: str | None) -> bool:
+    """Does ``--gpus`` ask for none?"""
+    return accelerators is not None and accelerators.strip().lower() in ("", "0", "none")

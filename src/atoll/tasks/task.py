@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, StrictBool, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictBool, Tag
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import MOST_NODES, checks_arguments, command_line, suggests_keywords
@@ -28,11 +28,19 @@ from atoll.tasks.schema import (
     one_of,
     read_documents,
     refused,
-    unsendable,
     whole,
 )
 from atoll.tasks.spec import LONGEST_NAME, JobSpec, is_name
-from atoll.tasks.variables import Given, Secrets, Variables, changed_text, shutdown_s, split_secrets, substitute
+from atoll.tasks.variables import (
+    NAME,
+    NAME_RULE,
+    Given,
+    changed_text,
+    shutdown_s,
+    split_secrets,
+    substitute,
+    unsendable,
+)
 
 Values = Mapping[str, Any] | Iterable[tuple[str, Any]]  # of variables
 _HERE = Document("Task")
@@ -68,6 +76,32 @@ def _target(target: str) -> str:
     return target
 
 
+def _variable_name(name: Any) -> str:
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise Refused(f"expected {NAME_RULE}")
+    return name
+
+
+def _variable_text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, (str, bool, int, float)):
+        raise Refused("expected text or a number; put anything else in quotes")
+    if value is not None and (wrong := unsendable(str(value))) is not None:
+        raise Refused(f"the value holds {wrong}")
+    return None if value is None else str(value)
+
+
+def _by_name(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return value
+    if not all(isinstance(name, str) for name in value):
+        raise Expected("a list of names, or a mapping of names to values")
+    return dict.fromkeys(name.removeprefix("secrets:") for name in value)
+
+
+# Names with their text, as SkyPilot renders it; None where the value must come from outside.
+Variables = dict[Annotated[str, PlainValidator(_variable_name)], Annotated[str | None, PlainValidator(_variable_text)]]
+# The same, or a list of names (also ``secrets:NAME``) whose values come from outside.
+Secrets = Annotated[Variables, BeforeValidator(_by_name)]
 Name = Annotated[Text, AfterValidator(_name)]
 _Script = Annotated[Text, AfterValidator(_script)]
 _JobsOnly = Annotated[

@@ -11,20 +11,21 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, PlainValidator
+from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
 from atoll.core.secrets import is_secret
-from atoll.tasks.schema import Document, Expected, Refused, unsendable
+
+if TYPE_CHECKING:
+    from atoll.tasks.schema import Document
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's --shutdown-timeout
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
+_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _ONLY_COMMENT = re.compile(r"=[ \t]+#.*\s*\Z")
-_NAME_RULE = "a name of letters, digits and _ that starts with no digit"
+NAME_RULE = "a name of letters, digits and _ that starts with no digit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +46,14 @@ class Given:
         return {*self.envs, *self.secrets}
 
 
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise Refused(f"expected {_NAME_RULE}")
-    return name
-
-
-def _text(value: Any) -> str | None:
-    if value is not None and not isinstance(value, (str, bool, int, float)):
-        raise Refused("expected text or a number; put anything else in quotes")
-    if value is not None and (wrong := unsendable(str(value))) is not None:
-        raise Refused(f"the value holds {wrong}")
-    return None if value is None else str(value)
-
-
-def _by_name(value: Any) -> Any:
-    if not isinstance(value, (list, tuple)):
-        return value
-    if not all(isinstance(name, str) for name in value):
-        raise Expected("a list of names, or a mapping of names to values")
-    return dict.fromkeys(name.removeprefix("secrets:") for name in value)
-
-
-# Names with their text, as SkyPilot renders it; None where the value must come from outside.
-Variables = dict[Annotated[str, PlainValidator(_name)], Annotated[str | None, PlainValidator(_text)]]
-# The same, or a list of names (also ``secrets:NAME``) whose values come from outside.
-Secrets = Annotated[Variables, BeforeValidator(_by_name)]
+def unsendable(text: str) -> str | None:
+    """What of ``text`` no program could be given, as a clause; None where all of it can be."""
+    if "\0" in text:
+        return "a zero character, which no program can be given"
+    half = _HALF.search(text)
+    if half is not None:
+        return f"\\u{ord(half[0]):04x}, which is half a character: write the whole one itself"
+    return None
 
 
 def changed_text(document: Document, key: str, values: Mapping[str, str | None], given: Collection[str]) -> str | None:
@@ -139,9 +122,9 @@ def gather(flag: str, assignments: Iterable[str], files: Iterable[str], environ:
         found.update(read_env_file(file))
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
-        if _NAME.fullmatch(name) is None:
+        if NAME.fullmatch(name) is None:
             raise ConfigError(
-                f"{flag} {name}{'=…' if equals else ''}: expected NAME=VALUE or NAME; NAME is {_NAME_RULE}"
+                f"{flag} {name}{'=…' if equals else ''}: expected NAME=VALUE or NAME; NAME is {NAME_RULE}"
             )
         if not equals and name not in environ:
             raise ConfigError(f"{flag} {name}: {name} is not set in your shell: export it, or give {flag} {name}=VALUE")
@@ -164,8 +147,8 @@ def read_env_file(path: str) -> dict[str, str]:
             raise ConfigError(f"{path}:{line}: expected NAME=VALUE, VALUE bare or wholly in quotes")
         if each.key is None or each.value is None:
             continue  # a comment
-        if _NAME.fullmatch(each.key) is None:
-            raise ConfigError(f"{path}:{line}: {each.key}=…: expected {_NAME_RULE}")
+        if NAME.fullmatch(each.key) is None:
+            raise ConfigError(f"{path}:{line}: {each.key}=…: expected {NAME_RULE}")
         value = "" if _ONLY_COMMENT.search(each.original.string) else each.value
         found[each.key] = _checked_text(f"{path}:{line}: {each.key}", value)
     return found
