@@ -165,7 +165,7 @@ def test_extras_and_base_dependencies():
         *("jax", "keras", "tensorflow", "transformers", "dev"),
     }
     base = {requirement.split(">")[0] for requirement in project["dependencies"]}
-    assert base == {"cloudpickle", "packaging", "pydantic", "typer", "rich", "pyyaml"}
+    assert base == {*("cloudpickle", "packaging", "pathspec", "pydantic", "python-dotenv", "pyyaml", "rich", "typer")}
 
 
 def test_what_is_installed_is_what_is_pinned():
