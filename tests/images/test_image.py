@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import fcntl
-import hashlib
 import os
 import pickle
 import signal
@@ -15,11 +13,12 @@ import textwrap
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tests.wheels import make_wheel
 
 import atoll as sky
 from atoll.cli.app import app
@@ -34,30 +33,6 @@ from atoll.images.resolve import Environment, resolve
 
 SRC = Path(__file__).parents[2] / "src"
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def make_wheel(
-    folder: Path, name: str, number: str, *, requires: Sequence[str] = (), extras: Sequence[str] = ()
-) -> Path:
-    """A pure wheel of one module that knows its version."""
-    info = f"{name}-{number}.dist-info"
-    headers = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {number}"]
-    headers += [f"Provides-Extra: {extra}" for extra in extras] + [f"Requires-Dist: {need}" for need in requires]
-    files = {
-        f"{name}.py": f"__version__ = {number!r}\n",
-        f"{info}/METADATA": "\n".join(headers) + "\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    for path, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record += f"{path},sha256={digest},{len(text.encode())}\n"
-    files[f"{info}/RECORD"] = record + f"{info}/RECORD,,\n"
-    wheel = folder / f"{name}-{number}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
-    return wheel
 
 
 @pytest.fixture
@@ -558,6 +533,18 @@ def test_a_python_without_any_pip_is_an_error_with_the_remedy(tmp_path: Path) ->
     python.chmod(0o755)
     with pytest.raises(ImageError, match=r"has no pip\. Install it with .*-m ensurepip"):
         Pip(str(python), tmp_path, lambda line: None)
+
+
+def test_a_python_that_belongs_to_the_system_is_only_read(tmp_path: Path) -> None:
+    """Debian's pip 23.0.1 refuses a dry run too, though only folders of ours are written to."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\ncase $2 in -c) echo '-m pip';; *) echo Collecting $PIP_BREAK_SYSTEM_PACKAGES;; esac\n"
+    )
+    python.chmod(0o755)
+    said: list[str] = []
+    Pip(str(python), tmp_path, said.append).run([], ["x"])
+    assert said == ["Collecting 1"]
 
 
 def test_the_running_python_by_its_version_is_the_running_interpreter(home: Path) -> None:

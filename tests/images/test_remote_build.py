@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.wheels import make_wheel
 
 import atoll as sky
 from atoll.core.errors import ConfigError, ImageError
@@ -19,27 +17,6 @@ from testbed.hosts import Testbed
 
 __all__ = ["bed", "make_bed"]
 BOTH = ["h1", "h2"]
-
-
-def wheel(folder: Path, name: str, number: str, requires: Sequence[str] = ()) -> Path:
-    """A wheel of one module that knows its version."""
-    info = f"{name}-{number}.dist-info"
-    needs = "".join(f"Requires-Dist: {need}\n" for need in requires)
-    files = {
-        f"{name}.py": f"__version__ = {number!r}\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n{needs}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    for path, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record += f"{path},sha256={digest},{len(text)}\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{number}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for member, text in {**files, f"{info}/RECORD": record + f"{info}/RECORD,,\n"}.items():
-            archive.writestr(member, text)
-    return path
 
 
 @pytest.fixture
@@ -74,8 +51,8 @@ def version_of(name: str) -> tuple[str, str]:
 
 def test_packages_come_from_the_index_of_the_hosts_and_once(bed: Testbed, capfd: pytest.CaptureFixture[str]) -> None:
     there = own_index(bed)
-    wheel(there, "atoll_r_top", "1.5", requires=["atoll_r_below"])
-    wheel(there, "atoll_r_below", "2.0")
+    make_wheel(there, "atoll_r_top", "1.5", requires=["atoll_r_below"])
+    make_wheel(there, "atoll_r_below", "2.0")
     image = sky.Image(pip=["atoll_r_top"], constraints=["atoll_r_below<3"], env={"WORD": "here"})
     with sky.ComputePool(sky.SSH(BOTH), image=image) as pool:
         assert pool.run(version_of, "atoll_r_top") == [("h1", "1.5"), ("h2", "1.5")]
@@ -98,8 +75,8 @@ def test_wheels_are_sent_to_hosts_without_a_network(
     make_bed: MakeBed, index: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make_bed(2, shared_home=False)
-    wheel(index, "atoll_r_sent", "3.1", requires=["atoll_r_deep"])
-    wheel(index, "atoll_r_deep", "0.4")
+    make_wheel(index, "atoll_r_sent", "3.1", requires=["atoll_r_deep"])
+    make_wheel(index, "atoll_r_deep", "0.4")
     for _ in range(2):
         with sky.ComputePool(sky.SSH(BOTH), pip=["atoll_r_sent"]) as pool:
             assert pool.run(version_of, "atoll_r_sent") == [("h1", "3.1"), ("h2", "3.1")]
@@ -112,7 +89,7 @@ def test_wheels_are_sent_to_hosts_without_a_network(
 
 def test_a_wheel_of_this_machine_is_sent_and_again_when_it_changed(bed: Testbed, index: Path, tmp_path: Path) -> None:
     own_index(bed)
-    path = wheel(tmp_path / "mine", "atoll_r_mine", "1.0")
+    path = make_wheel(tmp_path, "atoll_r_mine", "1.0")
     with sky.ComputePool(sky.SSH(BOTH), pip=[str(path)]) as pool:
         assert pool.run(version_of, "atoll_r_mine") == [("h1", "1.0"), ("h2", "1.0")]
     with zipfile.ZipFile(path, "a") as archive:
@@ -140,7 +117,7 @@ def test_the_python_of_this_process_is_looked_for_on_hosts_with_another(bed: Tes
     there = own_index(bed)
     import cloudpickle  # as the driver has it
 
-    wheel(there, "cloudpickle", cloudpickle.__version__)
+    make_wheel(there, "cloudpickle", cloudpickle.__version__)
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
 
     def whoami() -> tuple[int, ...]:

@@ -148,6 +148,7 @@ class Pip:
         scratch.mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         environment |= {"TMPDIR": str(scratch), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+        environment["PIP_BREAK_SYSTEM_PACKAGES"] = "1"  # nothing goes there, and older pips refuse even a dry run
         lines: deque[str] = deque(maxlen=1000)
         process = subprocess.Popen(
             # A session of its own: Ctrl-C reaches the driver only, which then ends the whole group.
