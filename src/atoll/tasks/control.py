@@ -15,9 +15,7 @@ import errno
 import os
 import re
 import secrets as random
-import select
 import shutil
-import socket
 import sqlite3
 import sys
 import time
@@ -30,7 +28,6 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import atoll_home, user_name
 from atoll.core.validation import command_line
 from atoll.tasks import record, remains, supervisor
-from atoll.tasks.clusters import is_stopped
 from atoll.tasks.environment import check_size
 from atoll.tasks.logs import RUN_LOG, Follower, only_rank
 from atoll.tasks.protocol import (
@@ -40,37 +37,25 @@ from atoll.tasks.protocol import (
     NothingLeft,
     Parser,
     arguments,
-    check_hello,
-    decode,
     encode,
-    error_from,
     error_message,
-    handle_reply,
     pack,
-    remote,
-    request,
 )
 from atoll.tasks.rows import EventRow, JobRow
-from atoll.tasks.service import Jobs
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
 from atoll.tasks.store import STORE, Store
-
-Write = Callable[[bytes], object]
-OnEvent = Callable[[EventRow], object]
+from atoll.tasks.supervisor_client import (
+    Hindrance,
+    OnEvent,
+    SupervisorClient,
+    SupervisorEnded,
+    Write,
+    state_of_supervisor,
+    tell,
+)
 
 _END_S = 30.0  # cancelled jobs end in this time
-_SILENT_S = 1.0  # whoever is told nothing for so long looks why
-_IDLE_S = 15.0  # a supervisor that does nothing about a new job for so long is named
-_ANSWER_S = 60.0
-_TRIES = 5
-_READ_BYTES = 1 << 20
 _BROKEN = 120  # the program's exit code where whoever asked is gone
-
-
-def tell(line: str) -> None:
-    """A line for whoever waits; the answer itself has to stay whole."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _note(line: str) -> None:
@@ -90,7 +75,7 @@ class LocalControl:
         self._folder = folder
         self._note = note
         self._hang_up = hang_up
-        self._supervisor = _Supervisor(folder)
+        self._supervisor = SupervisorClient(folder)
 
     def create(self, cluster: ClusterSpec, *, anew: bool) -> list[int]:
         """Writes the cluster's record; ``anew``: after what still ran here has ended, jobs that are returned."""
@@ -230,9 +215,9 @@ class LocalControl:
         """Hands on what the supervisor sends of a job until that has ended; None where the supervisor ended first."""
         how = {**how, "skip_bytes": seen.num_bytes, "after": seen.after}
         args = (job.id, seen.write, None if seen.told is None else seen.on_event)
-        with contextlib.suppress(_Ended):
-            hindrance = _Hindrance(self._folder, job, self._note)
-            return _Supervisor(self._folder).follow(args, how, hindrance, self._hang_up)
+        with contextlib.suppress(SupervisorEnded):
+            hindrance = Hindrance(self._folder, job, self._note)
+            return SupervisorClient(self._folder).follow(args, how, hindrance, self._hang_up)
         return None
 
     def position_of_tail(self, job_id: int, num_lines: int, rank: int | None = None) -> int:
@@ -288,7 +273,7 @@ class LocalControl:
         if not supervisor.kill(self._folder):
             raise AtollError(
                 f"the supervisor of cluster {self._folder.name} can't be ended, and its jobs may go on; "
-                f"{_supervisor_stands(self._folder)}"
+                f"{state_of_supervisor(self._folder)}"
             )
         if self._is_up():
             self._end_remains()
@@ -314,7 +299,7 @@ class LocalControl:
         if not self._wait_until_idle():
             raise AtollError(
                 f"jobs of cluster {self._folder.name} did not end in time after they were cancelled; "
-                f"{_supervisor_stands(self._folder)}"
+                f"{state_of_supervisor(self._folder)}"
             )
 
     def _wait_until_idle(self) -> bool:
@@ -328,18 +313,6 @@ class LocalControl:
                 return False
             time.sleep(0.01)
         return True
-
-
-def _supervisor_stands(folder: Path) -> str:
-    """Why a supervisor may not do what it should, and what to do."""
-    if (stopped := _stopped(folder)) is not None:
-        return stopped
-    return f"its supervisor is process {supervisor.pid_of(folder)}, see {folder / supervisor.LOG}"
-
-
-def _stopped(folder: Path) -> str | None:
-    pid = supervisor.pid_of(folder)
-    return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}" if is_stopped(pid) else None
 
 
 class _Seen:
@@ -361,155 +334,6 @@ class _Seen:
         self.after = event.seq
         if self.told is not None:
             self.told(event)
-
-
-class _Hindrance:
-    """Notes, for whoever follows a job, why nothing happens."""
-
-    def __init__(self, folder: Path, job: JobRow, note: Callable[[str], object]) -> None:
-        self._folder = folder
-        self._job = job
-        self._note = note
-        self._began = time.monotonic()
-        self._found: str | None = None  # at the last look
-        self._noted: str | None = None
-
-    def look(self) -> None:
-        """Notes once what is found at two looks in a row: it may be over in an instant."""
-        why = _stopped(self._folder)
-        if why is None and (line := supervisor.last_line(self._folder)):
-            why = f"its supervisor says, in {self._folder / supervisor.LOG}: {line}"
-        waits = self._job.status is JobStatus.PENDING and not self._job.reason
-        if why is None and waits and time.monotonic() - self._began > _IDLE_S:
-            with Store(self._folder) as store:
-                self._job = store.job(self._job.id)
-            if self._job.status is JobStatus.PENDING and not self._job.reason:
-                why = _supervisor_stands(self._folder)
-        if why is not None and why == self._found != self._noted:
-            self._noted = why
-            self._note(f"nothing is heard of job {self._job.id}: {why}")
-        self._found = why
-
-
-class _Ended(AtollError):
-    """The supervisor has ended."""
-
-
-class _Supervisor:
-    """The supervisor as those on its machine ask it; started where none runs. Its connection is kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._sock: socket.socket | None = None
-        self._parser = Parser()
-
-    add = remote(Jobs.add)
-    cancel = remote(Jobs.cancel)
-
-    def follow(
-        self,
-        args: tuple[int, Write, OnEvent | None],
-        how: Mapping[str, Any],
-        hindrance: _Hindrance,
-        hang_up: int | None,
-    ) -> JobStatus:
-        """Hands on a job's log and events until it has ended, as ``service`` does; returns its status.
-
-        Raises:
-            _Ended: the supervisor has.
-            BrokenPipeError: ``hang_up`` was.
-        """
-        self._connect(hindrance, hang_up)
-        status: JobStatus = self._ask("follow", args, how, hindrance, hang_up)
-        return status
-
-    def call(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Asks for something that may be asked twice: a supervisor that ends at that moment has not done it."""
-        for _ in range(_TRIES):
-            with contextlib.suppress(_Ended):
-                self._connect()
-                return self._ask(operation, args, kwargs)
-        raise AtollError(f"supervisors of cluster {self._folder.name} end before they answer; see {self._log}")
-
-    @property
-    def _log(self) -> Path:
-        return self._folder / supervisor.LOG
-
-    def _connect(self, hindrance: _Hindrance | None = None, hang_up: int | None = None) -> None:
-        """Reaches the supervisor, and hears which version it is before anything is asked."""
-        if self._sock is not None:
-            return
-        self._sock, self._parser = supervisor.reach(self._folder), Parser()
-        try:
-            hello = next(self._messages(hindrance, hang_up))
-            pid = hello.get("pid") if isinstance(hello, dict) else None
-            check_hello(hello, f"the supervisor of cluster {self._folder.name}, process {pid},")
-        except BaseException:
-            self._close()
-            raise
-
-    def _ask(
-        self,
-        operation: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        hindrance: _Hindrance | None = None,
-        hang_up: int | None = None,
-    ) -> Any:
-        assert self._sock is not None
-        data, callbacks = request(operation, args, kwargs)
-        try:
-            with self._ending():
-                self._sock.sendall(data)
-            for message in self._messages(hindrance, hang_up):
-                if (answer := handle_reply(message, callbacks, tell)) is not None:
-                    if "error" in answer:
-                        raise error_from(answer)
-                    return decode(answer["value"])
-        except BaseException:  # what comes of that request must not be taken for another one's answer
-            self._close()
-            raise
-
-    @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
-        try:
-            yield
-        except (ConnectionError, Damaged):
-            raise _Ended(f"the supervisor of cluster {self._folder.name} ended") from None
-
-    def _messages(self, hindrance: _Hindrance | None, hang_up: int | None) -> Iterator[Message]:
-        """What the supervisor sends; raises ``_Ended`` where that ends."""
-        assert self._sock is not None
-        reader = select.poll()
-        reader.register(self._sock, select.POLLIN)
-        if hang_up is not None:
-            reader.register(hang_up, 0)  # hang-ups are always told
-        deadline = time.monotonic() + _ANSWER_S
-        while True:
-            ready = [fd for fd, _ in reader.poll(_SILENT_S * 1000)]
-            if hang_up is not None and hang_up in ready:
-                raise BrokenPipeError
-            if self._sock.fileno() in ready:
-                with self._ending():
-                    data = self._sock.recv(_READ_BYTES)
-                    if not data:
-                        raise ConnectionResetError
-                    messages = self._parser.feed(data)
-                yield from messages
-            elif hindrance is not None:
-                hindrance.look()
-            elif (stopped := _stopped(self._folder)) is not None or time.monotonic() > deadline:
-                raise AtollError(
-                    f"cluster {self._folder.name} does not answer; {stopped or _supervisor_stands(self._folder)}"
-                )
-
-    def __del__(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
 
 
 def _failed(row: JobRow) -> JobRow:

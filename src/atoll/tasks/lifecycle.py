@@ -172,7 +172,7 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
         ended = control.cancel(None)
     if status is ClusterStatus.DOWN:
         if lines := control.remove_nodes():
-            from atoll.tasks.control import tell
+            from atoll.tasks.supervisor_client import tell
 
             for line in lines:
                 tell(line)

@@ -21,10 +21,10 @@ from atoll.providers.ssh.errors import resolved
 from atoll.providers.ssh.hosts import HERE, Target, find_group
 from atoll.providers.ssh.provider import AcceleratorsLacking
 from atoll.tasks import record, remains
-from atoll.tasks.control import tell
 from atoll.tasks.remote_control import ProgramControl, what_then
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 from atoll.tasks.ssh_nodes import check_size, plans_of, provider_of
+from atoll.tasks.supervisor_client import tell
 from atoll.tasks.sync.host_files import program, remove_files
 
 Say = Callable[[str], object]

@@ -12,9 +12,9 @@ from atoll.core.errors import ProvisionError
 from atoll.providers.remote import RemotePlan
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.facts import python_command
-from atoll.tasks.control import tell
 from atoll.tasks.spec import WORKDIR, ClusterSpec
 from atoll.tasks.ssh_nodes import plans_of, provider_of, workdir_of
+from atoll.tasks.supervisor_client import tell
 from atoll.tasks.sync.receive import lock_file, state_file
 
 _PROGRAM = (
