@@ -547,3 +547,9 @@ def test_weights_that_one_rank_lacks_stop_all_of_them(tmp_path: Path) -> None:
 def test_the_largest_seed_trains(tmp_path: Path) -> None:
     result = small.train(small.tree(tmp_path, train__seed=2**63 - 1, train__steps=2, optimizer__moments="bf16"))
     assert result.status == "finished"
+
+
+def test_a_run_in_one_process_leaves_the_hook_of_tracebacks(tmp_path: Path) -> None:
+    before = sys.excepthook
+    small.train(small.tree(tmp_path, train__steps=1))
+    assert sys.excepthook is before
