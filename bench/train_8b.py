@@ -86,7 +86,7 @@ def atoll(
 ) -> dict[str, Any]:
     out = folder / f"atoll-{len(list(folder.iterdir()))}"
     arguments = ["-m", "atoll.train", args.model, "--data.path", str(data / "data.json"), "--data.format", "jsonl"]
-    arguments += ["--data.tokenizer", str(tokenizer), "--data.isolate_documents", "false"]
+    arguments += ["--data.tokenizer", str(tokenizer)]
     arguments += ["--train.steps", str(args.steps), "--train.seq_len", str(SEQ_LEN), "--train.output_dir", str(out)]
     arguments += ["--train.global_batch", str(num_gpus * args.batch), "--train.micro_batch", str(args.batch)]
     arguments += [
@@ -168,7 +168,8 @@ def main() -> int:
                 continue
             speeds = {}
             for who, run in peers.items():
-                found = run(args, options[who], data, tokenizer, folder, num_gpus)
+                borders = ["--data.isolate_documents", "false"] if who == "atoll" else []
+                found = run(args, [*borders, *options[who]], data, tokenizer, folder, num_gpus)
                 if "error" in found:
                     print(f"{case:38} {who:6} failed:\n{found['error']}", flush=True)
                     continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,7 +35,7 @@ class Gpt2Block(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         x = x + self.attention(self.attention_norm(x), mask, rope)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))

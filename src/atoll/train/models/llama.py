@@ -10,6 +10,8 @@ sliding window of 2,047 tokens: each token here sees all before it, which is the
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from atoll.train.models.parts import Attention, Decoder, SwiGLU
@@ -26,7 +28,7 @@ class LlamaBlock(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = SwiGLU(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         x = x + self.attention(self.attention_norm(x), mask, rope)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atoll.train.models.attention import AttentionKernel, SdpaKernel, document_starts
 from atoll.train.models.head import Head
 from atoll.train.recipe.schema import ModelSection, RopeScaling
 
@@ -90,10 +92,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalMask(nn.Module):
-    """Which positions see which; made once per forward and used by every block."""
+    """Which positions see which where documents are apart; made once per forward and used by every block."""
 
-    def forward(self, documents: Tensor | None) -> Tensor | None:
-        """None for plain causal attention, else a boolean mask [B, 1, S, S], true where a query sees a key.
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_kernel: AttentionKernel = SdpaKernel()
+
+    def forward(self, documents: Tensor | None) -> Any:
+        """The kernel's mask; None for plain causal attention.
 
         Args:
             documents: [B, S], the number of each token's document within its sequence; None where documents are
@@ -101,15 +107,18 @@ class CausalMask(nn.Module):
         """
         if documents is None:
             return None
-        length = documents.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-        return (documents[:, None, :, None] == documents[:, None, None, :]) & causal
+        places = torch.arange(documents.shape[1], device=documents.device)
+        return self.attention_kernel.mask(document_starts(documents), places, documents.shape[1])
 
 
 class AttentionCore(nn.Module):
-    """Scaled dot-product attention of heads; context parallelism puts another in its place."""
+    """Attention of heads by the run's kernel; context parallelism puts another in its place."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_kernel: AttentionKernel = SdpaKernel()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Attend.
 
         Args:
@@ -120,10 +129,7 @@ class AttentionCore(nn.Module):
         Returns:
             [B, S, H, E].
         """
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        return self.attention_kernel.attend(q, k, v, mask)
 
 
 class Attention(nn.Module):
@@ -141,7 +147,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
         self.core = AttentionCore()
 
-    def forward(self, x: Tensor, mask: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         # -1 heads: tensor parallelism leaves each rank its share of them.
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))

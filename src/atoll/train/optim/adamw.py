@@ -61,11 +61,15 @@ class AdamWLowMemory(LocalOptimizer):
     is a hash of (seed, step, place), no generator: a resumed run rounds as the uninterrupted one does.
 
     The arithmetic itself is in the parameters' format. ``step`` lies on the CPU, where reading it waits for nothing.
+
+    Args:
+        fused: on a GPU, move fp32 parameters by one Triton kernel a tensor, which reads and writes everything once.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, seed: int = 0) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, seed: int = 0, fused: bool = True) -> None:
         super().__init__(groups)
         self.seed = seed
+        self._fused = fused
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
         """Zero moments and step 0."""
@@ -88,6 +92,17 @@ class AdamWLowMemory(LocalOptimizer):
         gradients = [local_gradient(parameter) for parameter in parameters]
         steps = [float(step) for step in self.locals(parameters, "step")]
         kept_means, kept_squares = self.locals(parameters, "exp_avg"), self.locals(parameters, "exp_avg_sq")
+        key = _mixed(key, int(max(steps)))
+        if self._fused and all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
+            from atoll.train.optim.kernels import adamw_bf16_moments
+
+            first = 0  # of a tensor, in the bucket's stream of chance
+            for weight, gradient, mean, square, step in zip(
+                weights, gradients, kept_means, kept_squares, steps, strict=True
+            ):
+                adamw_bf16_moments(weight, gradient.contiguous(), mean, square, group, first=first, key=key, step=step)
+                first += weight.numel()
+            return
         means = [kept.to(weight.dtype) for kept, weight in zip(kept_means, weights, strict=True)]
         squares = [kept.to(weight.dtype) for kept, weight in zip(kept_squares, weights, strict=True)]
 
@@ -101,7 +116,7 @@ class AdamWLowMemory(LocalOptimizer):
         torch._foreach_addcdiv_(weights, means, divisors, [-rate / (1.0 - beta1**step) for step in steps])
         del divisors
 
-        chance = _hashed(sum(weight.numel() for weight in weights), _mixed(key, int(max(steps))), weights[0].device)
+        chance = _hashed(sum(weight.numel() for weight in weights), key, weights[0].device)
         pieces = torch.split(chance, [weight.numel() for weight in weights])
         for piece, mean, square, kept_mean, kept_square in zip(
             pieces, means, squares, kept_means, kept_squares, strict=True

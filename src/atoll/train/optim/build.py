@@ -35,7 +35,9 @@ def build_optimizer(
     adamw: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
     if section.kind == "adamw":
         groups = _groups(list(trained), trained, section, **adamw)
-        return AdamW(groups) if section.moments == "fp32" else AdamWLowMemory(groups, seed=seed)
+        if section.moments == "fp32":
+            return AdamW(groups)
+        return AdamWLowMemory(groups, seed=seed, fused=section.fused)
     hidden = matrices(trained)
     ours = [name for name in trained if name in hidden]
     others = [name for name in trained if name not in hidden]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from atoll.train.models.attention import kernel_name, use_kernel
 from atoll.train.models.parts import Decoder
 from atoll.train.parallel.context import apply_context
 from atoll.train.parallel.gradients import ReplicatedWeights, ShardedWeights, Weights
@@ -43,14 +44,15 @@ def parallelize(
 ) -> None:
     """Shard ``model``, which is on the meta device, in place.
 
-    The order matters: context and tensor parallelism change what a block does, number formats, recomputation and
-    compilation (``prepare_blocks``) take that as it is, and FSDP gathers the parameters of the result.
+    The order matters: context and tensor parallelism change what a block does, the attention kernel, number formats,
+    recomputation and compilation (``prepare_blocks``) take that as it is, and FSDP gathers the parameters of all this.
     """
     layout = mesh.layout
     if layout.context > 1:
         apply_context(model, mesh.group("context"))
     if layout.tensor > 1:
         apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # ``layout.check`` refuses others
+    use_kernel(model, kernel_name(recipe, mesh.device.type))
     if prepare_blocks is not None:
         prepare_blocks(model)
     if mesh.fsdp is not None:

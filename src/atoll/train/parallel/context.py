@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.train.batch import Batch
+from atoll.train.models.attention import document_starts
 from atoll.train.models.parts import Attention, AttentionCore, CausalMask
 
 # Newer versions of torch have new names for these two, and warn at the old ones.
@@ -87,14 +88,13 @@ class ContextMask(CausalMask):
         super().__init__()
         self.sequence = sequence
 
-    def forward(self, documents: Tensor | None) -> Tensor | None:
-        """[B, 1, S/n, S] of this rank's ``documents`` [B, S/n]."""
+    def forward(self, documents: Tensor | None) -> Any:
+        """The kernel's mask, S/n queries by S keys, of this rank's ``documents`` [B, S/n]."""
         if documents is None:
             return None
         own, _, inverse = self.sequence.orders(documents.shape[1] * self.sequence.size, documents.device)
-        everywhere = gathered(documents, self.sequence.group).index_select(1, inverse)
-        causal = own[:, None] >= torch.arange(everywhere.shape[1], device=own.device)
-        return (documents[:, None, :, None] == everywhere[:, None, None, :]) & causal
+        starts = document_starts(gathered(documents, self.sequence.group).index_select(1, inverse))
+        return self.attention_kernel.mask(starts.index_select(1, own), own, starts.shape[1])
 
 
 class ContextCore(AttentionCore):
@@ -104,7 +104,7 @@ class ContextCore(AttentionCore):
         super().__init__()
         self.sequence = sequence
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """As ``AttentionCore``, with S/n positions of this rank."""
         length = q.shape[1] * self.sequence.size
         _, order, inverse = self.sequence.orders(length, q.device)

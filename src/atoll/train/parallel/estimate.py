@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from atoll.train.models.attention import kernel_name
 from atoll.train.models.registry import build
 from atoll.train.parallel.apply import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.layout import Layout, num_stages_per_rank
@@ -249,7 +250,8 @@ def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> _Block:
     collectives = 2 * between if t > 1 else 0
     entering = between * c
     return _Block(
-        none=norms + attention + feed_forward + _mask(recipe, c),
+        # A block's copy of the mask is one of additions in the compute format.
+        none=norms + attention + feed_forward + (recipe.train.seq_len * c if _has_dense_mask(recipe, device) else 0),
         selective=entering + (q + kept_products + collectives) * c + statistics,
         full=entering,
         working=(2 * f + 2 * d) * c,
@@ -271,15 +273,15 @@ def _norm(model: ModelSection, device: Device, c: int, width: int, compiled: boo
     return 2 * width * max(c, 4)
 
 
-def _mask(recipe: Recipe, c: int) -> int:
-    """Bytes a token of a block's copy of the mask, as additions in the compute format, where documents are apart."""
-    return recipe.train.seq_len * c if recipe.data.isolate_documents else 0
+def _has_dense_mask(recipe: Recipe, device: Device) -> bool:
+    """Whether documents are apart by a mask of every query and key."""
+    return recipe.data.isolate_documents and kernel_name(recipe, device) == "sdpa"
 
 
 def _ends(recipe: Recipe, device: Device, c: int, has_head: bool) -> int:
     """Bytes a token outside of the blocks: the last norm and the hidden state's gradient, angles, mask, token ids."""
     model = recipe.model
-    mask = recipe.train.seq_len if recipe.data.isolate_documents else 0
+    mask = recipe.train.seq_len if _has_dense_mask(recipe, device) else 0
     angles = 0 if model.family == "gpt2" else 2 * model.size_of_head * max(c, 4)
     head = _norm(model, device, c, model.dim, False) + model.dim * c if has_head else 0
     return 32 + mask + angles + head

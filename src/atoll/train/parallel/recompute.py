@@ -37,6 +37,7 @@ _KEPT = _operators(
         "_scaled_dot_product_fused_attention_overrideable",
     ),
 ) | _operators("_c10d_functional", ("reduce_scatter_tensor", "all_reduce"))
+_KEPT.add(torch.ops.higher_order.flex_attention)
 
 
 def apply(model: nn.Module, mode: Mode) -> None:

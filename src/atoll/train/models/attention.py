@@ -1,0 +1,142 @@
+"""Attention kernels: one choice a run, made at the start.
+
+Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv-heads, E head width.
+
+A kernel makes what its mask is, once a forward pass for all blocks, and attends with it:
+
+- ``sdpa``: PyTorch's scaled dot-product attention, causal; with documents apart it needs a dense mask [B, 1, S, S],
+  which no flash kernel takes: all S² products are made.
+- ``flex``: FlexAttention (Dong et al., 2024) over a block mask, which skips every 128 × 128 block that no query of its
+  rows sees. Documents apart cost less with it than the borderless causal kernel. GPU only, always compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.core.errors import ConfigError
+from atoll.train.recipe.schema import Recipe
+
+_BLOCK = 128  # queries and keys of a block; FlexAttention's own default
+
+
+class AttentionKernel(Protocol):
+    """How heads attend where documents are told apart."""
+
+    def mask(self, starts: Tensor, places: Tensor, num_keys: int) -> Any:
+        """What ``attend`` takes as its mask. A query sees the keys from ``starts`` to ``places``, both included.
+
+        Args:
+            starts: [B, S] int64, where the document of each query begins in the sequence.
+            places: [S] int64, where each query is in the sequence.
+            num_keys: length of the sequence.
+        """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Attention of q [B, S, H, E] to k and v [B, T, K, E], where H is a multiple of K: [B, S, H, E]."""
+
+
+class SdpaKernel:
+    """PyTorch's scaled dot-product attention; without a mask plainly causal."""
+
+    def mask(self, starts: Tensor, places: Tensor, num_keys: int) -> Tensor:
+        """A boolean mask [B, 1, S, T], true where a query sees a key."""
+        keys = torch.arange(num_keys, device=places.device)
+        return ((keys >= starts[..., None]) & (keys <= places[:, None]))[:, None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """As ``AttentionKernel.attend``."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+
+class FlexKernel:
+    """FlexAttention over the blocks that a query of theirs sees."""
+
+    def __init__(self) -> None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # Uncompiled it makes the whole [S, T] product; inside a compiled block this is compiled with the block.
+        self.flex: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
+
+    def mask(self, starts: Tensor, places: Tensor, num_keys: int) -> Any:
+        """A ``BlockMask``, made of the first and last key that each block of queries sees, without an S × S mask."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key >= starts[b, query]) & (key <= places[query])
+
+        partial, full = _blocks(starts, places, num_keys)
+        return BlockMask.from_kv_blocks(
+            *_listed(partial),
+            *_listed(full),
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=sees,
+            seq_lengths=(places.shape[0], num_keys),
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """As ``AttentionKernel.attend``; without a mask as ``SdpaKernel``."""
+        if mask is None:
+            return SdpaKernel().attend(q, k, v, None)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out: Tensor = self.flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2)
+
+
+def _blocks(starts: Tensor, places: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Which blocks of keys each block of queries sees in part, and which wholly: each [B, S/128, T/128] of booleans."""
+    spare = -places.shape[0] % _BLOCK  # the last block's missing queries are as its last one
+    places = torch.cat((places, places[-1:].expand(spare))).view(-1, _BLOCK)
+    starts = torch.cat((starts, starts[:, -1:].expand(-1, spare)), dim=1).view(starts.shape[0], -1, _BLOCK)
+    block = torch.arange(-(-num_keys // _BLOCK), device=places.device)
+    seen = (block >= starts.amin(-1)[..., None] // _BLOCK) & (block <= places.amax(-1)[:, None] // _BLOCK)
+    full = (block * _BLOCK >= starts.amax(-1)[..., None]) & ((block + 1) * _BLOCK <= places.amin(-1)[:, None] + 1)
+    return seen & ~full, full
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each block of queries: how many blocks of keys, [B, 1, S/128]; their numbers first, [B, 1, S/128, T/128]."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """Where the document of each token begins, [B, S], from the number of each token's document, [B, S]."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def kernel_name(recipe: Recipe, device: str) -> str:
+    """The kernel of a run on ``device`` (``cuda`` or ``cpu``): ``flex`` or ``sdpa``.
+
+    Raises:
+        ConfigError: the recipe names one that can't be had there.
+    """
+    wanted = recipe.compile.attention
+    able = device == "cuda" and recipe.precision.compute != "fp64" and recipe.model.size_of_head >= 16
+    if wanted == "flex" and not able:
+        raise ConfigError(
+            '[compile] attention = "flex" needs a GPU, heads of 16 or wider and [precision] compute other than fp64; '
+            'set "auto" or "sdpa"'
+        )
+    if wanted == "auto":
+        return "flex" if able and recipe.data.isolate_documents else "sdpa"
+    return wanted
+
+
+def use_kernel(model: nn.Module, name: str) -> None:
+    """Have every part of ``model`` that masks or attends use the kernel called ``name``."""
+    kernel: AttentionKernel = FlexKernel() if name == "flex" else SdpaKernel()
+    for module in model.modules():
+        if hasattr(module, "attention_kernel"):
+            module.attention_kernel = kernel  # type: ignore[assignment]

@@ -1,0 +1,69 @@
+"""Triton kernels of the optimizers; each does what its reference in ``adamw.py`` does, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["first", "key"])  # type: ignore[untyped-decorator]
+def _adamw_bf16_moments(  # type: ignore[no-untyped-def]
+    weight, gradient, mean, square, count, first, key, decay, lerp1, beta2, lerp2, correction2, eps, rate,
+    block: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < count
+    g = tl.load(gradient + place, mask=inside)
+    m = tl.load(mean + place, mask=inside).to(tl.float32)
+    v = tl.load(square + place, mask=inside).to(tl.float32)
+    w = tl.load(weight + place, mask=inside) * decay
+    m += (g - m) * lerp1
+    v = v * beta2 + g * g * lerp2
+    w += rate * (m / (tl.sqrt(v) / correction2 + eps))
+    tl.store(weight + place, w, mask=inside)
+    # Wellons' lowbias32, as ``adamw._hashed``.
+    bits = (place + first).to(tl.uint32) ^ key.to(tl.uint32)
+    bits ^= bits >> 16
+    bits *= 0x7FEB352D
+    bits ^= bits >> 15
+    bits *= 0x846CA68B
+    bits ^= bits >> 16
+    m_bits = (m.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000
+    v_bits = (v.to(tl.uint32, bitcast=True) + (bits >> 16)) & 0xFFFF0000
+    tl.store(mean + place, m_bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+    tl.store(square + place, v_bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+
+
+def adamw_bf16_moments(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    group: dict[str, Any],
+    *,
+    first: int,
+    key: int,
+    step: float,
+) -> None:
+    """One AdamW step of one tensor, in place: 20 bytes moved a parameter.
+
+    Args:
+        weight: contiguous, fp32; ``gradient`` likewise; ``mean`` and ``square`` of the same shape in bf16.
+        group: the optimizer's, with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        first: place of the first element in the stream of chance, ``key`` the stream's 32-bit key.
+        step: number of this step, from 1.
+    """
+    count = weight.numel()
+    if count == 0:
+        return
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    _adamw_bf16_moments[(triton.cdiv(count, _BLOCK),)](
+        weight, gradient, mean, square, count, first, key,
+        1.0 - rate * group["weight_decay"], 1.0 - beta1, beta2, 1.0 - beta2,
+        (1.0 - beta2**step) ** 0.5, group["eps"], -rate / (1.0 - beta1**step), block=_BLOCK,
+    )  # fmt: skip
