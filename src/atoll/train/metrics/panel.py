@@ -187,9 +187,9 @@ def phase_line(progress: Progress) -> str:
     in_bytes = progress.unit in ("bytes", "B")
     shown = size if in_bytes else count
     unit = "" if in_bytes or not progress.unit else f" {progress.unit}"
-    if progress.total is not None:
+    if progress.total is not None and progress.total != 1:  # one of one is no count
         return f"{progress.phase}: {shown(progress.done)} of {shown(progress.total)}{unit}"
-    return f"{progress.phase}: {shown(progress.done)}{unit}" if progress.done else progress.phase
+    return f"{progress.phase}: {shown(progress.done)}{unit}" if progress.done > 1 else progress.phase
 
 
 def _figure(label: str, value: str, style: str = "") -> Text:
