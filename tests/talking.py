@@ -14,11 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.pools import SOURCE_ROOT
-
 import leaks
-from atoll.gang.members import agent_command
-from atoll.providers.base import Node, NodePlace, NodePlan
+from atoll.providers.base import Allocation, Boot, NodePlace, NodePlan
 from atoll.providers.local import Local
 from atoll.wire import frames
 from atoll.wire.frames import EVERY, Frame, Parser, close_all, pack, receive, send_all
@@ -97,7 +94,7 @@ class TaskNode(Talk):
         self.addr = f"127.0.0.{number + 1}"
         hosts = tuple((f"127.0.0.{at + 1}", name if at == number else f"peer{at}") for at in range(peers))
         self.place = NodePlace(hostname=name, home=self.tmp, tmp=self.tmp, peers=hosts, **place)
-        self.handle: Node = Local().start(NodePlan(number, self.addr, 1, place=self.place), agent_command(SOURCE_ROOT))
+        (self.handle,) = Local().launch_agents(Allocation(), [NodePlan(number, self.addr, 1, place=self.place)], Boot())
         super().__init__(self.handle.channel)
         self.send(
             frames.SETUP,

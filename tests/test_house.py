@@ -35,7 +35,7 @@ ON_BARE_HOSTS = (
     *("atoll.tasks.logs", "atoll.tasks.loop", "atoll.tasks.channel", "atoll.tasks.runner", "atoll.tasks.schedule"),
     *("atoll.tasks.ports", "atoll.tasks.record", "atoll.tasks.dispatcher", "atoll.tasks.supervisor"),
     *("atoll.tasks.control", "atoll.tasks.remote_control", "atoll.tasks.environment", "atoll.tasks.nodes"),
-    *("atoll.tasks.ssh_nodes", "atoll.tasks.sync.receive"),
+    *("atoll.providers.ssh.provider", "atoll.tasks.sync.receive"),
     *(
         "atoll.wire.frames",
         "atoll.wire.resumable_protocol",
@@ -43,7 +43,7 @@ ON_BARE_HOSTS = (
         "atoll.wire.resumable_client",
     ),
     *("atoll.agent", "atoll.agent.preflight", "atoll.images.on_host"),
-    *("atoll.providers.remote", "atoll.providers.network", "atoll.providers.ssh"),
+    *("atoll.providers.registry", "atoll.providers.local_session", "atoll.providers.network", "atoll.providers.ssh"),
 )
 
 

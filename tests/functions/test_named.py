@@ -39,7 +39,7 @@ from atoll.core.paths import short_path
 from atoll.functions.named import client as attached
 from atoll.functions.named.registry import folder_of, named_pools
 from atoll.gang.log_router import LogLine
-from atoll.providers.base import Node, NodePlan, Plan
+from atoll.providers.base import Allocation, Boot, Node, NodePlan, NodeRequest, Plan, Provider
 
 NAME = "crew"
 
@@ -663,18 +663,18 @@ def test_a_killed_keeper(home: Path, tmp_path: Path, round_: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------ starts that come to nothing
-class Failing:
+class Failing(Provider):
     """A provider whose second node can't be had."""
 
-    name = "failing"
+    kind = form = "failing"
 
-    def plan(self, *, nodes: int, accelerator: Any, workers_per_node: Any) -> Plan:
-        return sky.Local().plan(nodes=nodes, accelerator=accelerator, workers_per_node=workers_per_node)
+    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
+        return sky.Local().plan(request)
 
-    def start(self, node: NodePlan, agent: Sequence[str]) -> Node:
-        if node.node == 1:
+    def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[Node]:
+        if nodes[0].node == 1:
             raise OSError("no machine left")
-        return sky.Local().start(node, agent)
+        return sky.Local().launch_agents(allocation, nodes, boot)
 
 
 def nothing_left(home: Path) -> None:
@@ -714,16 +714,17 @@ def test_a_start_that_fails(home: Path, make: Callable[[], sky.ComputePool], kin
 
 
 SLOW_START = """
-    class Slow:
-        name = "slow"
-        def plan(self, **options):
-            return sky.Local().plan(**options)
-        def start(self, node, agent):
-            if node.node == 1:
+    from atoll.providers.base import Provider
+    class Slow(Provider):
+        kind = form = "slow"
+        def plan(self, request, allocation=None):
+            return sky.Local().plan(request)
+        def launch_agents(self, allocation, nodes, boot):
+            if nodes[0].node == 1:
                 open(os.environ["MARK"], "w").close()
                 import time
                 time.sleep(60)
-            return sky.Local().start(node, agent)
+            return sky.Local().launch_agents(allocation, nodes, boot)
     sky.ComputePool(Slow(), nodes=2, name="crew").up()
 """
 

@@ -19,8 +19,7 @@ from atoll.gang.gang import Gang
 from atoll.gang.log_router import LogRouter
 from atoll.gang.members import GangSpec
 from atoll.gang.notifier import Notifier
-from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import NodePlan, Plan
+from atoll.providers.base import Allocation, Boot, NodePlan, NodeRequest, Plan, Provider
 from atoll.wire import frames
 from atoll.wire.codec import dumps
 from atoll.wire.exceptions import pack_exception
@@ -41,14 +40,17 @@ class Handle:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
 
+    def listen(self, on_silence: object) -> None:
+        pass
+
     def stop(self) -> None:
         self.channel.close()
 
 
-class Agents:
+class Agents(Provider):
     """A provider of one node, whose agent and ranks are played by the test."""
 
-    name = "the test"
+    kind = form = "the test"
 
     def __init__(self, num_ranks: int) -> None:
         self.spec_plan = Plan(self.name, (NodePlan(0, "127.0.0.1", num_ranks),))
@@ -67,11 +69,11 @@ class Agents:
             self._ranks[number] = Talk(socket.socket(fileno=channel))
         return self._ranks[number]
 
-    def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
+    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
         return self.spec_plan
 
-    def start(self, node: NodePlan, agent: Sequence[str]) -> Handle:
-        return self._handle
+    def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[Handle]:
+        yield self._handle
 
     def send(self, kind: int, rank: int, call: int = 0, meta: dict[str, Any] | None = None) -> None:
         self.talk.send(kind, rank, meta, call)

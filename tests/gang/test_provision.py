@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +30,29 @@ import leaks
 from atoll.core import events
 from atoll.functions import compute_pool
 from atoll.gang.members import GangSpec
-from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import Node, NodePlan, Plan
+from atoll.providers.base import Allocation, Boot, Node, NodePlan, NodeRequest, Plan, Provider
 from atoll.wire import frames
 
 
-class Wrapped:
+class Wrapped(Provider):
     """A provider around ``Local`` that fails as told, and counts what it started and released."""
 
-    name = "wrapped"
+    kind = form = "wrapped"
 
     def __init__(self) -> None:
         self.local = sky.Local()
         self.started: list[Node] = []
 
-    def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
-        return self.local.plan(nodes=nodes, accelerator=accelerator, workers_per_node=workers_per_node)
+    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
+        return self.local.plan(request, allocation)
 
-    def start(self, node: NodePlan, agent: Sequence[str]) -> Node:
-        handle = self.local.start(node, agent)
-        self.started.append(handle)
+    def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[Node]:
+        for node in nodes:
+            self.started.append(self.launch(allocation, node, boot))
+            yield self.started[-1]
+
+    def launch(self, allocation: Allocation, node: NodePlan, boot: Boot) -> Node:
+        (handle,) = self.local.launch_agents(allocation, [node], boot)
         return handle
 
     def assert_released(self) -> None:
@@ -62,10 +66,10 @@ class FailsAt(Wrapped):
         super().__init__()
         self.bad = node
 
-    def start(self, node: NodePlan, agent: Sequence[str]) -> Node:
+    def launch(self, allocation: Allocation, node: NodePlan, boot: Boot) -> Node:
         if node.node == self.bad:
             raise OSError("out of machines")
-        return super().start(node, agent)
+        return super().launch(allocation, node, boot)
 
 
 class Replaced(Wrapped):
@@ -76,8 +80,9 @@ class Replaced(Wrapped):
         self.bad = node
         self.program = program
 
-    def start(self, node: NodePlan, agent: Sequence[str]) -> Node:
-        return super().start(node, [sys.executable, "-c", self.program] if node.node == self.bad else agent)
+    def launch(self, allocation: Allocation, node: NodePlan, boot: Boot) -> Node:
+        other = dataclasses.replace(boot, agent=(sys.executable, "-c", self.program))
+        return super().launch(allocation, node, other if node.node == self.bad else boot)
 
 
 @pytest.fixture

@@ -16,10 +16,13 @@ from tests.pools import command, eventually
 
 import leaks
 from atoll.core.errors import ProvisionError
-from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh import bundle, facts, output
+from atoll.providers.base import Bundle, NodePlan
+from atoll.providers.bundle import atoll_bundle
+from atoll.providers.ssh import facts
 from atoll.providers.ssh.connection import Connection, connections, on_each
-from atoll.providers.ssh.hosts import targets
+from atoll.providers.ssh.hosts import Facts, targets
+from atoll.providers.ssh.remote import put
+from atoll.wire import command_output
 from testbed.hosts import Host, Testbed, make_key
 from testbed.terminal import interrupted_when, log_out, only_by_password, talk
 
@@ -50,7 +53,7 @@ def refusal(connection: Connection, limit_s: float = 15.0) -> str:
     return str(caught.value)
 
 
-def ask(connection: Connection) -> facts.Facts:
+def ask(connection: Connection) -> Facts:
     return facts.ask(connection, [])
 
 
@@ -179,7 +182,7 @@ def test_what_a_login_shell_prints_first_is_no_output(bed: Testbed, connect: Con
     process = h1.open("echo one; cat; exit 4")
     assert process.stdin is not None
     assert process.stdout is not None
-    assert output.skip_login_text(process.stdout) is None
+    assert command_output.skip_login_text(process.stdout) is None
     assert process.stderr is not None
     with process.stdin, process.stdout, process.stderr:
         process.stdin.write(b"two")
@@ -235,19 +238,19 @@ def test_a_home_that_is_read_only_leaves_the_next_place(bed: Testbed, connect: C
     assert ask(connect()).place == "/tmp/atoll-2000"
 
 
-def _plan(said: facts.Facts, code: bundle.Bundle) -> RemotePlan:
-    return RemotePlan(0, said.addr, 1, folder=said.place, python=said.executable, bundles=(code,), present=said.bundles)
+def _plan(said: Facts, code: Bundle) -> NodePlan:
+    return NodePlan(0, said.addr, 1, folder=said.place, python=said.executable, bundles=(code,), present=said.bundles)
 
 
 def test_the_bundle_goes_to_a_shared_home_once_when_all_hosts_get_it_together(bed: Testbed, connect: Connect) -> None:
-    code = bundle.atoll_bundle()
+    code = atoll_bundle()
     both = [connect("h1"), connect("h2")]
     wanted = [(code.digest, code.name)]
     said = on_each(both, lambda each: facts.ask(each, wanted))
     assert [each.bundles for each in said] == [frozenset(), frozenset()]
     # A name that leads nowhere is what the other host's unfinished file is for who listed the folder before its end.
     bed.hosts[0].run("ln -s nowhere /home/sky/.atoll/bundle/unfinished")
-    on_each(both, lambda each: bundle.put(each, _plan(said[0], code), code))
+    on_each(both, lambda each: put(each, _plan(said[0], code), code))
     assert bed.hosts[0].run("ls /home/sky/.atoll/bundle").split() == [code.name, "unfinished"]
     said = on_each(both, lambda each: facts.ask(each, wanted))
     assert [each.bundles for each in said] == [frozenset([code.digest])] * 2
@@ -257,10 +260,10 @@ def test_the_bundle_goes_to_a_shared_home_once_when_all_hosts_get_it_together(be
 
 def test_a_disk_that_is_full_is_said(bed: Testbed, connect: Connect) -> None:
     bed.hosts[0].run("mkdir -p /home/sky/.atoll && mount -t tmpfs -o size=100k,uid=2000,mode=700 x /home/sky/.atoll")
-    code = bundle.atoll_bundle()
+    code = atoll_bundle()
     said = ask(connect())
     with pytest.raises(ProvisionError, match=rf"h1: could not write \S+{code.name} there: .*No space left"):
-        bundle.put(connect(), _plan(said, code), code)
+        put(connect(), _plan(said, code), code)
 
 
 def test_a_jump_host(bed: Testbed, connect: Connect) -> None:

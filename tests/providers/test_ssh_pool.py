@@ -16,7 +16,7 @@ from tests.pools import eventually
 
 import atoll as sky
 from atoll.core.errors import ConfigError, NodeLost, ProvisionError, WorkerDied
-from atoll.gang import host_checks
+from atoll.providers.ssh import preflight
 from testbed.fixtures import MakeBed
 from testbed.hosts import Host, Testbed
 from testbed.terminal import interrupted_when
@@ -271,7 +271,7 @@ def test_ctrl_c_while_nodes_start_ends_everything(bed: Testbed) -> None:
 
 def test_a_host_whose_python_starts_late_can_be_reached(bed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's port stays open for as long as the others may take to ask for it."""
-    monkeypatch.setattr(host_checks, "_REACH_S", 0.5)
+    monkeypatch.setattr(preflight, "_REACH_S", 0.5)
     slow_python(bed.hosts[1], "reach", 1.5)
     with sky.ComputePool(sky.SSH(BOTH)) as pool:
         assert pool.run(len, "ab") == [2, 2]

@@ -18,9 +18,8 @@ from tests.pools import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_wor
 from tests.talking import TaskNode
 
 from atoll.agent.namespace import VARIABLE
-from atoll.gang.members import agent_command
 from atoll.providers import local
-from atoll.providers.base import NodePlace, NodePlan
+from atoll.providers.base import Allocation, Boot, NodePlace, NodePlan
 
 __all__ = ["mode"]
 
@@ -154,7 +153,7 @@ def test_a_network_that_is_gone_is_named(kept: Path) -> None:
     (kept / "gone").mkdir()
     (kept / "gone/user").symlink_to(os.readlink("/proc/self/ns/user"))
     try:
-        node = local.Local().start(NodePlan(0, "127.0.0.1", 1, place=place), agent_command(SOURCE_ROOT))
+        (node,) = local.Local().launch_agents(Allocation(), [NodePlan(0, "127.0.0.1", 1, place=place)], Boot())
         assert node.channel.recv(1) == b""
         said = node.reason
         node.stop()

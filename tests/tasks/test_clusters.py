@@ -113,7 +113,7 @@ def test_what_cannot_be() -> None:
         decide("t", have(), Wish(infra="ssh/lab"))
     with pytest.raises(ConfigError, match="ssh/lab: no group of that name"):
         decide("t", None, Wish(infra="ssh/lab"))
-    with pytest.raises(ConfigError, match="runs tasks on local and ssh/NAME"):
+    with pytest.raises(ConfigError, match="--infra aws: no such infra; this version knows local and ssh/NAME"):
         decide("t", None, Wish(infra="aws"))
     with pytest.raises(ConfigError, match=r"2 × L4:2 can't be had: this machine has no GPU.*--no-simulate"):
         decide("t", None, Wish(num_nodes=2, accelerators=(("L4", 2),), simulate=False))
@@ -146,12 +146,11 @@ def test_a_damaged_record_is_named() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("infra", "mars", "infra: 'mars' is neither local nor ssh/NAME"),
-        ("infra", "ssh/lab", r"hosts \(\) and supervised_from 'here' can't be of ssh/lab"),
+        ("infra", "mars", "infra: 'mars' and its allocation's 'local' differ"),
+        ("allocation", {"infra": "local"}, "allocation: .* can't be one"),
         ("num_nodes", 0, "num_nodes: 0 can't be one"),
         ("num_nodes", 10**400, "num_nodes: 1000"),
         ("created_s", float("inf"), "created_s: inf can't be one"),
-        ("supervised_from", "h1", r"hosts \(\) and supervised_from 'h1' can't be of local"),
     ],
 )
 def test_a_record_of_what_cannot_be(field: str, value: object, said: str) -> None:

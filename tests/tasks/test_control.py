@@ -19,12 +19,12 @@ import pytest
 from tests.tasks.test_cases_more import inside
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.providers.ssh.output import marked
 from atoll.tasks import control, protocol, supervisor
 from atoll.tasks.protocol import Parser, decode, pack, request
 from atoll.tasks.remote_control import ProgramControl
 from atoll.tasks.rows import EventRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
+from atoll.wire.command_output import marked
 from local_cluster import LocalCluster, processes_with, stop, until
 
 SUCCEEDED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.CANCELLED
@@ -209,12 +209,12 @@ def test_nodes_that_start_in_any_order(home: Path) -> None:
     """A supervisor whose nodes take different times to start: ranks stay what they are, and setup is a barrier."""
     cluster = LocalCluster.make(home, num_nodes=4)
     program = (
-        "import sys, time; from atoll.tasks import dispatcher, supervisor; from atoll.tasks.nodes import LocalNodes\n"
-        "class Slow(LocalNodes):\n"
+        "import sys, time; from atoll.tasks import dispatcher, supervisor; from atoll.tasks.nodes import ClusterNodes\n"
+        "class Slow(ClusterNodes):\n"
         "    def start(self, job_id, node, *more):\n"
         "        time.sleep((0.3, 0.1, 0.4, 0.0)[node])\n"
         "        return super().start(job_id, node, *more)\n"
-        "dispatcher._node_source = Slow\n"
+        "dispatcher.ClusterNodes = Slow\n"
         "supervisor.main(sys.argv[1], int(sys.argv[2]))\n"
     )
     ours, theirs = socket.socketpair()
@@ -306,7 +306,7 @@ def test_a_bare_python_is_enough() -> None:
     root = str(Path(supervisor.__file__).parents[2])
     program = (
         f"import sys; sys.path.insert(0, {root!r});"
-        "import atoll.tasks.dispatcher, atoll.tasks.control, atoll.tasks.remote_control, atoll.tasks.ssh_nodes"
+        "import atoll.tasks.dispatcher, atoll.tasks.control, atoll.tasks.remote_control, atoll.providers.ssh.provider"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True, env={})
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atoll.providers.base import Allocation
 from atoll.tasks.environment import (
     Task,
     command_environment,
@@ -21,7 +22,8 @@ ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
 
 def task(infra: str = "local", secrets: dict[str, str] | None = None, nodes: tuple[int, ...] = (), **spec: Any) -> Task:
-    cluster = ClusterSpec("train", infra=infra, num_nodes=3)
+    given = Allocation(infra=infra, shares_machine=infra == "local")
+    cluster = ClusterSpec("train", infra=infra, num_nodes=3, allocation=given)
     job = JobSpec(**spec)
     return Task(job, cluster, 7, "sky-x_train_7", "ada", ADDRESSES, secrets or {}, nodes or range(job.num_nodes))
 

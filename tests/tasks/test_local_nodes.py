@@ -25,7 +25,7 @@ from atoll.agent.process_tree import command_line
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.tasks import remains, supervisor
 from atoll.tasks.control import LocalControl
-from atoll.tasks.nodes import LocalNodes, StartedNode
+from atoll.tasks.nodes import ClusterNodes, StartedNode
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 from atoll.wire import frames
 from local_cluster import LocalCluster
@@ -37,13 +37,13 @@ PYTHON = sys._base_executable  # type: ignore[attr-defined]  # a clone and its .
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[Callable[..., LocalNodes]]:
+def source(tmp_path: Path) -> Iterator[Callable[..., ClusterNodes]]:
     """Opens the nodes of a cluster by its name and number of nodes."""
     with contextlib.ExitStack() as stack:
 
-        def make(name: str = "train", num_nodes: int = 2, **more: object) -> LocalNodes:
+        def make(name: str = "train", num_nodes: int = 2, **more: object) -> ClusterNodes:
             spec = ClusterSpec(name, num_nodes=num_nodes, **more)  # type: ignore[arg-type]  # fields by name
-            nodes = LocalNodes(spec, tmp_path / "clusters" / name)
+            nodes = ClusterNodes(spec, tmp_path / "clusters" / name)
             nodes.open()
             stack.callback(nodes.close)
             return nodes
@@ -52,7 +52,7 @@ def source(tmp_path: Path) -> Iterator[Callable[..., LocalNodes]]:
 
 
 @contextlib.contextmanager
-def started(nodes: LocalNodes, *numbers: int) -> Iterator[list[tuple[StartedNode, Talk]]]:
+def started(nodes: ClusterNodes, *numbers: int) -> Iterator[list[tuple[StartedNode, Talk]]]:
     """Some nodes of a cluster, and our ends of their channels."""
     with contextlib.ExitStack() as stack:
         found = []
@@ -64,11 +64,10 @@ def started(nodes: LocalNodes, *numbers: int) -> Iterator[list[tuple[StartedNode
 
 
 def test_what_they_say_depends_on_what_can_be_had(mode: str, tmp_path: Path) -> None:
-    nodes = LocalNodes(ClusterSpec("train", num_nodes=3), tmp_path / "clusters" / "train")
-    assert nodes.addresses == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
-    assert set(nodes.shared_networks) == {"machine"}
+    nodes = ClusterNodes(ClusterSpec("train", num_nodes=3), tmp_path / "clusters" / "train")
     lines = nodes.open()
     try:
+        assert nodes.addresses == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
         if mode == NAMESPACE:
             assert not any("processes" in line for line in lines)
             assert not nodes.shared_networks or lines
@@ -83,7 +82,7 @@ def test_what_they_say_depends_on_what_can_be_had(mode: str, tmp_path: Path) -> 
         nodes.close()
 
 
-def test_each_has_a_home_of_its_own_that_stays(mode: str, source: Callable[..., LocalNodes], tmp_path: Path) -> None:
+def test_each_has_a_home_of_its_own_that_stays(mode: str, source: Callable[..., ClusterNodes], tmp_path: Path) -> None:
     nodes = source()
     for _ in range(2):
         with started(nodes, 0, 1) as both:
@@ -106,7 +105,7 @@ def test_each_has_a_home_of_its_own_that_stays(mode: str, source: Callable[..., 
 
 
 def test_names_of_clusters_that_are_too_long_for_a_host_still_tell_nodes_apart(
-    source: Callable[..., LocalNodes],
+    source: Callable[..., ClusterNodes],
 ) -> None:
     if not namespaces_work():
         pytest.skip("this kernel refuses namespaces: nodes have no host names of their own")
@@ -117,7 +116,7 @@ def test_names_of_clusters_that_are_too_long_for_a_host_still_tell_nodes_apart(
 
 
 # ---------------------------------------------------------------------------------------------------- accelerators
-def test_simulated_ones_are_said_and_hidden(source: Callable[..., LocalNodes]) -> None:
+def test_simulated_ones_are_said_and_hidden(source: Callable[..., ClusterNodes]) -> None:
     nodes = source(accelerator="L4", num_accelerators=2, simulated=True)
     with started(nodes, 1) as ((node, talk),):
         assert talk.run("echo $ATOLL_SIMULATED,$CUDA_VISIBLE_DEVICES,", env=node.env) == "1,,\n"
@@ -134,7 +133,7 @@ time.sleep(300)
 """
 
 
-def test_two_clusters_use_the_same_port_side_by_side(source: Callable[..., LocalNodes]) -> None:
+def test_two_clusters_use_the_same_port_side_by_side(source: Callable[..., ClusterNodes]) -> None:
     clusters = [source("one"), source("two")]
     if clusters[0].shared_networks:
         pytest.skip("no network namespaces here: the second job waits, which the supervisor's tests cover")
@@ -148,7 +147,7 @@ def test_two_clusters_use_the_same_port_side_by_side(source: Callable[..., Local
 
 
 @pytest.mark.parametrize("which", ["_slirp", "_holder"])
-def test_a_network_that_ended_is_made_anew_for_later_jobs(source: Callable[..., LocalNodes], which: str) -> None:
+def test_a_network_that_ended_is_made_anew_for_later_jobs(source: Callable[..., ClusterNodes], which: str) -> None:
     nodes = source()
     if nodes.shared_networks:
         pytest.skip("no network namespaces here")
@@ -157,7 +156,7 @@ def test_a_network_that_ended_is_made_anew_for_later_jobs(source: Callable[..., 
         stack.callback(running.handle.stop)
         old = Talk(running.handle.channel)
         old.next(frames.AGENT)  # it is in the network by now
-        first = nodes._network
+        first = nodes._session._network  # type: ignore[attr-defined]  # that of local nodes
         getattr(first, which).kill()
         eventually(lambda: first is not None and first.fault, "seen")
         later = [nodes.start(2, number, 0) for number in (0, 1)]
@@ -176,7 +175,7 @@ def test_a_network_that_ended_is_made_anew_for_later_jobs(source: Callable[..., 
 
 
 def test_environments_on_the_path_can_be_installed_into_and_the_rest_only_read(
-    source: Callable[..., LocalNodes], tmp_path: Path
+    source: Callable[..., ClusterNodes], tmp_path: Path
 ) -> None:
     if not namespaces_work() or not str(tmp_path).startswith("/tmp/"):
         pytest.skip("needs a /tmp of its own, and this folder below the machine's")
@@ -201,7 +200,7 @@ def test_environments_on_the_path_can_be_installed_into_and_the_rest_only_read(
 
 
 # -------------------------------------------------------------------------------------------------- ends and failures
-def test_a_node_whose_agent_was_killed_leaves_nothing(mode: str, source: Callable[..., LocalNodes]) -> None:
+def test_a_node_whose_agent_was_killed_leaves_nothing(mode: str, source: Callable[..., ClusterNodes]) -> None:
     with started(source(), 0) as ((node, talk),):
         talk.start("setsid sleep 302 & echo up; sleep 302", env=node.env)
         talk.line()
@@ -226,13 +225,14 @@ def test_a_home_that_cannot_be_made_is_a_provision_error_with_its_name(tmp_path:
     folder = tmp_path / "clusters" / "train"
     folder.mkdir(parents=True)
     (folder / "nodes").write_text("no folder")
-    nodes = LocalNodes(ClusterSpec("train", num_nodes=2), folder)
-    with pytest.raises(ProvisionError, match=r"Not a directory") as caught:
+    nodes = ClusterNodes(ClusterSpec("train", num_nodes=2), folder)
+    nodes.open()
+    with contextlib.closing(nodes), pytest.raises(ProvisionError, match=r"Not a directory") as caught:
         nodes.start(1, 1, 0)
     assert caught.value.node == 1
 
 
-def test_64_nodes_start_quickly(source: Callable[..., LocalNodes]) -> None:
+def test_64_nodes_start_quickly(source: Callable[..., ClusterNodes]) -> None:
     nodes = source("many", 64)
     began = time.monotonic()
     with started(nodes, *range(64)) as found:
@@ -249,11 +249,11 @@ DRIVER = """
 import os, select, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from atoll.tasks.nodes import LocalNodes
+from atoll.tasks.nodes import ClusterNodes
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
 
-nodes = LocalNodes(ClusterSpec("train", num_nodes=2), Path(sys.argv[1], "clusters", "train"))
+nodes = ClusterNodes(ClusterSpec("train", num_nodes=2), Path(sys.argv[1], "clusters", "train"))
 for line in nodes.open():
     print("note", line)
 started = [nodes.start(1, number, 0) for number in (0, 1)]
@@ -409,7 +409,7 @@ def test_what_cannot_be_ended_is_named_and_the_cluster_is_not_down(
     with pytest.raises(AtollError, match=f"cluster train: not even SIGKILL ends {named}"):
         cluster.control.remove_nodes()
     assert cluster.control.cluster().status is ClusterStatus.UP
-    nodes = LocalNodes(ClusterSpec("train"), cluster.folder)
+    nodes = ClusterNodes(ClusterSpec("train"), cluster.folder)
     with pytest.raises(ProvisionError, match=f"not even SIGKILL ends what an earlier job left: {named}"):
         nodes.open()
     monkeypatch.undo()

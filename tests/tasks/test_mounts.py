@@ -17,8 +17,8 @@ import fsspec
 import pytest
 
 from atoll.core.errors import ConfigError, ProvisionError
+from atoll.providers.base import TARGETS
 from atoll.tasks import clusters, launches
-from atoll.tasks.nodes import TARGETS
 from atoll.tasks.spec import ClusterSpec
 from atoll.tasks.sync.mounts import place, resolve_mounts
 from atoll.tasks.sync.send import Progress

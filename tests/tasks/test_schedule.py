@@ -111,7 +111,7 @@ def test_each_job_of_a_sweep_is_read_a_few_times_however_many_wait(
     row_of = store._row
     monkeypatch.setattr(store, "_row", counted)
     monkeypatch.setattr(dispatcher, "JobRunner", Ends)
-    monkeypatch.setattr(dispatcher, "_node_source", lambda *_: NoNodes())
+    monkeypatch.setattr(dispatcher, "ClusterNodes", lambda *_: NoNodes())
     folder = tmp_path / "clusters/c"
     folder.mkdir(parents=True)
     record.save(folder, ClusterSpec("c", created_s=0.0))

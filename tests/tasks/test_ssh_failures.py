@@ -470,7 +470,7 @@ def test_what_is_said_names_the_cause_and_what_helps(bed: Testbed, tmp_path: Pat
     said = atoll("cp", "c:nothing", dest, code=100)
     assert re.search(r"atoll: c:nothing can't be copied to \S+: .*nothing.*: No such file or directory", said)
     assert "c:x/y/z: " in atoll("cp", dest, "c:x/y/z", code=100)
-    assert "there is no such file" in atoll("cp", str(tmp_path / "nothing"), "c:there", code=100)
+    assert "there is no such file" in atoll("cp", str(tmp_path / "nothing"), "c:there", code=2)
 
 
 def test_nodes_that_share_an_address_are_told_apart(bed: Testbed, tmp_path: Path) -> None:
@@ -485,4 +485,4 @@ def test_nodes_that_share_an_address_are_told_apart(bed: Testbed, tmp_path: Path
 def test_a_warmup_longer_than_the_run_is_refused_before_hosts_are_asked() -> None:
     words = ("--infra", "ssh/nowhere", "--train.steps", "4", "--schedule.warmup", "6")
     words = (*words, "--data.path", "x.txt", "--data.tokenizer", "bytes")
-    assert "is 6 steps, longer than the run of 4" in atoll("train", "llama3_debug", *words, code=100)
+    assert "is 6 steps, longer than the run of 4" in atoll("train", "llama3_debug", *words, code=2)

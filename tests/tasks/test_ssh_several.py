@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atoll.tasks.ssh_clusters import _hop
+from atoll.providers.ssh.site import _hop
 from tasks.test_ssh_tasks import HEAD, HERE, PYTHON, atoll, declare, eventually, lab, trust
 from tasks.test_supervisor import USES_BASHRC, WRITES_BASHRC
 from testbed.hosts import Testbed

@@ -24,7 +24,7 @@ from atoll.agent.process_tree import command_line, state
 from atoll.core.errors import AtollError
 from atoll.tasks import control, record, runner, supervisor
 from atoll.tasks.dispatcher import Dispatcher
-from atoll.tasks.nodes import LocalNodes
+from atoll.tasks.nodes import ClusterNodes
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
 from atoll.tasks.store import Store, put_variables
 from atoll.tasks.supervisor_client import SupervisorClient
@@ -642,7 +642,12 @@ def test_a_port_that_can_not_be_locked_fails_its_job_alone(home: Path, monkeypat
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(runner, "read_variables"), (LocalNodes, "start"), (runner.JobRunner, "_frame"), (runner.JobRunner, "_answered")],
+    [
+        (runner, "read_variables"),
+        (ClusterNodes, "start"),
+        (runner.JobRunner, "_frame"),
+        (runner.JobRunner, "_answered"),
+    ],
 )
 def test_an_error_that_nobody_expects_fails_its_job_alone(
     home: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str

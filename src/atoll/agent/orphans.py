@@ -2,7 +2,7 @@
 
 An agent of a cluster, and every process below it, has ``ATOLL_OWNER=CLUSTER.DRIVER`` in its environment; a link's
 session has the same in its folder's name. CLUSTER can't be guessed and is no other cluster's; DRIVER is one of the
-processes that drove it one after the other. ``remains OWNER PATIENCE_S`` answers with a JSON list of what could not be
+processes that drove it one after the other. ``orphans OWNER PATIENCE_S`` answers with a JSON list of what could not be
 ended. Standard library only.
 """
 
@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.agent.process_tree import command_line, shared_memory_names
@@ -201,6 +201,7 @@ def _remove(folder: str) -> None:
             os.close(fd)
 
 
-def main() -> None:
-    """Entry: ``remains OWNER PATIENCE_S``."""
-    sys.stdout.write(json.dumps(end(sys.argv[1], patience_s=float(sys.argv[2]))))
+def main(arguments: Sequence[str]) -> None:
+    """Entry: ``orphans OWNER PATIENCE_S``."""
+    owner, patience_s = arguments
+    sys.stdout.write(json.dumps(end(owner, patience_s=float(patience_s))))

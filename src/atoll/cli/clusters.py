@@ -124,7 +124,7 @@ def _unfinished(cluster: ClusterSpec, ask: bool) -> list[JobRow] | None:
     """Its jobs that go on; None where they would have to be asked for elsewhere, or nobody answers."""
     from atoll.tasks import clusters
 
-    if cluster.supervised_from != "here" and not ask:
+    if not cluster.allocation.supervised_here and not ask:
         return None
     try:
         return clusters.unfinished(cluster)

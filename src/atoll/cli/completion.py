@@ -86,9 +86,9 @@ def _clusters() -> list[str]:
 
 
 def _infras() -> list[str]:
-    from atoll.providers.ssh.hosts import declared_groups
+    from atoll.providers import registry
 
-    return ["local", *(f"ssh/{name}" for name in declared_groups())]
+    return registry.declared()
 
 
 def _pools() -> list[str]:

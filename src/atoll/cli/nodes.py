@@ -19,7 +19,6 @@ from atoll.core.errors import ConfigError, ProvisionError
 from atoll.tasks.spec import ClusterSpec, node_name
 
 if TYPE_CHECKING:
-    from atoll.providers.ssh.hosts import Target
     from atoll.tasks.forwarding import Forward
 
 # Of a running job's process, what a shell on its node gets too.
@@ -49,16 +48,18 @@ def ssh(
         atoll ssh train -- 'ls sky_workdir | wc -l'
         atoll ssh train -L 6006
     """
-    from atoll.tasks import clusters
+    from atoll.providers import registry
     from atoll.tasks.forwarding import Forward
 
     cluster, node = _node(name)
     wanted = [Forward.parse(each) for each in forwards or ()]
     words = list(command or ())
-    if cluster.hosts:
+    if not cluster.allocation.shares_machine:
         told = [part for each in wanted for part in ("-L", f"{each.port}:{each.host}:{each.host_port}")]
-        target = _target(cluster, node)
-        _become(["ssh", *target.options, *told, target.host, *(words if len(words) < 2 else [shlex.join(words)])])
+        line = words if len(words) < 2 else [shlex.join(words)]
+        _become(registry.of(cluster.allocation).login_command(cluster.allocation, node, told, line))
+    from atoll.tasks import clusters
+
     home = clusters.node_home(cluster.name, node)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     pid = _process_of(home)
@@ -88,15 +89,15 @@ def cp(
         raise ConfigError(f"cp {source} {dest}: expected one of the two on a node, as in train:sky_workdir/model.pt .")
     cluster, node, path = there or here or ("", 0, "")
     spec, number = _node(f"{cluster}/{node}")
-    if spec.hosts:
-        target = _target(spec, number)
-        flags = ["-P" if each == "-p" else each for each in target.options]
+    if not spec.allocation.shares_machine:
         path = _on_host(spec, number, path)
         if there:
             made = Path(dest, os.path.basename(path.rstrip("/"))) if Path(dest).is_dir() else Path(dest)
-            copied = _secure_copy([*flags, f"{target.host}:{path}", dest], source, dest, made)
+            copied = _copy_over(spec, number, path, dest, made, said=source)
+        elif not Path(source).exists():
+            raise ConfigError(f"{source}: there is no such file or folder")
         else:
-            copied = _secure_copy([*flags, source, f"{target.host}:{path}"], source, dest, Path(source))
+            copied = _copy_over(spec, number, path, source, Path(source), said=dest, up=True)
     else:
         local, into = _on_node(spec, number, path), path.endswith("/")
         copied = _copy(local, Path(dest), source) if there else _copy(Path(source), local, source, into=into)
@@ -116,12 +117,6 @@ def _node(text: str) -> tuple[ClusterSpec, int]:
     return cluster, clusters.node_of(cluster, node or node_name(0))
 
 
-def _target(cluster: ClusterSpec, node: int) -> Target:
-    from atoll.tasks.ssh_nodes import provider_of
-
-    return provider_of(cluster).targets()[node]
-
-
 def _remote(text: str) -> tuple[str, str, str] | None:
     """Cluster, node and path of ``train/worker1:path``; None for a path of this machine."""
     where, colon, path = text.partition(":")
@@ -133,7 +128,7 @@ def _remote(text: str) -> tuple[str, str, str] | None:
 
 def _on_host(cluster: ClusterSpec, node: int, path: str) -> str:
     """Where a host has ``path``: its workdir is that of this cluster, whichever one ``~/sky_workdir`` is."""
-    from atoll.tasks.spec import WORKDIR
+    from atoll.providers.base import WORKDIR
     from atoll.tasks.sync import host_files
 
     first, slash, rest = path.removeprefix("~/").partition("/")
@@ -170,19 +165,16 @@ def _copy(source: Path, dest: Path, said: str, *, into: bool = False) -> str:
         raise ConfigError(f"{said} can't be copied to {dest}: {error}") from None
 
 
-def _secure_copy(arguments: Sequence[str], source: str, dest: str, made: Path) -> str:
-    """Copy with scp, of which ``made`` is the end on this machine; says what was copied."""
-    from atoll.providers.ssh.scp import quiet_ssh
+def _copy_over(
+    cluster: ClusterSpec, node: int, path: str, here: str, made: Path, *, said: str, up: bool = False
+) -> str:
+    """Copy from a node elsewhere, or ``up`` to it; ``made`` is the end on this machine. Says what was copied."""
+    from atoll.providers import registry
 
-    if made == Path(source) and not made.exists():
-        raise ConfigError(f"{source}: there is no such file or folder")
-    with quiet_ssh() as program:
-        command = ["scp", "-r", "-p", "-S", program, *arguments]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        said = [line for line in lines if line.startswith("scp: ") and "Connection closed" not in line] or lines
-        raise ProvisionError(f"{source} can't be copied to {dest}: {said[-1].removeprefix('scp: ')}")
+    source, dest = (here, said) if up else (said, here)
+    why = registry.of(cluster.allocation).copy(cluster.allocation, node, path, here, up=up)
+    if why:
+        raise ProvisionError(f"{source} can't be copied to {dest}: {why}")
     return _size_of(made)
 
 

@@ -23,10 +23,11 @@ from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.paths import current_folder
 from atoll.core.validation import MOST_TRIES, command_line, nearest
+from atoll.providers import registry
+from atoll.providers.base import DEFAULT
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, Restarts
 
 if TYPE_CHECKING:
-    from atoll.providers.base import NodePlan
     from atoll.tasks.jobs import Job
 
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -50,7 +51,7 @@ def run(
     ] = None,
     nodes: options.Nodes = 1,
     nproc: options.Nproc = "auto",
-    infra: options.Infra = "local",
+    infra: options.Infra = DEFAULT,
     gpus: options.Gpus = None,
     no_simulate: options.NoSimulate = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
@@ -133,21 +134,19 @@ def run(
         shown.note(f"atoll: --nproc-per-node {nproc} has no effect: a command after -- runs once a node")
     kind = "program" if once_a_node or no_python else "module" if module and not run_path else "script"
     place = _Place(
-        infra or "local",
+        infra or DEFAULT,
         nodes or 1,
         options.last_of("--gpus", gpus),
         not no_simulate,
-        _workdir(workdir, infra or "local"),
+        _workdir(workdir, infra or DEFAULT),
     )
     if kind == "program":
         place.check_program(words[0], once_a_node)
     if kind == "script":
         words = [place.script(words[0]), *words[1:]]
     handed_on = _signals(signals)
-    from atoll.providers.ssh.connection import connections
-
     try:
-        with _interrupted_by_signals(handed_on), connections.kept():
+        with _interrupted_by_signals(handed_on), registry.kept():
             cores = len(os.sched_getaffinity(0)) if place.local else None
             cluster, num_gpus = place.cluster()
             variables, values = _variables(env, secret)
@@ -211,7 +210,7 @@ def _workdir(given: str | None, infra: str) -> Path:
     folder = Path(current_folder(), os.path.expanduser(given or ""))
     if not folder.is_dir():
         raise typer.BadParameter(f"--workdir {given}: no such folder")
-    if given is None and infra != "local" and folder in (Path.home(), Path("/")):
+    if given is None and not registry.is_here(infra) and folder in (Path.home(), Path("/")):
         raise typer.BadParameter(
             f"{folder} would be copied to the hosts whole: run this in the script's folder, or name it with --workdir"
         )
@@ -231,7 +230,7 @@ class _Place:
     @property
     def local(self) -> bool:
         """On this machine, as the caller has it."""
-        return self.infra == "local"
+        return registry.is_here(self.infra)
 
     def script(self, path: str) -> str:
         """The script as the nodes call it."""
@@ -273,18 +272,19 @@ class _Place:
         from atoll.tasks.spec import is_none
 
         asked = None if is_none(self.gpus) else AcceleratorSpec.parse(self.gpus)
-        wanted = ((asked.name, asked.count),) if asked is not None else ()
-        wish = Wish(num_nodes=self.num_nodes, infra=self.infra, accelerators=wanted, simulate=self.simulate)
+        wish = Wish(
+            num_nodes=self.num_nodes,
+            infra=self.infra,
+            accelerators=None if asked is None else ((asked.name, asked.count),),
+            simulate=self.simulate,
+            files_in="" if self.local else _files_in(self.workdir),
+        )
         decision = decide(f"run-{random.token_hex(3)}", None, wish)
         for line in decision.lines:
             shown.note(f"atoll: {line}")
         # Should this process be killed, whoever looks next takes the cluster down.
         cluster = dataclasses.replace(decision.cluster, autostop_minutes=0, autodown=True)
-        if not self.local:
-            cluster = dataclasses.replace(cluster, ssh={**cluster.ssh, "files_in": _files_in(self.workdir)})
-        if cluster.num_accelerators:
-            return cluster, cluster.num_accelerators
-        return _with_gpus(cluster)
+        return cluster, cluster.num_accelerators
 
     def interpreter(self, kind: str, cluster: ClusterSpec) -> tuple[str, ...]:
         """What stands before the script or module: on hosts the declared Python, or the one of a login there."""
@@ -295,7 +295,7 @@ class _Place:
 
             python = user_python()
         else:
-            python = str(cluster.ssh.get("python") or "python3")
+            python = cluster.allocation.python
         return (python, "-u", "-m") if kind == "module" else (python, "-u")
 
     def job(self, cluster: ClusterSpec, command: tuple[str, ...]) -> JobSpec:
@@ -321,31 +321,6 @@ def _files_in(workdir: Path) -> str:
     digest = hashlib.sha256(f"{socket.gethostname()}:{workdir}".encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", "-", workdir.name) or "workdir"
     return f"runs/{name}-{digest}"
-
-
-def _with_gpus(cluster: ClusterSpec) -> tuple[ClusterSpec, int]:
-    """The GPUs that nodes have though none were asked for: as many of each as the one with the fewest has."""
-    plans: Sequence[NodePlan]
-    if cluster.hosts:
-        from atoll.tasks.ssh_nodes import plans_of
-
-        plans = plans_of(cluster)
-    else:
-        from atoll.providers.local import Local
-
-        planned = Local().plan(nodes=cluster.num_nodes, accelerator=None, workers_per_node=1)
-        plans = planned.nodes
-        for line in planned.lines:
-            shown.note(f"atoll: {line}")
-    most = max(plan.num_accelerators for plan in plans)
-    least = min(plan.num_accelerators for plan in plans)
-    kinds = {plan.accelerator for plan in plans}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    cluster = dataclasses.replace(cluster, accelerator=kind if least else None, num_accelerators=least)
-    if least != most:
-        counts = ", ".join(str(plan.num_accelerators) for plan in plans)
-        shown.note(f"atoll: nodes differ in their GPUs ({counts}): each counts as having {least}")
-    return cluster, least
 
 
 # ------------------------------------------------------------------------------------------------- the run itself
@@ -408,7 +383,7 @@ def _submit(cluster: ClusterSpec, spec: JobSpec, secrets: Mapping[str, str], wor
     with clusters.locked(cluster.name, "run", _say):
         cluster = clusters.make_ready(cluster, _say, from_here=True)
         clusters.save(cluster)
-        if cluster.hosts:
+        if not cluster.allocation.shares_machine:
             from atoll.tasks.sync.task_files import ship
 
             ship(cluster, str(workdir), {}, say=_say, progress=shown.CopyProgress())

@@ -233,7 +233,7 @@ def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> di
         "autostop_minutes": cluster.autostop_minutes,
         "autodown": cluster.autodown,
         "launched_at": cluster.created_s,
-        "supervised_from": cluster.supervised_from,
+        "supervised_from": "here" if cluster.allocation.supervised_here else cluster.allocation.head.name,
         "num_unfinished_jobs": None if unfinished is None else len(unfinished),
         "notes": list(cluster.notes),
     }

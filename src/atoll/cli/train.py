@@ -21,6 +21,7 @@ from atoll.cli.output import OutputClosed, spinner
 from atoll.core.errors import AtollError, ConfigError, ProvisionError, RemoteTraceback
 from atoll.core.exit_codes import ExitCode
 from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
+from atoll.providers.base import DEFAULT
 
 if TYPE_CHECKING:
     from atoll.cli.train_hosts import TrainHosts
@@ -52,7 +53,7 @@ def train(
     nodes: options.Nodes = 1,
     nproc: options.Nproc = "auto",
     gpus: options.Gpus = None,
-    infra: options.Infra = "local",
+    infra: options.Infra = DEFAULT,
     dryrun: options.DryRun = False,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over in a new folder.")] = False,
     allow_changes: Annotated[
@@ -71,7 +72,7 @@ def train(
     from atoll.train.recipe.load import load_recipe, require_complete
 
     as_json = options.as_json(output)
-    num_nodes, num_ranks, where = nodes or 1, _num_ranks(nproc), infra or "local"
+    num_nodes, num_ranks, where = nodes or 1, _num_ranks(nproc), infra or DEFAULT
     accelerator = options.last_of("--gpus", gpus)
     recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
     _refuse_misspelt(context, arguments)
@@ -126,7 +127,7 @@ def _num_ranks(nproc: str) -> int | None:
     """Ranks per node; None: one per GPU, otherwise one."""
     if nproc in ("auto", "gpu"):
         return None
-    return options.num_processes(nproc, 0, len(os.sched_getaffinity(0)), "local")
+    return options.num_processes(nproc, 0, len(os.sched_getaffinity(0)), DEFAULT)
 
 
 def _check_schedule(loaded: Loaded) -> None:
@@ -175,6 +176,7 @@ def _run(
 
     from atoll.cli.rank import train_rank
     from atoll.functions.compute_pool import ComputePool
+    from atoll.providers import registry
     from atoll.train.events import Note, Progress, RunStarted, decode
     from atoll.train.folder import fresh_folder
     from atoll.train.metrics.console import Console
@@ -183,7 +185,7 @@ def _run(
     tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
     options: dict[str, Any] = {"resume": resume, "allow_changes": allow_changes}
     hosts = None
-    if infra != "local":
+    if not registry.is_here(infra):
         from atoll.cli.train_hosts import make_ready, train_requirements
 
         output_dir = tree["train"]["output_dir"]

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import posixpath
 import re
+import shlex
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +15,10 @@ from pathlib import Path
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.paths import current_folder, user_name
-from atoll.core.validation import command_line, nearest
+from atoll.core.validation import command_line
 from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh.connection import connections
-from atoll.providers.ssh.facts import python_command
-from atoll.providers.ssh.hosts import Group, Target, declared_groups, find_group
-from atoll.providers.ssh.provider import SSH, AcceleratorsLacking
-
-# Never seen without its reason.
-_WRITE = "import os, sys; p = sys.argv[1]; open(p + '.tmp', 'w').write(sys.argv[2]); os.replace(p + '.tmp', p)"
+from atoll.providers.base import AcceleratorsLacking, NodeRequest, Plan, Provider
+from atoll.providers.registry import resolve
 
 
 @dataclass
@@ -31,16 +26,15 @@ class TrainHosts:
     """The hosts of one run.
 
     Attributes:
-        provider: for the pool.
+        provider: for the pool; ``plan``: what it has.
         folder: on each of them, where the ranks start.
         output_dir: the folder of the run there, once it is known.
     """
 
-    provider: SSH
+    provider: Provider
+    plan: Plan
     folder: str
     output_dir: str | None
-    _plans: list[RemotePlan]
-    _targets: tuple[Target, ...]
 
     def ask_to_stop(self, reason: str) -> None:
         """Make the file that rank 0 looks for.
@@ -52,13 +46,13 @@ class TrainHosts:
 
         assert self.output_dir is not None
         path = posixpath.join(self.output_dir, STOP_FILE)
-        head = connections.hold(self._targets[0])
-        try:
-            answer = head.run(python_command(self._plans[0].python, _WRITE, path, reason))
+        head = self.provider.remote(self.plan.nodes[0])
+        try:  # never seen without its reason
+            head.check(
+                f"cat > {shlex.quote(path)}.tmp && mv {shlex.quote(path)}.tmp {shlex.quote(path)}", reason.encode()
+            )
         finally:
-            connections.release(self._targets[0])
-        if answer.returncode != 0:
-            raise ProvisionError(f"{self._targets[0]}: {path} could not be written")
+            head.close()
 
     def forget(self) -> None:
         """The run takes the file away itself, or the next one does."""
@@ -71,7 +65,7 @@ class TrainHosts:
     @property
     def head(self) -> str:
         """The host of rank 0."""
-        return str(self._targets[0])
+        return self.plan.nodes[0].host
 
     def fetch_line(self, output_dir: str) -> tuple[str, str]:
         """What a person types to get the folder of a run here, and the folder it then is.
@@ -82,11 +76,8 @@ class TrainHosts:
         there = posixpath.join(self.folder, output_dir)
         inside = posixpath.relpath(there, self.folder)
         here = posixpath.basename(there) if inside.startswith("../") else inside
-        target = self._targets[0]
-        port = ["-P", str(target.port)] if target.port is not None else []
-        options = [*port, *(option for option in target.options if option not in ("-p", str(target.port)))]
         into = posixpath.dirname(here) or "."
-        copy = command_line("scp", "-r", *options, f"{target.host}:{there}", into)
+        copy = self.provider.copy_line(self.plan.nodes[0], there, into)
         return (copy if into == "." else f"{command_line('mkdir', '-p', into)} && {copy}"), here
 
 
@@ -108,30 +99,25 @@ def make_ready(
     """
     from atoll.tasks.sync.host_disks import send_folder
 
-    group = _group(infra, nodes)
-    one = group.targets[0]
-    provider = SSH(
-        hosts=[str(target) for target in group.targets],
-        key=one.key,
-        jump=one.jump,
-        python=one.python,
-        grace_s=group.grace_s,
-    )
-    targets = provider.targets()[:nodes]
+    provider = resolve(infra)
     wanted = None if gpus is None else AcceleratorSpec.parse(gpus)
+    request = NodeRequest(
+        num_nodes=nodes,
+        accelerators=None if wanted is None else ((wanted.name, wanted.count),),
+        workers_per_node="auto",
+    )
     try:
-        planned = provider.plan(nodes=nodes, accelerator=wanted, workers_per_node="auto")
+        plan = provider.plan(request)
     except AcceleratorsLacking as error:
         raise ConfigError(f"--gpus {gpus} {error.why}; leave --gpus out to use what is there") from None
-    plans = [plan for plan in planned.nodes if isinstance(plan, RemotePlan)]
     source = Path(current_folder())
     _refuse_all_files(source)
-    places = [posixpath.join(plan.folder, "runs", _name_of(source)) for plan in plans]
+    places = [posixpath.join(node.folder, "runs", _name_of(source)) for node in plan.nodes]
     if len(set(places)) > 1:
         raise ProvisionError(f"the hosts keep files in different places: {', '.join(sorted(set(places)))}")
-    send_folder(source, targets, plans, places[0], leave_out=output_dir, say=say)
+    send_folder(source, provider, plan.nodes, places[0], leave_out=output_dir, say=say)
     known = posixpath.join(places[0], output_dir) if resume else None
-    return TrainHosts(provider, places[0], known, plans, targets)
+    return TrainHosts(provider, plan, places[0], known)
 
 
 def train_requirements() -> list[str]:
@@ -143,20 +129,6 @@ def train_requirements() -> list[str]:
         if not marker or re.search(r"extra\s*==\s*['\"]train['\"]", marker):
             wanted.append(requirement.strip())
     return wanted
-
-
-def _group(infra: str, nodes: int) -> Group:
-    kind, _, name = infra.partition("/")
-    if kind != "ssh" or not name:
-        known = ["local", *(f"ssh/{each}" for each in declared_groups())]
-        raise ConfigError(f"--infra {infra}: expected local or ssh/NAME{nearest(infra, known)}")
-    group = find_group(name)
-    if nodes > len(group.targets):
-        hosts = ", ".join(map(str, group.targets))
-        raise ConfigError(
-            f"--num-nodes {nodes}: {infra} has {len(group.targets)} ({hosts}); declare more hosts, or take fewer nodes"
-        )
-    return group
 
 
 def _refuse_all_files(source: Path) -> None:

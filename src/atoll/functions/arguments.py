@@ -12,27 +12,20 @@ from atoll.core.secrets import redact
 from atoll.core.validation import MOST_PROCESSES
 from atoll.functions.serialize import name_of
 from atoll.images.image import Image
-from atoll.providers.base import Provider
-from atoll.providers.local import Local
-from atoll.providers.ssh.hosts import find_group
-from atoll.providers.ssh.provider import SSH
+from atoll.providers.base import DEFAULT, Provider
+from atoll.providers.registry import is_known, resolve
 
 
 def check_provider(value: object) -> Provider:
     """A provider; this machine where None."""
     if value is None:
-        return Local()
+        return resolve(DEFAULT)
     if isinstance(value, type):
         raise ConfigError(f"provider={value.__name__} is a class: call it, as in sky.{value.__name__}()")
-    if callable(getattr(value, "plan", None)) and callable(getattr(value, "start", None)):
+    if callable(getattr(value, "plan", None)) and callable(getattr(value, "provision", None)):
         return cast("Provider", value)
-    if isinstance(value, str) and value.startswith("ssh/"):
-        group = find_group(value.removeprefix("ssh/"))
-        first = group.targets[0]
-        hosts = [str(target) for target in group.targets]
-        return SSH(hosts, key=first.key, jump=first.jump, python=first.python, grace_s=group.grace_s)
-    if value == "local":
-        return Local()
+    if isinstance(value, str) and is_known(value):
+        return resolve(value)
     step = f"; nodes are given as nodes={value!r}" if isinstance(value, int) and not isinstance(value, bool) else ""
     raise ConfigError(f"provider={value!r}: expected sky.Local(), sky.SSH(hosts), 'local' or 'ssh/NAME'{step}")
 

@@ -32,7 +32,7 @@ from atoll.functions.mapping import Mapped, zip_items
 from atoll.functions.named.client import Attached
 from atoll.functions.named.config import IDLE_S, PoolConfig, shown_provider, shown_variables
 from atoll.functions.named.registry import check_name, end_pool
-from atoll.functions.remote_code import LocalModules, prepare, starts_elsewhere
+from atoll.functions.remote_code import LocalModules, prepare
 from atoll.functions.retention import prune_jobs, prune_logs
 from atoll.functions.serialize import ByValueModules, name_of, serialize_call, unwrap
 from atoll.gang.call import Call, Request, random_bits
@@ -42,11 +42,12 @@ from atoll.gang.log_router import LogRouter, Logs
 from atoll.gang.members import GangSpec, sweep_stale
 from atoll.gang.messages import Submit
 from atoll.gang.notifier import Notifier
-from atoll.gang.remote_ranks import OneUseArena, is_remote
+from atoll.gang.remote_ranks import OneUseArena
 from atoll.images.image import Image, check_env, check_pip
 from atoll.images.resolve import Environment, resolve
 from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import Plan, Provider
+from atoll.providers.base import NodeRequest, Plan, Provider, wait_until_ready
+from atoll.providers.registry import kept
 from atoll.wire.payloads import Arena
 
 R = TypeVar("R")
@@ -111,9 +112,7 @@ class ComputePool:
         logs: Logs = "all",
     ) -> None:
         self.provider: Provider = check_provider(provider)
-        self.nodes = check_whole(
-            "nodes", getattr(self.provider, "num_nodes", 1) if nodes is None else nodes, 1, MOST_NODES
-        )
+        self.nodes = check_whole("nodes", self.provider.num_nodes if nodes is None else nodes, 1, MOST_NODES)
         self.accelerator = AcceleratorSpec.parse(accelerator)
         if self.accelerator is not None and self.accelerator.mig is not None:
             raise ConfigError(
@@ -171,8 +170,17 @@ class ComputePool:
 
     def plan(self) -> Plan:
         """What ``up()`` would start, without starting it."""
-        return self.provider.plan(
-            nodes=self.nodes, accelerator=self.accelerator, workers_per_node=self.workers_per_node
+        return self.provider.plan(self._request())
+
+    def _request(self) -> NodeRequest:
+        wanted = self.accelerator
+        return NodeRequest(
+            id=self.name or self.id,
+            num_nodes=self.nodes,
+            accelerators=None if wanted is None else ((wanted.name, wanted.count),),
+            workers_per_node=self.workers_per_node,
+            supervised_here=True,
+            recheck=False,
         )
 
     def up(self) -> ComputePool:
@@ -209,8 +217,7 @@ class ComputePool:
         self._leave()
 
     def _start(self) -> _Stoppable:
-        self._elsewhere = starts_elsewhere(self.provider)
-        self._modules = LocalModules(self.image) if self._elsewhere else ByValueModules()
+        self._modules = LocalModules(self.image) if self.provider.is_elsewhere else ByValueModules()
         if self.name is None:
             spec = self._spec()
             router = self._router(self._node_of.__getitem__, len(self._node_of))
@@ -222,7 +229,7 @@ class ComputePool:
         attached = Attached(self.name, self._config, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
         self._imports = ImportPath(attached.python, attached.extra_path)
-        if self._elsewhere:
+        if self.provider.is_elsewhere:
             attached.arena = OneUseArena()
         return attached
 
@@ -232,10 +239,10 @@ class ComputePool:
     def _spec(self) -> GangSpec:
         """Everything to start a gang from; builds the image first."""
         cwd = current_folder()
-        plan = self.plan()
-        for line in plan.lines:
-            self._say(line)
-        remote = is_remote(plan)
+        self.id = secrets.token_hex(4)
+        with kept(stay=True):
+            plan = self._provisioned()
+        remote = plan.is_elsewhere
         if remote:
             plan, variables = prepare(self.provider, plan, self.image, self.pip, self.env, self._say)
             environment = Environment(sys.executable, (), variables, ())
@@ -245,7 +252,6 @@ class ComputePool:
         for line in environment.lines:
             self._say(line)
         self._node_of = [node.node for node in plan.nodes for _ in range(node.num_ranks)]
-        self.id = secrets.token_hex(4)
         home = atoll_home()
         prune_logs(home / "logs")
         prune_jobs(home / "jobs")
@@ -265,6 +271,14 @@ class ComputePool:
             ttl_s=self.ttl,
             name=self.name,
         )
+
+    def _provisioned(self) -> Plan:
+        request = self._request()
+        given = self.provider.provision(request, self._say)
+        plan = self.provider.plan(request, wait_until_ready(self.provider, given, self._say))
+        for line in plan.lines:
+            self._say(line)
+        return plan
 
     def _say(self, line: str) -> None:
         if self.logs != "quiet":

@@ -13,23 +13,13 @@ from types import ModuleType
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.functions.serialize import ByValueModules
-from atoll.gang.host_checks import check_hosts
 from atoll.images.image import Image, check_env
 from atoll.images.local_files import include_paths
 from atoll.images.remote_build import build
-from atoll.providers.base import Plan, Provider
-from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh.bundle import folder_files, pack, put
-from atoll.providers.ssh.connection import Connection, connections, on_each
-from atoll.providers.ssh.hosts import Target
-from atoll.providers.ssh.provider import SSH
+from atoll.providers.base import NodePlan, Plan, Provider
+from atoll.providers.bundle import folder_files, pack
 
 _MOST_BYTES = 100 << 20
-
-
-def starts_elsewhere(provider: Provider) -> bool:
-    """Does a provider start nodes on other machines?"""
-    return callable(getattr(provider, "start_remote", None))
 
 
 def prepare(
@@ -40,7 +30,7 @@ def prepare(
     env: Mapping[str, object] | None,
     say: Callable[[str], None],
 ) -> tuple[Plan, dict[str, str]]:
-    """The plan with what the image asks for, built on the hosts, which are looked at first; variables of its ranks.
+    """The plan with what the image asks for, built on its nodes; variables of its ranks.
 
     Args:
         say: called with a line for each thing the user should know, and for each step that takes time.
@@ -58,22 +48,18 @@ def prepare(
         )
     files = included_files(image.includes)
     variables = {**check_env("Image(env=)", image.env), **check_env("env=", env)}
-    nodes = [node for node in plan.nodes if isinstance(node, RemotePlan)]
+    nodes = list(plan.nodes)
     if image.python is None:
         _refuse_other_python(nodes, own)
-    if isinstance(provider, SSH):
-        targets = provider.targets()[: len(nodes)]
-        nodes = _with_code(targets, nodes)
-        check_hosts(targets, nodes, say, again=False)
-        if image.python or image.apt or image.pip or pip:
-            nodes = build(targets, nodes, image, pip or (), say)
+    if image.python or image.apt or image.pip or pip:
+        nodes = build(provider, nodes, image, pip or (), say)
     if files:
         code = pack(files)
         nodes = [dataclasses.replace(node, bundles=(*node.bundles, code)) for node in nodes]
     return dataclasses.replace(plan, nodes=tuple(nodes)), variables
 
 
-def _refuse_other_python(nodes: Sequence[RemotePlan], own: str) -> None:
+def _refuse_other_python(nodes: Sequence[NodePlan], own: str) -> None:
     other = [node for node in nodes if node.minor != own]
     if other:
         raise ProvisionError(
@@ -82,21 +68,6 @@ def _refuse_other_python(nodes: Sequence[RemotePlan], own: str) -> None:
             f'for there with image=Image(python="{own}"), or run this with {other[0].minor}',
             node=other[0].node,
         )
-
-
-def _with_code(targets: Sequence[Target], nodes: Sequence[RemotePlan]) -> list[RemotePlan]:
-    """Bring Atoll's own code to hosts that lack it."""
-
-    def bring(connection: Connection) -> None:
-        node = nodes[held.index(connection)]
-        for each in node.bundles:
-            put(connection, node, each)
-
-    with connections.used(targets) as held:
-        on_each(held, bring)
-    return [
-        dataclasses.replace(node, present=node.present | {bundle.digest for bundle in node.bundles}) for node in nodes
-    ]
 
 
 def included_files(includes: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]]:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from fcntl import ioctl
-from typing import Any, cast
+from typing import Any
 
 from atoll.agent.rank import Output, last_lines
 from atoll.agent.send_queue import Outbox
@@ -31,7 +31,6 @@ from atoll.gang.notifier import Audience
 from atoll.gang.remote_ranks import OneUseArena, RankFiles
 from atoll.gang.state import GangState
 from atoll.providers.base import Node
-from atoll.providers.remote import RemoteHandle
 from atoll.wire import frames
 from atoll.wire.frames import Frame, Parser, RawFrame, WireError, close_all, pack, receive
 from atoll.wire.payloads import Arena
@@ -326,8 +325,7 @@ class Gang:
         with self._lock:
             if self.state.closing:
                 return False
-            if self.nodes.are_remote:
-                cast("RemoteHandle", handle).listen(lambda _silent_s, line: self.audience.note(line))
+            handle.listen(lambda _silent_s, line: self.audience.note(line))
             node.open(handle)
             self._poller.watch(handle.channel.fileno(), functools.partial(self._read_node, node))
             self._to_node(node, pack(frames.SETUP, meta=node_setup(self.spec, node.plan, self.node_of)))

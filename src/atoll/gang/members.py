@@ -8,7 +8,6 @@ import glob
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.providers.base import NodePlan, Plan, Provider
 from atoll.providers.gpus import VISIBLE, lease_wish, visible_gpus
-from atoll.providers.remote import RemotePlan
 
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that Atoll is imported from."""
@@ -49,7 +47,7 @@ class GangSpec:
 
     def tmp_dir(self, plan: NodePlan) -> str:
         """The folder of a node's temporary files; it goes with the node."""
-        root = plan.tmp if isinstance(plan, RemotePlan) else self.tmp_root
+        root = plan.tmp if plan.is_elsewhere else self.tmp_root
         return os.path.join(root, f"atoll-{self.pool_id}-n{plan.node}")
 
     def node_tag(self, plan: NodePlan) -> str:
@@ -74,16 +72,11 @@ def sweep_stale(tmp_root: str) -> None:
                 os.close(fd)
 
 
-def agent_command(source_root: str) -> list[str]:
-    """How an agent is started on this machine. It needs nothing but the standard library."""
-    return [sys.executable, "-I", "-S", "-c", _BOOT.format(root=source_root, module="atoll.agent.node")]
-
-
 def node_setup(spec: GangSpec, plan: NodePlan, node_of: Sequence[int]) -> dict[str, Any]:
     """What an agent is told to start: the body of its SETUP frame."""
     mine = [rank for rank, node in enumerate(node_of) if node == plan.node]
     tmp_dir = spec.tmp_dir(plan)
-    if isinstance(plan, RemotePlan):
+    if plan.is_elsewhere:
         boot = _REMOTE_BOOT.format(path=plan.import_path)
         place = {"python": plan.python, "cwd": plan.home}
         env = {**plan.base_env, **spec.env, **plan.env}
@@ -133,10 +126,10 @@ def _rank_env(spec: GangSpec, plan: NodePlan, rank: int, local_rank: int, local_
         "simulated": spec.plan.simulated,
         "pool_id": spec.pool_id,
         "path": list(spec.path),
-        "job_dir": os.path.join(plan.folder, "jobs") if isinstance(plan, RemotePlan) else spec.job_dir,
+        "job_dir": os.path.join(plan.folder, "jobs") if plan.is_elsewhere else spec.job_dir,
     }
     tmp = spec.env.get("TMPDIR")
-    own = not isinstance(plan, RemotePlan) and tmp == os.environ.get("TMPDIR")  # not what the user gave the pool
+    own = not plan.is_elsewhere and tmp == os.environ.get("TMPDIR")  # not what the user gave the pool
     if tmp is None or own:
         tmp = spec.tmp_dir(plan)  # removed at the end
     return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}

@@ -11,15 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
 
 from atoll.agent.process_tree import kill_tree
 from atoll.agent.send_queue import Outbox
 from atoll.core.errors import ProvisionError
-from atoll.gang.members import SOURCE_ROOT, GangSpec, agent_command
-from atoll.gang.remote_ranks import is_remote
-from atoll.providers.base import Node, NodePlan
-from atoll.providers.remote import RemotePlan, RemoteProvider
+from atoll.gang.members import GangSpec
+from atoll.providers.base import Boot, Node, NodePlan
 from atoll.wire.frames import Parser
 
 _DEAF_S = 10.0  # an agent that has not answered for so long is given up
@@ -39,7 +36,7 @@ class NodeChannel:
     @property
     def deaf_s(self) -> float:
         """How long its agent may owe an answer: over a connection that may be lost, longer than it may be."""
-        return _DEAF_S + (self.plan.grace_s if isinstance(self.plan, RemotePlan) else 0.0)
+        return _DEAF_S + self.plan.grace_s
 
     def open(self, handle: Node) -> None:
         """Use the channel of a node that was started."""
@@ -95,7 +92,7 @@ class Nodes:
 
     def __init__(self, spec: GangSpec, adopt: Callable[[NodeChannel, Node], bool]) -> None:
         self.channels = [NodeChannel(plan) for plan in spec.plan.nodes]
-        self.are_remote = is_remote(spec.plan)
+        self.are_remote = spec.plan.is_elsewhere
         self._spec = spec
         self._adopt = adopt
         self._lock = threading.Lock()
@@ -133,14 +130,11 @@ class Nodes:
 
     def start(self, node: NodeChannel) -> None:
         """Start a node."""
-        if self.are_remote:
-            provider = cast("RemoteProvider", self._spec.provider)
-            try:
-                handle: Node = provider.start_remote(node.plan, functools.partial(setattr, node, "stop_start"))
-            finally:
-                node.stop_start = None
-        else:
-            handle = self._spec.provider.start(node.plan, agent_command(SOURCE_ROOT))
+        boot = Boot(starting=functools.partial(setattr, node, "stop_start"))
+        try:
+            (handle,) = self._spec.provider.launch_agents(self._spec.plan.allocation, [node.plan], boot)
+        finally:
+            node.stop_start = None
         if not self._adopt(node, handle):
             handle.stop()
 

@@ -6,8 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import BinaryIO
 
-from atoll.providers.base import Plan
-from atoll.providers.remote import RemotePlan
 from atoll.wire.payloads import Arena, Segment
 
 
@@ -40,8 +38,3 @@ class RankFiles:
         """Close them all."""
         for file in self._files.values():
             file.close()
-
-
-def is_remote(plan: Plan) -> bool:
-    """Are its nodes on other machines?"""
-    return any(isinstance(node, RemotePlan) for node in plan.nodes)

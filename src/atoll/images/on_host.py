@@ -16,6 +16,7 @@ import site
 import sys
 import tarfile
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -110,8 +111,8 @@ def _end_with_driver(wheels: _Wheels) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """Entry: ``on_host``."""
+def main(_arguments: Sequence[str]) -> None:
+    """Entry: reads a request from standard input, and answers line by line."""
     source = os.fdopen(0, "rb", closefd=False)
     user = site.getusersitepackages()  # ranks see it, and this program was started without
     if sys.prefix == sys.base_prefix and os.path.isdir(user):

@@ -23,24 +23,16 @@ from atoll.images.on_host import MARK, NAMES
 from atoll.images.overlay import Request
 from atoll.images.requirements import is_local
 from atoll.images.resolve import request_of
-from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh.connection import connections
-from atoll.providers.ssh.facts import python_command
-from atoll.providers.ssh.hosts import Target
-
-_BOOT = (
-    "import os, sys; sys.path.insert(0, {code!r}); os.environ['ATOLL_HOME'] = {home!r}; "
-    "from atoll.images.on_host import main; main()"
-)
+from atoll.providers.base import NodePlan, Provider, Remote
 
 
 def build(
-    targets: Sequence[Target], plans: Sequence[RemotePlan], image: Image, pip: Sequence[str], say: Progress
-) -> list[RemotePlan]:
+    provider: Provider, plans: Sequence[NodePlan], image: Image, pip: Sequence[str], say: Progress
+) -> list[NodePlan]:
     """The nodes with interpreter and import paths of the image, which is built where it is not there yet.
 
     Args:
-        targets, plans: the hosts; Atoll's own code is there.
+        provider: of the nodes; ``plans``: those nodes.
         pip: requirements of the pool, which win over the image's.
         say: called with a line for each step that takes time.
 
@@ -52,8 +44,7 @@ def build(
     with tempfile.TemporaryDirectory(prefix="atoll-wheels-") as folder:
         wheels = _Wheels(Path(folder), lambda line: say(f"here: {line}"))
         hosts = [
-            _Host(target, plan, request, wheels, say)
-            for target, plan, (request, _) in zip(targets, plans, asked, strict=True)
+            _Host(provider.remote(plan), request, wheels, say) for plan, (request, _) in zip(plans, asked, strict=True)
         ]
         with ThreadPoolExecutor(len(hosts), thread_name_prefix="atoll-image") as threads:
             futures = [threads.submit(host.run) for host in hosts]
@@ -86,7 +77,7 @@ def _answer(ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
         return str(error)
 
 
-def _planned(plan: RemotePlan, made: Mapping[str, Any], python: str | None) -> RemotePlan:
+def _planned(plan: NodePlan, made: Mapping[str, Any], python: str | None) -> NodePlan:
     version = plan.python_version
     if made["python"] != plan.python and python is not None:
         version = tuple(map(int, python.split(".")))
@@ -97,9 +88,9 @@ def _planned(plan: RemotePlan, made: Mapping[str, Any], python: str | None) -> R
 class _Host:
     """One host while its image is built."""
 
-    def __init__(self, target: Target, plan: RemotePlan, request: Request, wheels: _Wheels, say: Progress) -> None:
-        self.plan = plan
-        self._target = target
+    def __init__(self, remote: Remote, request: Request, wheels: _Wheels, say: Progress) -> None:
+        self.plan = remote.plan
+        self._remote = remote
         self._request = request
         self._wheels = wheels
         self._say = say
@@ -109,14 +100,13 @@ class _Host:
 
     def run(self) -> dict[str, Any]:
         """What the host says in the end."""
-        connection = connections.hold(self._target)
         try:
             with tempfile.TemporaryFile() as said:
-                code = _BOOT.format(code=self.plan.import_path[0], home=self.plan.folder)
+                self._remote.bring_code()
                 with self._lock:
                     if self._ended:
                         raise ProvisionError("interrupted")
-                    process = self._process = connection.open(python_command(self.plan.python, code), said)
+                    process = self._process = self._remote.open("images.on_host", stderr=said)
                 try:
                     done = self._converse(process)
                 finally:
@@ -127,7 +117,7 @@ class _Host:
                     raise ProvisionError(f"building the image ended early: {lines[-1] if lines else 'nothing said'}")
                 return done
         finally:
-            connections.release(self._target)
+            self._remote.close()
 
     def _converse(self, process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
         assert process.stdin is not None and process.stdout is not None

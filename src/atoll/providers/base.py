@@ -1,16 +1,233 @@
-"""What a provider is: it plans nodes, starts each, and can release each at any time."""
+"""The seam between Atoll and the places where nodes come from: a request in, an allocation out, agents on its nodes.
+
+A provider is a class with these methods, found by ``registry``; ``Provider`` has those that few need to write anew.
+The path of a launch: ``registry.resolve(infra)`` → ``plan`` (asks what is there) → ``provision`` → ``poll`` until the
+allocation is ready → ``open`` → ``launch_agents`` for every attempt → ``release``. Whether a node lives is decided by
+its agent's channel alone; what ``poll`` says of it explains an end, and gives the addresses of the next attempt.
+"""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+import enum
+import posixpath
 import socket
-from collections.abc import Mapping, Sequence
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import IO, Any, ClassVar, Literal, Protocol
 
-from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.gpus import Gpu
+from atoll.core.errors import ConfigError, ProvisionError
+from atoll.providers.gpus import Gpu, visible_gpus
+
+Report = Callable[[str], object]
+"""Is told each line that the user should know."""
+
+Starting = Callable[[Callable[[], None]], None]
+"""Is given what makes a start that is on its way fail soon, from another thread; what it was given last counts."""
+
+DEFAULT = "local"  # the infra where none is named
+WORKDIR = "sky_workdir"
+TARGETS = "mounts.json"  # beside a home: paths at which its jobs see files that lie in the home
+_POLL_S, _POLL_MOST_S = 0.05, 5.0
+
+OWN_MACHINES: Mapping[str, str] = {
+    "use_spot": "no machine of yours is a spot machine",
+    "instance_type": "your machines are what they are",
+    "disk_size": "the disk is the machine's own",
+    "disk_tier": "the disk is the machine's own",
+    "local_disk": "the disk is the machine's own",
+    "network_tier": "the network is the machine's own",
+    "image_id": "scripts run on the machine's own system, in no image",
+    "max_hourly_cost": "your machines have no price",
+    "priority": "jobs start in the order in which they came",
+    "priority_class": "jobs start in the order in which they came",
+    "labels": "nothing is rented that could carry them",
+    "accelerator_args": "accelerators are taken as they are",
+    "ports": "nothing is opened: what listens is reached as far as the machine's own firewall lets it",
+    "volumes": "volumes are a cloud's",
+    "hooks": "no cloud stops the machine",
+}
+"""What tasks can ask of resources in vain where the machines are there already, and why."""
 
 
+class AcceleratorsLacking(ConfigError):
+    """A provider lacks the accelerators that were asked for.
+
+    Attributes:
+        why: what is said after their name, however they were asked for.
+        can_simulate: would they be simulated, were that not refused?
+    """
+
+    def __init__(self, asked: str, why: str, *, can_simulate: bool = False) -> None:
+        step = ", ask for less, or let Local(simulate=True) run it on CPU" if can_simulate else " to use what is there"
+        super().__init__(f"accelerator={asked} {why}; leave accelerator= out{step}")
+        self.asked, self.why, self.can_simulate = asked, why, can_simulate
+
+
+# ------------------------------------------------------------------------------------------------ what is asked for
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
+    """What a cluster or a pool asks of a provider.
+
+    Attributes:
+        id: name of the cluster or pool: the same id gets the same allocation.
+        num_nodes: nodes that are wanted.
+        accelerators: kinds that would do, of each node, the preferred one first: name and how many. Empty for none;
+            None takes what is there.
+        workers_per_node: processes of each node; ``"auto"`` and ``"gpu"`` are one for each accelerator.
+        simulate: may accelerators that are lacking be simulated, where the provider can?
+        supervised_here: its driver lives in this machine's process, whatever the provider would choose.
+        recheck: look also at hosts that were found well lately.
+        files_in: where a job's files go below the state folder of a host; ``clusters/ID`` where empty.
+    """
+
+    id: str = ""
+    num_nodes: int = 1
+    accelerators: tuple[tuple[str, int], ...] | None = ()
+    workers_per_node: int | str = 1
+    simulate: bool = True
+    supervised_here: bool = False
+    recheck: bool = True
+    files_in: str = ""
+
+    def num_ranks(self, num_accelerators: int) -> int:
+        """Processes of a node with so many accelerators."""
+        return self.workers_per_node if isinstance(self.workers_per_node, int) else max(1, num_accelerators)
+
+
+class AllocationState(enum.StrEnum):
+    """Where an allocation is in its life."""
+
+    PENDING = "PENDING"
+    READY = "READY"
+    LOST = "LOST"
+    RELEASED = "RELEASED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatedNode:
+    """One node of an allocation.
+
+    Attributes:
+        name: what it is called in messages.
+        address: at which other nodes reach it; empty until that is known.
+        reach: what the provider reaches it by.
+    """
+
+    name: str
+    address: str = ""
+    reach: str = ""
+
+
+Site = Literal["client", "head", "allocation"]
+FilesTarget = Literal["homes", "hosts", "shared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What a provider has given: plain data, kept in the cluster's record. By default this machine.
+
+    Attributes:
+        infra: what the registry resolves.
+        id: of the request.
+        state: pending, ready, lost or released; ``reason``: why it is not ready, as a clause.
+        nodes: head first.
+        shares_machine: its nodes are on this very machine, which they share, with the caller's environment.
+        site: where its supervisor runs: with the client, on the head, or in the allocation. Decided once.
+        files: where a job's files are put: in homes on this machine, on each host, or once in a shared folder.
+        files_in: below a host's state folder; ``workdir`` is used instead where the user has declared one.
+        python: the interpreter of jobs, as a shell there finds it; empty: the caller's.
+        max_restarts: how often a job is started again after a node was lost.
+        owner: what its agents are known by, there and in ``/proc``.
+        folder: of its record, at a site elsewhere.
+        code: digest of the Atoll that drives it.
+        settings: the provider's own; nobody else reads them.
+    """
+
+    infra: str = DEFAULT
+    id: str = ""
+    state: AllocationState = AllocationState.READY
+    reason: str = ""
+    nodes: tuple[AllocatedNode, ...] = ()
+    shares_machine: bool = True
+    site: Site = "client"
+    files: FilesTarget = "homes"
+    files_in: str = ""
+    workdir: str | None = None
+    python: str = ""
+    max_restarts: int = 3
+    owner: str = ""
+    folder: str = ""
+    code: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def head(self) -> AllocatedNode:
+        """Its first node."""
+        return self.nodes[0]
+
+    @property
+    def supervised_here(self) -> bool:
+        """Does its supervisor run on the machine that keeps this record?"""
+        return self.site == "client"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> Allocation:
+        """From what ``to_json`` gave.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            values = dict(data)  # type: ignore[call-overload]
+            values["state"] = AllocationState(values["state"])
+            values["nodes"] = tuple(AllocatedNode(**node) for node in values["nodes"])
+            found = cls(**values)
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"allocation: {str(data)[:40]!r} can't be one ({error})") from None
+        texts = [*(text for node in found.nodes for text in dataclasses.astuple(node)), found.infra, found.site]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(found.settings, dict):
+            raise ValueError("allocation: it has values of other types")
+        return found
+
+
+def gpu_row(gpu: Gpu, **more: object) -> dict[str, Any]:
+    """A row of ``atoll gpus``."""
+    return {"index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "memory_gb": gpu.memory_gb, **more}
+
+
+def wait_until_ready(
+    provider: Provider, allocation: Allocation, report: Report, given_up: Callable[[], bool] = lambda: False
+) -> Allocation:
+    """Poll until an allocation is ready, and report why it is not whenever that changes.
+
+    Raises:
+        ProvisionError: it is lost, or was released, or is ``given_up``.
+    """
+    said, pause_s = None, _POLL_S
+    while allocation.state is AllocationState.PENDING:
+        if allocation.reason != said:
+            said = allocation.reason
+            report(f"waiting for {allocation.infra}: {said or 'its nodes are not there yet'}")
+        if given_up():
+            raise ProvisionError(f"{allocation.infra} had no nodes yet: {said or 'no reason was given'}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_MOST_S)
+        allocation = provider.poll(allocation)
+    if allocation.state is not AllocationState.READY:
+        raise ProvisionError(f"{allocation.infra} gave no nodes: {allocation.reason or allocation.state.lower()}")
+    return allocation
+
+
+# ------------------------------------------------------------------------------------------------ what is started
 @dataclass(frozen=True, slots=True)
 class NodePlace:
     """What a task's node should have for itself. What the kernel refuses is shared, and the agent says so.
@@ -42,8 +259,21 @@ class NodePlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Bundle:
+    """A zip file of Python code that goes to hosts; ``digest`` is the SHA-256 of its bytes and names it there."""
+
+    path: Path
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """Its file name."""
+        return f"{self.digest[:24]}.zip"
+
+
+@dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node before it starts.
+    """One node before its agent starts. Paths are those of its machine.
 
     Attributes:
         node: its index.
@@ -55,6 +285,20 @@ class NodePlan:
             none, or they are simulated.
         env: variables its ranks get.
         place: what it should have for itself, where it runs a task.
+        is_elsewhere: it is on another machine, or reached as if it were: memory and files are not shared with it.
+        host: what to call it in messages.
+        reach: what the provider reaches it by.
+        python: its interpreter, and ``python_version`` that one's, e.g. ``(3, 12, 1)``.
+        home: where ranks start.
+        workdir: where a job's files lie.
+        folder: a folder of the user's that can be written to and stays.
+        tmp: where temporary files go.
+        cores: that its ranks share.
+        base_env: environment of a command there.
+        bundles: code that ranks import from, Atoll's first; ``present`` are digests of those that are there.
+        packages: folders of packages that its ranks import from before the interpreter's own.
+        grace_s: how long a lost connection may last, in seconds.
+        seen: what a preflight judges of it, as ``Facts.seen``.
     """
 
     node: int
@@ -65,22 +309,63 @@ class NodePlan:
     gpus: tuple[Gpu, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     place: NodePlace | None = None
+    is_elsewhere: bool = False
+    host: str = ""
+    reach: str = ""
+    python: str = "python3"
+    python_version: tuple[int, ...] = ()
+    home: str = "/"
+    workdir: str = ""
+    folder: str = "/tmp"
+    tmp: str = "/tmp"
+    cores: int = 1
+    base_env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    bundles: tuple[Bundle, ...] = ()
+    present: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
+    grace_s: float = 0.0
+    seen: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def bundle_path(self, bundle: Bundle) -> str:
+        """Where a bundle lies there."""
+        return posixpath.join(self.folder, "bundle", bundle.name)
+
+    @property
+    def minor(self) -> str:
+        """``3.12`` of 3.12.1."""
+        return ".".join(map(str, self.python_version[:2]))
+
+    @property
+    def import_path(self) -> list[str]:
+        """What comes first in a rank's ``sys.path``."""
+        return [*(self.bundle_path(bundle) for bundle in self.bundles), *self.packages]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a pool would start. ``lines`` are for the user: each thing that differs from what was asked."""
+    """What a request would get, or has got. ``lines`` are for the user: each thing that differs from what was asked.
+
+    ``accelerator`` and ``num_accelerators`` are what every node has of the chosen kind.
+    """
 
     provider: str
     nodes: tuple[NodePlan, ...]
     simulated: bool = False
     has_gpu: bool = False
     lines: tuple[str, ...] = ()
+    accelerator: str | None = None
+    num_accelerators: int = 0
+    allocation: Allocation = field(default_factory=Allocation)
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole pool."""
         return sum(node.num_ranks for node in self.nodes)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Are its nodes on other machines?"""
+        return any(node.is_elsewhere for node in self.nodes)
 
     def __str__(self) -> str:
         rows = [f"{len(self.nodes)} nodes on {self.provider}, {self.world_size} ranks"]
@@ -92,8 +377,36 @@ class Plan:
         return "\n".join([*rows, *self.lines])
 
 
+# ------------------------------------------------------------------------------------------------------ agents
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boot:
+    """How agents are started.
+
+    Attributes:
+        agent: the command of an agent on this machine; the provider's own where empty.
+        owner: ``CLUSTER.DRIVER``: agents of the cluster's earlier drivers on the node are ended first; empty for pools.
+        tag: names the node's temporary files, ``atoll-TAG-nNODE`` in its ``tmp``.
+        starting: see ``Starting``.
+        job, attempt: that it is for; ``visible``: paths that the job's processes need though they may lie below
+            ``/tmp``, ``readable``: such paths that they only read.
+    """
+
+    agent: tuple[str, ...] = ()
+    owner: str = ""
+    tag: str = ""
+    starting: Starting = lambda stop: None
+    job: int = 0
+    attempt: int = 0
+    visible: Sequence[str] = ()
+    readable: Sequence[str] = ()
+
+    def tmp(self, plan: NodePlan) -> str:
+        """The folder of a node's temporary files."""
+        return f"{plan.tmp}/atoll-{self.tag}-n{plan.node}"  # no name of the user's: see `pkill -f`
+
+
 class Node(Protocol):
-    """A node that was started: a channel to its agent, and a way to end it by force."""
+    """A node whose agent was started: a channel to it, and a way to end it by force."""
 
     channel: socket.socket
 
@@ -101,19 +414,249 @@ class Node(Protocol):
     def reason(self) -> str | None:
         """Why it was lost, as a clause, where the provider knows."""
 
+    def listen(self, on_silence: Callable[[float, str], object]) -> None:
+        """From now on, tell when the node has not been heard for so many seconds (0: it is again), and a line of it."""
+
     def stop(self) -> None:
         """Release the node. Safe to call twice, and on a node that is gone already."""
 
 
-class Provider(Protocol):
-    """A place where nodes come from."""
+class Remote(Protocol):
+    """A node's machine, for what is done there besides running agents. Everything raises ``ProvisionError``."""
+
+    plan: NodePlan
+
+    def run(self, command: str, data: bytes = b"", *, limit_s: float = ...) -> subprocess.CompletedProcess[bytes]:
+        """Run a shell command there."""
+
+    def check(self, command: str, data: bytes = b"", *, limit_s: float = ...) -> bytes:
+        """Run a shell command there that has to succeed; returns what it printed."""
+
+    def python(self, module: str, *arguments: str, limit_s: float = ...) -> Any:
+        """Run a module of Atoll there, whose code is brought first; what it prints, which is JSON."""
+
+    def open(self, module: str, *arguments: str, stderr: int | IO[bytes] = ...) -> subprocess.Popen[bytes]:
+        """The same, talked to by pipes; the caller ends it."""
+
+    def argv(self, module: str, *arguments: str) -> list[str]:
+        """The argument list of this machine that runs a module of Atoll there, whose code was brought before."""
+
+    def bring_code(self) -> None:
+        """Bring Atoll's code there, where it is lacking."""
+
+    def abort(self) -> None:
+        """Have what runs there through this fail, from another thread."""
+
+    def close(self) -> None:
+        """It is not needed any more. Safe to call twice."""
+
+
+class Session:
+    """An allocation in use by one driver, a supervisor or a pool: what its agents share while the driver lives.
+
+    Attributes:
+        lines: for the user, of what nodes share with others.
+        shared_networks: of each node, the name of the network whose ports its jobs share with other clusters; empty
+            where they share none.
+    """
+
+    def __init__(self, provider: Provider, allocation: Allocation, request: NodeRequest) -> None:
+        self.provider = provider
+        self._request = request
+        self.refresh(allocation)
+        self.lines: list[str] = []
+        self.shared_networks: tuple[str, ...] = tuple(node.addr for node in self.plan.nodes)
+
+    def refresh(self, allocation: Allocation) -> None:
+        """Go by this allocation from now on, and ask its nodes what they have.
+
+        Raises:
+            ProvisionError: one can't be used.
+        """
+        self.allocation = allocation
+        self.plan = self.provider.plan(self._request, allocation)
+
+    def launch_agents(self, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[Node]:
+        """As the provider's; may be called from several threads at once."""
+        return self.provider.launch_agents(self.allocation, nodes, boot)
+
+    def gpus(self, node: int, count: int, visible: str | None) -> tuple[Gpu, ...]:
+        """The GPUs that a job which wants ``count`` of a node may lease some of, the preferred ones first.
+
+        ``visible`` is the job's ``CUDA_VISIBLE_DEVICES``, which bounds them.
+        """
+        found = self.plan.nodes[node].gpus
+        return found if visible is None else visible_gpus(found, visible)
+
+    def fault_of(self, job_id: int) -> str | None:
+        """What a job's nodes have lost that they don't stop for, as a clause; asked often while it runs."""
+        return None
+
+    def close(self) -> None:
+        """Give up what it shares. Nodes that still run are the driver's to stop."""
+
+
+class Provider(abc.ABC):
+    """A place where nodes come from. A new one says ``kind``, ``plan`` and ``launch_agents``, and what else differs.
+
+    Attributes:
+        kind: what its infras begin with; ``form``: how one is written, and ``expected`` says it in words.
+        undeclared: how to declare one, where none is.
+        lacks: settings of a task's resources that it can't honour, and why.
+        is_elsewhere: its nodes are on other machines.
+    """
+
+    kind: ClassVar[str]
+    form: ClassVar[str]
+    expected: ClassVar[str] = "an infra of its kind"
+    undeclared: ClassVar[str] = ""
+    lacks: ClassVar[Mapping[str, str]] = OWN_MACHINES
+    is_elsewhere: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
         """What to call it in messages."""
+        return self.kind
 
-    def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
-        """Say what would be started; raises ``ConfigError`` for what can't be had."""
+    @property
+    def infra(self) -> str:
+        """What the registry resolves to it."""
+        return self.kind
 
-    def start(self, node: NodePlan, agent: Sequence[str]) -> Node:
-        """Start one node running the agent; the command takes two more arguments: channel and driver pidfd."""
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes a pool gets that does not say how many."""
+        return 1
+
+    @classmethod
+    def declared(cls) -> list[str]:
+        """Infras of it that the user can name without further ado."""
+        return [cls.form]
+
+    @classmethod
+    def resolve(cls, name: str) -> Provider:
+        """The provider behind ``KIND/NAME``.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return cls()
+
+    @classmethod
+    def of(cls, allocation: Allocation) -> Provider:
+        """The provider that has given an allocation, whatever the user's settings say now."""
+        return cls.resolve(allocation.infra.partition("/")[2])
+
+    def validate(self, request: NodeRequest) -> list[str]:
+        """One line for each thing of a request that can't be had however long one waits; asks nobody."""
+        return []
+
+    def check(self, request: NodeRequest) -> None:
+        """Refuse what ``validate`` finds.
+
+        Raises:
+            ConfigError: there is something.
+        """
+        if lines := self.validate(request):
+            raise ConfigError("\n".join(lines))
+
+    @abc.abstractmethod
+    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
+        """Say what would be started for a request; on an allocation, its nodes as they are now.
+
+        Raises:
+            ConfigError: what can't be had; ``AcceleratorsLacking`` of accelerators.
+            ProvisionError: a node can't be used.
+        """
+
+    def provision(self, request: NodeRequest, report: Report, have: Allocation | None = None) -> Allocation:
+        """Get the nodes; may return before they are there, as PENDING. The same id gets the same allocation.
+
+        ``have`` is what that id has got before, of a cluster that is up: looked at again, or made larger.
+
+        Raises:
+            ConfigError, ProvisionError: as ``plan``, or something would make the ranks fail.
+        """
+        return self.plan(request).allocation
+
+    def poll(self, allocation: Allocation) -> Allocation:
+        """The allocation as it is now: its state, and its nodes' addresses."""
+        return allocation
+
+    def at_site(self, allocation: Allocation) -> Allocation:
+        """The allocation as the machine sees it that its supervisor runs on."""
+        return dataclasses.replace(allocation, site="client")
+
+    def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
+        """A driver begins to use it.
+
+        Args:
+            request: as it was, for one worker a node.
+            folder: of the cluster, on this machine.
+            owner: what its agents are known by.
+
+        Raises:
+            ProvisionError: a node can't be used.
+        """
+        return Session(self, allocation, request)
+
+    @abc.abstractmethod
+    def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[Node]:
+        """Start the agents of these nodes: one after the other, or all at once.
+
+        Raises:
+            ProvisionError, OSError: one could not be started.
+        """
+
+    def remote(self, plan: NodePlan) -> Remote:
+        """The machine of a node elsewhere.
+
+        Raises:
+            ProvisionError: it can't be reached.
+        """
+        raise ProvisionError(f"{self.name} runs nothing on {plan.host or 'its nodes'} but agents")
+
+    def examine(self) -> Iterator[tuple[bool, str]]:
+        """What can be used, and what is missing with how to get it: whether it is well, and a line."""
+        yield True, f"{self.infra} is known"
+
+    def gpu_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """A row for each GPU that jobs can use, as ``atoll gpus`` shows it; and lines about why there are none."""
+        return [], [f"GPUs of {self.infra} are known once a cluster is there"]
+
+    def login_command(
+        self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
+    ) -> list[str]:
+        """What a person would type for a shell on a node elsewhere; ``options`` are ssh's.
+
+        Raises:
+            ConfigError: nobody can log in there.
+        """
+        raise ConfigError(f"nobody can log in to nodes of {allocation.infra}")
+
+    def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
+        """Copy a path of a node elsewhere to ``here``, or ``up`` from there; why that failed, else nothing.
+
+        Raises:
+            ConfigError: nothing can be copied there.
+        """
+        raise ConfigError(f"nothing can be copied to nodes of {allocation.infra}, or from there")
+
+    def copy_line(self, plan: NodePlan, path: str, into: str) -> str:
+        """What a person types to copy a folder from a node elsewhere into one here."""
+        return f"copy {path} from {plan.host} into {into}"
+
+    def end_orphans(self, allocation: Allocation, owner: str, first: int = 0) -> tuple[list[str], list[str]]:
+        """End what earlier drivers of an owner left on the nodes, from the first on.
+
+        Returns:
+            what does not end, with its machine; and a line for each machine that could not be asked.
+        """
+        return [], []
+
+    def forget_checks(self) -> None:  # noqa: B027 - most remember none
+        """A supervisor elsewhere has failed: what was found well there lately is looked at again."""
+
+    def release(self, allocation: Allocation, *, keep_disks: bool) -> Allocation:
+        """Give the nodes back; ``keep_disks``: their files stay, for a later start. Returns what it is now."""
+        return dataclasses.replace(allocation, state=AllocationState.RELEASED) if not keep_disks else allocation

@@ -10,26 +10,46 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
 
+from atoll.agent import orphans
+from atoll.agent.leases import holders
 from atoll.core.errors import ConfigError, death_reason
 from atoll.core.validation import check_truth, suggests_fields
-from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import NodePlace, NodePlan, Plan
-from atoll.providers.gpus import VISIBLE, Gpu, bound_text, local_gpus
+from atoll.providers.base import (
+    AcceleratorsLacking,
+    AllocatedNode,
+    Allocation,
+    Boot,
+    NodePlace,
+    NodePlan,
+    NodeRequest,
+    Plan,
+    Provider,
+    Session,
+    gpu_row,
+)
+from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, local_gpus
 
 # The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
 _AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
 _NAMESPACES = ("pid", "mnt", "uts", "net")
+_MOST_NODES = 1000
+_TOOLS = {"bash": "tasks' scripts need it", "git": "a workdir's .gitignore needs it", "ssh": "ssh hosts need it"}
+_LONGEST_HOSTNAME = 63  # that the kernel takes
+_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
+_BOOT = f"import sys; sys.path.insert(0, {_SOURCE_ROOT!r}); from atoll.agent.node import main; main()"
 _REASON_S = 1.0  # a channel ends before its agent can be asked how that ended: what is below it ends in between
 _END_S = 2.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
 
 
 @suggests_fields
 @dataclass(frozen=True, slots=True)
-class Local:
+class Local(Provider):
     """Nodes on this machine; the default provider.
 
     Args:
@@ -40,71 +60,133 @@ class Local:
         ConfigError: ``simulate`` is neither True nor False.
     """
 
+    kind: ClassVar[str] = "local"
+    form: ClassVar[str] = "local"
+    expected: ClassVar[str] = "local alone: it is this machine"
+
     simulate: bool = True
 
     def __post_init__(self) -> None:
         check_truth("simulate", self.simulate)
 
-    @property
-    def name(self) -> str:
-        """``local``."""
-        return "local"
+    @classmethod
+    def resolve(cls, name: str) -> Local:
+        """This machine; it has no parts that have names."""
+        if name:
+            raise ConfigError(f"--infra local/{name}: expected {cls.expected}")
+        return cls()
 
-    def plan(self, *, nodes: int, accelerator: AcceleratorSpec | None, workers_per_node: int | str) -> Plan:
+    def validate(self, request: NodeRequest) -> list[str]:
+        """Its addresses are used up at some point."""
+        if request.num_nodes <= _MOST_NODES:
+            return []
+        return [
+            f"{request.num_nodes} nodes on this machine alone: expected {_MOST_NODES} at most; "
+            f"for more, run on hosts with --infra ssh/NAME"
+        ]
+
+    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
         """Share this machine's GPUs between the nodes, or simulate what it lacks."""
-        gpus = local_gpus()
+        self.check(request)
+        nodes, gpus = request.num_nodes, local_gpus()
         have = f"this machine has {_counted(gpus)}{bound_text(os.environ.get(VISIBLE))}"
-        if accelerator is None:
+        if request.accelerators is None:
             each = len(gpus) // nodes
             lines = (f"{have} for {nodes} nodes, which run on CPU; nodes={len(gpus)} uses it",)
             name = gpus[0].name if gpus else None
-            return self._plan(gpus, each, name, nodes, workers_per_node, () if each or not gpus else lines)
-        wanted = accelerator.count * nodes
-        matching = tuple(gpu for gpu in gpus if gpu.name == accelerator.name)
-        if len(matching) >= wanted:
-            return self._plan(matching, accelerator.count, accelerator.name, nodes, workers_per_node)
-        asked = f"{nodes} × {accelerator.name}:{accelerator.count}"
-        if not self.simulate:
-            raise ConfigError(
-                f"accelerator={asked} can't be had: {have}. Leave accelerator out, ask for less, or let "
-                f"Local(simulate=True) run it on CPU"
-            )
-        if len(gpus) >= wanted:
+            return self._plan(request, gpus, each, name, () if each or not gpus else lines)
+        if not request.accelerators:
+            return self._plan(request, (), 0, None)
+        if allocation is not None and "simulated" in allocation.settings:  # as it was decided then
+            name, count = request.accelerators[0]
+            return self._plan(request, gpus, count, name, simulated=allocation.settings["simulated"])
+        for name, count in request.accelerators:
+            matching = tuple(gpu for gpu in gpus if gpu.name == name)
+            if len(matching) >= count * nodes:
+                return self._plan(request, matching, count, name)
+        name, count = request.accelerators[0]
+        asked = f"{nodes} × {name}:{count}"
+        if not (self.simulate and request.simulate):
+            raise AcceleratorsLacking(asked, f"can't be had: {have}", can_simulate=True)
+        if len(gpus) >= count * nodes:
             line = f"{asked} was asked for; {have}, which are used instead"
-            return self._plan(gpus, accelerator.count, gpus[0].name, nodes, workers_per_node, (line,))
-        line = f"{asked} simulated on CPU: {have}"
-        return self._plan((), accelerator.count, accelerator.name, nodes, workers_per_node, (line,), simulated=True)
+            found = self._plan(request, gpus, count, gpus[0].name, (line,))
+            return dataclasses.replace(found, accelerator=name)
+        return self._plan(request, (), count, name, (f"{asked} simulated on CPU: {have}",), simulated=True)
 
     def _plan(
         self,
+        request: NodeRequest,
         gpus: tuple[Gpu, ...],
         count: int,
         name: str | None,
-        nodes: int,
-        workers_per_node: int | str,
         lines: tuple[str, ...] = (),
         *,
         simulated: bool = False,
     ) -> Plan:
-        ranks = workers_per_node if isinstance(workers_per_node, int) else max(1, count)
         env = {"ATOLL_SIMULATED": "1"} if simulated else {}
         if simulated or (gpus and not count):
             env[VISIBLE] = ""
-        planned = []
-        for node in range(nodes):
-            may = in_turn(gpus, node, count) if count else ()
-            addr = f"127.0.0.{node % 254 + 1}"
-            planned.append(NodePlan(node, addr, ranks, name if count else None, count, may, env))
-        return Plan(self.name, tuple(planned), simulated, bool(gpus and count), lines)
+        name = name if count else None
+        ranks = request.num_ranks(count)
+        planned = tuple(
+            NodePlan(node, _address(node), ranks, name, count, in_turn(gpus, node, count) if count else (), env)
+            for node in range(request.num_nodes)
+        )
+        allocation = Allocation(
+            infra=self.infra,
+            id=request.id,
+            nodes=tuple(AllocatedNode(name=_hostname(request.id, at.node), address=at.addr) for at in planned),
+            settings={"simulated": simulated},
+        )
+        return Plan(self.name, planned, simulated, bool(gpus and count), lines, name, count, allocation)
 
-    def start(self, node: NodePlan, agent: Sequence[str], env: Mapping[str, str] | None = None) -> LocalNode:
-        """Start the node's agent; its channel is one end of a socket pair, so nothing listens anywhere.
+    def examine(self) -> Iterator[tuple[bool, str]]:
+        """Tools, namespaces, networks, GPUs."""
+        from atoll.providers.network import Network, NetworkUnavailable
 
-        ``env`` are more variables for the agent itself.
-        """
+        for tool, why in _TOOLS.items():
+            if shutil.which(tool) is None:
+                yield False, f"{tool} is missing, and {why}: apt-get install {tool}"
+        own = isolation()
+        if own.refused is None:
+            yield True, "nodes have processes, host name and /tmp of their own"
+        else:
+            shared = "processes" if own.command else "processes, host name and /tmp"
+            yield True, f"nodes share {shared} with this machine: {own.refused}"
+        try:
+            Network.start().close()
+            yield True, "clusters have networks of their own: equal ports don't meet"
+        except NetworkUnavailable as error:
+            yield True, f"clusters share this machine's network, jobs with equal ports queue: {error}"
+        report = gpu_report()
+        names = ", ".join(f"{gpu.name} ({gpu.memory_gb:.0f} GB)" for gpu in report.gpus)
+        yield True, f"GPUs: {names}" if names else f"no GPU ({report.reason}); they are simulated"
+
+    def gpu_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """This machine's, and who holds them."""
+        report = gpu_report()
+        held = holders(gpu.device for gpu in report.gpus)
+        rows = [gpu_row(gpu, held_by=held.get(gpu.device)) for gpu in report.gpus]
+        return rows, [] if rows else [f"no GPU: {report.reason}"]
+
+    def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
+        """Nodes for tasks: with homes below the cluster's folder, and a network of their own where that can be had."""
+        from atoll.providers.local_session import LocalSession
+
+        return LocalSession(self, allocation, request, folder)
+
+    def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[LocalNode]:
+        """Start agents one by one, which takes milliseconds."""
+        return (self._launch(node, boot) for node in nodes)
+
+    def _launch(self, node: NodePlan, boot: Boot) -> LocalNode:
+        """Start one; its channel is one end of a socket pair, so nothing listens anywhere."""
         ours, theirs = socket.socketpair()
         pidfd = os.pidfd_open(os.getpid())
-        env = {**{name: os.environ[name] for name in _AGENT_ENV if name in os.environ}, **(env or {})}
+        env = {name: os.environ[name] for name in _AGENT_ENV if name in os.environ}
+        if boot.owner:
+            env[orphans.VARIABLE] = boot.owner
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
             failed.callback(ours.close)
             given.callback(theirs.close)
@@ -119,7 +201,7 @@ class Local:
                 env["ATOLL_PLACE"] = _placed(node.place)
                 said = failed.enter_context(open(os.memfd_create("atoll-agent"), "r+b"))
             process = subprocess.Popen(
-                [*prefix, *agent, str(theirs.fileno()), str(pidfd), str(proc)],
+                [*prefix, *(boot.agent or agent_command()), str(theirs.fileno()), str(pidfd), str(proc)],
                 pass_fds=(theirs.fileno(), pidfd, proc),
                 stdin=subprocess.DEVNULL,
                 stderr=said,
@@ -130,6 +212,23 @@ class Local:
         return LocalNode(ours, process, said)
 
 
+PROVIDER = Local
+
+
+def agent_command() -> list[str]:
+    """How an agent is started on this machine. It needs nothing but the standard library."""
+    return [sys.executable, "-I", "-S", "-c", _BOOT]
+
+
+def _address(node: int) -> str:
+    return f"127.0.{node // 254}.{node % 254 + 1}"
+
+
+def _hostname(cluster: str, node: int) -> str:
+    role = "-head" if node == 0 else f"-worker{node}"
+    return cluster[: _LONGEST_HOSTNAME - len(role)] + role
+
+
 class LocalNode:
     """A running agent on this machine. What a task's agent says on its standard error is in the file ``said``."""
 
@@ -137,6 +236,9 @@ class LocalNode:
         self.channel = channel
         self.process = process
         self._said = said
+
+    def listen(self, on_silence: Callable[[float, str], object]) -> None:
+        """It is never silent: its channel ends with its agent."""
 
     @property
     def reason(self) -> str | None:

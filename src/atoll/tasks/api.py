@@ -221,7 +221,7 @@ def sync_down_logs(cluster_name: str, job_id: int) -> Path:
     cluster = clusters.load(cluster_name)
     find_job(cluster, job_id)
     dest = Path("sky_logs", cluster_name, str(job_id))
-    if cluster.supervised_from != "here":
+    if not cluster.allocation.supervised_here:
         dest.mkdir(mode=0o700, parents=True, exist_ok=True)
         (dest / RUN_LOG).touch(0o600)
         with open(dest / RUN_LOG, "wb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import fnmatch
 import os
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home, sweep_temporary, user_name
 from atoll.core.validation import command_line, nearest
+from atoll.providers import registry
 from atoll.tasks import record
 from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, ClusterStatus, is_name, node_name
 
@@ -28,7 +30,7 @@ _SILENT_S = 1.0  # most commands are done with a cluster sooner
 # Fields that `decide` may change of a cluster that is there.
 _DECIDED = (
     *("num_nodes", "accelerator", "num_accelerators", "simulated", "cpus", "memory_gb", "status", "notes"),
-    *("hosts", "ssh", "supervised_from"),
+    "allocation",
 )
 
 
@@ -267,7 +269,7 @@ def _open_lock(folder: Path) -> int:
 
 def change(cluster: ClusterSpec, **fields: Any) -> ClusterSpec:
     """Change fields of a record, here and where the cluster is supervised from. Jobs end where it is not up then."""
-    if cluster.supervised_from == "here":
+    if cluster.allocation.supervised_here:
         return control_of(cluster).change(**fields)
     with contextlib.suppress(LookupError):  # somebody removed it there
         control_of(cluster).change(**fields)
@@ -284,14 +286,12 @@ def hosts_asked(name: str, *, at_once: bool) -> Iterator[None]:
     Raises:
         ProvisionError: one of its hosts can't be used.
     """
-    from atoll.providers.ssh.connection import connections
+    from atoll.tasks.nodes import plan_of
 
-    with connections.kept():
+    with registry.kept():
         have = find(name) if at_once else None
-        if have is not None and have.hosts and have.status is ClusterStatus.UP:
-            from atoll.tasks import ssh_clusters
-
-            ssh_clusters.ask(have)
+        if have is not None and have.status is ClusterStatus.UP:
+            plan_of(dataclasses.replace(have, accelerator=None, num_accelerators=0))
         yield
 
 
@@ -301,17 +301,17 @@ def control_of(spec: ClusterSpec) -> LocalControl | ProgramControl:
     Raises:
         ProvisionError: the head can't be reached.
     """
-    if spec.supervised_from != "here":
-        from atoll.tasks import ssh_clusters
+    if not spec.allocation.supervised_here:
+        from atoll.tasks import head
 
-        return ssh_clusters.control(spec)
+        return head.control(spec)
     from atoll.tasks.control import LocalControl
 
     return LocalControl(folder_of(spec.name))
 
 
 def make_ready(cluster: ClusterSpec, say: Callable[[str], None], *, from_here: bool = False) -> ClusterSpec:
-    """Look at a cluster's hosts before a job, and decide where it is supervised from; nothing to do for local nodes.
+    """Get a cluster its nodes, look at them before a job, and decide where it is supervised from.
 
     Args:
         from_here: this machine supervises it, because its jobs end with a process here.
@@ -319,18 +319,38 @@ def make_ready(cluster: ClusterSpec, say: Callable[[str], None], *, from_here: b
     Raises:
         ProvisionError: a host can't be used.
     """
-    if not cluster.hosts:
-        return cluster
-    from atoll.tasks import ssh_clusters
+    from atoll.tasks.placing import provision
+    from atoll.tasks.remains import owner_of
 
-    return ssh_clusters.make_ready(cluster, say, from_here=from_here)
+    folder, before = folder_of(cluster.name), find(cluster.name)
+    is_new = before is None or before.status is ClusterStatus.DOWN
+    cluster = provision(cluster, before, owner_of(folder), say, here=from_here)
+    site = _site_text(cluster)
+    if before is not None and is_new and _site_text(before) != site:
+        say(f"earlier jobs of cluster {cluster.name} and their logs stay on {_site_text(before)}; numbers begin anew")
+    if cluster.allocation.supervised_here:
+        return cluster
+    from atoll.tasks import head
+
+    seen_there = registry.of(cluster.allocation).at_site(cluster.allocation)
+    job_ids = head.control(cluster).create(dataclasses.replace(cluster, allocation=seen_there), anew=is_new)
+    if job_ids:
+        which = f"job{'s' * (len(job_ids) > 1)} {', '.join(map(str, sorted(job_ids)))}"
+        verb = "were" if len(job_ids) > 1 else "was"
+        say(f"{which} of cluster {cluster.name} still ran on {site} and {verb} ended")
+    return cluster
+
+
+def _site_text(cluster: ClusterSpec) -> str:
+    """The machine that its supervisor runs on."""
+    return "this machine" if cluster.allocation.supervised_here else cluster.allocation.head.name
 
 
 def unfinished(cluster: ClusterSpec) -> list[JobRow]:
     """Jobs of a cluster that have not ended, the newest first."""
     if cluster.status is not ClusterStatus.UP:
         return []
-    if cluster.supervised_from != "here":
+    if not cluster.allocation.supervised_here:
         return [row for row in control_of(cluster).queue() if not row.status.ended]
     from atoll.tasks.store import Store
 
@@ -341,8 +361,8 @@ def unfinished(cluster: ClusterSpec) -> list[JobRow]:
 # --------------------------------------------------------------------------------------------------------- nodes
 def head_address(cluster: ClusterSpec) -> str:
     """The address of the head, as other nodes reach it."""
-    addresses = cluster.ssh.get("addresses") or cluster.hosts
-    return str(addresses[0]) if addresses else "127.0.0.1"
+    nodes = cluster.allocation.nodes
+    return nodes[0].address if nodes else "127.0.0.1"
 
 
 def node_of(cluster: ClusterSpec, name: str) -> int:

@@ -19,7 +19,7 @@ from atoll.tasks import record
 from atoll.tasks.environment import task_id
 from atoll.tasks.logs import JobLog
 from atoll.tasks.loop import Loop
-from atoll.tasks.nodes import LocalNodes, NodeSource
+from atoll.tasks.nodes import ClusterNodes
 from atoll.tasks.ports import PortLocks
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.runner import JobRunner, unexpected
@@ -49,7 +49,7 @@ class Dispatcher:
         self._lock = lock
         self._store = store
         self._loop = Loop()
-        self._nodes: NodeSource | None = None
+        self._nodes: ClusterNodes | None = None
         self._shape: ClusterSpec | None = None  # what `_nodes` were made for
         self._notes: list[str] = []
         self._runners: dict[int, JobRunner] = {}
@@ -289,7 +289,7 @@ class Dispatcher:
             return True
         return False
 
-    def _nodes_of(self, cluster: ClusterSpec) -> NodeSource | None:
+    def _nodes_of(self, cluster: ClusterSpec) -> ClusterNodes | None:
         """Where the cluster's nodes come from; None while jobs still run on it as it was before it changed."""
         same = {"status": ClusterStatus.UP, "setup_done": (), "autostop_minutes": None, "autodown": False, "notes": ()}
         shape = dataclasses.replace(cluster, **same)  # type: ignore[arg-type]  # of as many types as fields
@@ -300,12 +300,12 @@ class Dispatcher:
             if self._nodes is not None:
                 self._nodes.close()
                 self._nodes = None
-            nodes = _node_source(cluster, self._folder)
+            nodes = ClusterNodes(cluster, self._folder)
             self._notes = nodes.open()
             self._nodes, self._shape = nodes, shape
         return self._nodes
 
-    def _take_ports(self, turn: Turn, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
+    def _take_ports(self, turn: Turn, cluster: ClusterSpec, nodes: ClusterNodes) -> str | None:
         job = turn.job
         if not job.spec.ports or not nodes.shared_networks:
             return None
@@ -321,7 +321,7 @@ class Dispatcher:
         self._ports[job.id] = locks
         return None
 
-    def _start(self, turn: Turn, cluster: ClusterSpec, nodes: NodeSource) -> str | None:
+    def _start(self, turn: Turn, cluster: ClusterSpec, nodes: ClusterNodes) -> str | None:
         """Start a job, unless it has to wait for a port: what it waits for, then."""
         job = turn.job
         try:
@@ -411,14 +411,6 @@ class Dispatcher:
             self._nodes.close()
         signal.set_wakeup_fd(-1)
         self._loop.close()
-
-
-def _node_source(cluster: ClusterSpec, folder: Path) -> NodeSource:
-    if cluster.infra == "local":
-        return LocalNodes(cluster, folder)
-    from atoll.tasks.ssh_nodes import SSHNodes  # local jobs start without what that needs
-
-    return SSHNodes(cluster, folder)
 
 
 def _has_ended(pidfd: int) -> bool:

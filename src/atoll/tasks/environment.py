@@ -88,8 +88,8 @@ def command_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     defaults = {**_LINE_BY_LINE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if spec.num_processes > 1 or (task.cluster.infra == "local" and spec.num_nodes > 1):
-        there = world if task.cluster.infra == "local" else spec.num_processes
+    if spec.num_processes > 1 or (task.cluster.allocation.shares_machine and spec.num_nodes > 1):
+        there = world if task.cluster.allocation.shares_machine else spec.num_processes
         defaults["OMP_NUM_THREADS"] = str(max(1, cores // there))  # else each of them takes every core
     return _layered(task, place, defaults, {**_run_variables(task, node), **_texts(ours)})
 
@@ -176,7 +176,7 @@ def shell_text(task: Task, place: Mapping[str, str], env: Iterable[str]) -> str:
     """What the bash of a process reads first; of the variables ``env`` those that the job or its node sets hold."""
     free = {*task.spec.base_env, *place}.difference(task.spec.env, task.secrets, _OF_NODE)
     names = sorted({*env, *_OF_SHELL} - free)
-    condition = "true" if task.cluster.hosts else "[ -e ~/.bashrc ]"
+    condition = "[ -e ~/.bashrc ]" if task.cluster.allocation.shares_machine else "true"
     return _SHELL.format(condition=condition, slow_s=_SLOW_S, names=" ".join(map(shlex.quote, names)))
 
 

@@ -15,11 +15,13 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.secrets import is_secret
 from atoll.core.validation import command_line
 from atoll.images.interpreters import user_path
+from atoll.providers import registry
+from atoll.providers.base import DEFAULT
 from atoll.tasks import clusters, lifecycle, record
 from atoll.tasks.jobs import Job
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.placing import Decision, Wish, accelerators_text, decide
-from atoll.tasks.spec import ClusterSpec, ClusterStatus, Restarts
+from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.task import Task
@@ -167,7 +169,9 @@ def start_jobs(tasks: Sequence[Task], name: str, options: Options, earlier: Sequ
         try:
             if not options.as_it_is:
                 cluster = clusters.make_ready(cluster, options.say)
-                if cluster != before or cluster.hosts:  # a head whose home is this one's writes to the same file
+                if (
+                    cluster != before or not cluster.allocation.shares_machine
+                ):  # a head whose home is this one's writes to the same file
                     clusters.save(cluster, before)
                 _set_autostop(cluster, tasks, options)
             _ship(cluster, tasks, options)
@@ -242,9 +246,9 @@ def _decide(tasks: Sequence[Task], name: str, options: Options) -> list[Decision
 
 def _wish(task: Task, options: Options) -> Wish:
     said = task.resources.infra or ""  # a task written for a cloud runs here too, with a note
-    infra = options.infra or (said if said.partition("/")[0] in ("local", "ssh") else None)
+    infra = options.infra or (said if registry.is_known(said) else None)
     choices = task.resources.choices()
-    able = [each for each in choices if each.infra in (None, infra or "local")] or choices[:1]
+    able = [each for each in choices if each.infra in (None, infra or DEFAULT)] or choices[:1]
     return Wish(
         num_nodes=task.num_nodes,
         infra=infra,
@@ -291,7 +295,7 @@ def _submit(
     base_env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     base_env["PATH"] = user_path()
     setup = options.setup and not options.as_it_is and not (options.fast and _is_set_up(control.cluster()))
-    most = cluster.ssh.get("max_restarts_on_lost_nodes", Restarts().on_lost_nodes)
+    most = cluster.allocation.max_restarts
     group = f"sweep-{random.token_hex(2)}" if options.variants else None
     in_pipeline = len(tasks) > 1 or earlier is not None
     task_ids = [job.row().task_id for job in earlier or ()]
@@ -305,7 +309,7 @@ def _submit(
             simulated=cluster.simulated,  # what the job sees as ATOLL_SIMULATED, with no GPU asked for too
             restarts=dataclasses.replace(spec.restarts, on_lost_nodes=most),
             strict=options.strict,
-            base_env={} if cluster.hosts else base_env,  # other machines have paths of their own
+            base_env=base_env if cluster.allocation.shares_machine else {},  # other machines have paths of their own
         )
         if in_pipeline:
             env = {**spec.env, "SKYPILOT_TASK_IDS": "\n".join(task_ids)}

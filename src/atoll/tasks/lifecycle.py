@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import MOST_MINUTES, checks_arguments
+from atoll.providers import registry
 from atoll.tasks import clusters, record
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
 
@@ -64,22 +65,21 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
     Raises:
         UnknownCluster: there is none.
     """
-    from atoll.providers.ssh.connection import connections
-    from atoll.tasks import ssh_clusters
+    from atoll.tasks import head
 
-    with clusters.locked(clusters.load(cluster_name).name, "down", on_line) as folder, connections.kept():
+    with clusters.locked(clusters.load(cluster_name).name, "down", on_line) as folder, registry.kept():
         cluster = clusters.load(cluster_name)
         try:
             ended = clusters.control_of(cluster).end() if purge else []
             ended += [job for job in _end(cluster, ClusterStatus.DOWN) if job not in ended]
         except ProvisionError as error:
-            if cluster.supervised_from == "here":
+            if cluster.allocation.supervised_here:
                 raise
-            ssh_clusters.clean_without_head(cluster, error, for_good=purge)
+            head.clean_without_head(cluster, error, for_good=purge)
             record.change(folder, status=ClusterStatus.DOWN, autostop_minutes=None, autodown=False)
             return []
-        if purge and cluster.supervised_from != "here":
-            ssh_clusters.remove_record(cluster)
+        if purge and not cluster.allocation.supervised_here:
+            head.remove_record(cluster)
         return ended
 
 
@@ -148,10 +148,11 @@ def take_back(name: str, before: ClusterSpec | None) -> None:
         return
     with contextlib.suppress(AtollError, OSError):  # what stopped the launch may stop this, too
         _end(made, ClusterStatus.DOWN)
-    if made.supervised_from not in ("here", before.supervised_from if before is not None else "here"):
-        from atoll.tasks import ssh_clusters
+    at = None if before is None or before.allocation.supervised_here else before.allocation.head
+    if not made.allocation.supervised_here and made.allocation.head != at:
+        from atoll.tasks import head
 
-        ssh_clusters.remove_record(made)
+        head.remove_record(made)
     if before is not None:
         record.save(folder, before)
         return
@@ -166,7 +167,7 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
     try:
         ended = control.cancel(None)
     except AtollError:  # on a full disk it takes the room that the nodes' files have
-        if status is not ClusterStatus.DOWN or cluster.supervised_from != "here":
+        if status is not ClusterStatus.DOWN or not cluster.allocation.supervised_here:
             raise
         control.remove_nodes()
         ended = control.cancel(None)
@@ -176,13 +177,14 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
 
             for line in lines:
                 tell(line)
-        if cluster.hosts:
+        if cluster.allocation.files == "hosts":
             from atoll.tasks.sync import host_files
 
             host_files.remove_files(cluster)
         clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
         clusters.change(cluster, status=status)
+    registry.of(cluster.allocation).release(cluster.allocation, keep_disks=status is not ClusterStatus.DOWN)
     return ended
 
 
@@ -197,7 +199,7 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
     """
     if cluster.status is not ClusterStatus.UP:
         return cluster
-    if cluster.supervised_from == "here":
+    if cluster.allocation.supervised_here:
         from atoll.tasks.control import LocalControl
 
         LocalControl(clusters.folder_of(cluster.name)).resume()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import command_line
+from atoll.providers.base import DEFAULT, AcceleratorsLacking, NodeRequest, wait_until_ready
+from atoll.providers.registry import resolve
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
+Say = Callable[[str], object]
 Accelerators = tuple[str, int]  # of each node: name and how many
-_MOST_LOCAL_NODES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +25,20 @@ class Wish:
 
     Attributes:
         num_nodes: nodes of the job.
-        infra: ``local``, ``ssh/NAME``, or None: where the cluster is, for a new one local.
-        accelerators: kinds that would do, the preferred one first; empty for none.
+        infra: as the registry knows it, or None: where the cluster is, for a new one this machine.
+        accelerators: kinds that would do, the preferred one first; empty for none; None takes what is there.
         cpus, memory: of each node, as text (``8+``, ``32GB``), or None.
         simulate: may what the machine lacks be simulated?
+        files_in: where its files go below the state folder of a host.
     """
 
     num_nodes: int = 1
     infra: str | None = None
-    accelerators: tuple[Accelerators, ...] = ()
+    accelerators: tuple[Accelerators, ...] | None = ()
     cpus: str | None = None
     memory: str | None = None
     simulate: bool = True
+    files_in: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,6 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
         ConfigError: an unknown infra, another infra than it is on, a resize while jobs run, accelerators that can't
             be had without simulation.
     """
-    infra = wish.infra or (have.infra if have is not None else "local")
-    if infra == "local" and wish.num_nodes > _MOST_LOCAL_NODES:
-        raise ConfigError(
-            f"{wish.num_nodes} nodes on this machine alone: expected {_MOST_LOCAL_NODES} at most; "
-            f"for more, run on hosts with --infra ssh/NAME"
-        )
     if have is None or have.status is ClusterStatus.DOWN:
         return _new(name, have, wish)
     if wish.infra is not None and wish.infra != have.infra:
@@ -80,10 +78,10 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
             f"cluster {name} is on {have.infra}, --infra {wish.infra} was asked for: use another name (-c), "
             f"or `{command_line('atoll', 'down', name)}` first"
         )
-    chosen = next((kind for kind in wish.accelerators if _fits(have, kind)), None)
+    chosen = next((kind for kind in wish.accelerators or () if _fits(have, kind)), None)
     if chosen is not None and have.simulated and not wish.simulate:
         place(have, (chosen,), simulate=False)  # refuses
-    wanted = chosen or next(iter(wish.accelerators), None)
+    wanted = chosen or next(iter(wish.accelerators or ()), None)
     changes = _missing(
         have,
         num_nodes=wish.num_nodes,
@@ -127,13 +125,13 @@ def _decision(
 def _new(name: str, have: ClusterSpec | None, wish: Wish) -> Decision:
     made = ClusterSpec(
         name=name,
-        infra=wish.infra or "local",
+        infra=wish.infra or DEFAULT,
         num_nodes=wish.num_nodes,
         cpus=wish.cpus,
         memory_gb=wish.memory,
         created_s=time.time(),
     )
-    cluster = place(made, wish.accelerators, wish.simulate)
+    cluster = place(made, wish.accelerators, wish.simulate, wish.files_in)
     lines = list(cluster.notes)
     if have is not None:
         lines.insert(0, f"cluster {name} was down and is made anew; its old jobs' logs are kept")
@@ -141,40 +139,58 @@ def _new(name: str, have: ClusterSpec | None, wish: Wish) -> Decision:
     return _decision(cluster, mine, lines)
 
 
-# ------------------------------------------------------------------------------------------------- what infras have
-def place(cluster: ClusterSpec, accelerators: Sequence[Accelerators], simulate: bool) -> ClusterSpec:
+# ---------------------------------------------------------------------------------------------- what providers have
+def place(
+    cluster: ClusterSpec, accelerators: Sequence[Accelerators] | None, simulate: bool, files_in: str = ""
+) -> ClusterSpec:
     """The cluster with what its infra has for it; its notes say what differs from what was asked.
 
     Raises:
         ConfigError: an infra that is not known, or accelerators that it doesn't have.
+        ProvisionError: a node can't be used.
     """
-    if cluster.infra.startswith("ssh/"):
-        from atoll.tasks import ssh_clusters
-
-        placed, lines = ssh_clusters.place(cluster, accelerators)
-        return dataclasses.replace(placed, notes=lines)
-    if cluster.infra != "local":
-        raise ConfigError(f"--infra {cluster.infra}: this version runs tasks on local and ssh/NAME")
-    if not accelerators:
-        return dataclasses.replace(cluster, accelerator=None, num_accelerators=0, simulated=False, notes=())
-    from atoll.providers.accelerators import AcceleratorSpec
-    from atoll.providers.gpus import local_gpus
-    from atoll.providers.local import Local
-
-    gpus = [gpu.name for gpu in local_gpus()]
-    nodes = cluster.num_nodes
-    name, num = next((kind for kind in accelerators if gpus.count(kind[0]) >= kind[1] * nodes), accelerators[0])
-    if not simulate and gpus.count(name) < num * nodes:
-        raise ConfigError(
-            f"{nodes} × {accelerators_text(name, num)} can't be had: this machine has {', '.join(gpus) or 'no GPU'}. "
-            f"Leave --no-simulate out to run on CPU instead, or ask for less (--gpus none: for none)"
-        )
+    request = NodeRequest(
+        id=cluster.name,
+        num_nodes=cluster.num_nodes,
+        accelerators=None if accelerators is None else tuple(accelerators),
+        simulate=simulate,
+        files_in=files_in or cluster.allocation.files_in,
+    )
     try:
-        plan = Local().plan(nodes=nodes, accelerator=AcceleratorSpec(name, num), workers_per_node=1)
-        simulated, lines = plan.simulated, plan.lines
-    except ConfigError:  # a card that the catalog doesn't list, so none that is here
-        simulated, lines = True, (f"{nodes} × {accelerators_text(name, num)} simulated on CPU: this machine has none",)
-    return dataclasses.replace(cluster, accelerator=name, num_accelerators=num, simulated=simulated, notes=lines)
+        plan = resolve(cluster.infra).plan(request)
+    except AcceleratorsLacking as error:
+        step = ". Leave --no-simulate out to run on CPU instead, or ask for less (--gpus none: for none)"
+        raise ConfigError(
+            f"{error.asked} {error.why}{step if error.can_simulate else '; --gpus none asks for none'}"
+        ) from None
+    return dataclasses.replace(
+        cluster,
+        accelerator=plan.accelerator if plan.num_accelerators else None,
+        num_accelerators=plan.num_accelerators,
+        simulated=plan.simulated,
+        notes=plan.lines,
+        allocation=plan.allocation,
+    )
+
+
+def provision(cluster: ClusterSpec, before: ClusterSpec | None, owner: str, say: Say, *, here: bool) -> ClusterSpec:
+    """Get a cluster its nodes, waiting while they are pending, and check them before a job.
+
+    Args:
+        cluster: as it was decided.
+        before: its record so far, or None.
+        owner: what its agents are known by.
+        say: called with a line for each thing the user should know.
+        here: its supervisor runs on this machine, because its jobs end with a process here.
+
+    Raises:
+        ProvisionError: a node can't be had or used.
+    """
+    provider = resolve(cluster.infra)
+    have = None if before is None or before.status is ClusterStatus.DOWN else before.allocation
+    request = dataclasses.replace(cluster.request(), supervised_here=here)
+    allocation = wait_until_ready(provider, provider.provision(request, say, have), say)
+    return dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner))
 
 
 def _fits(cluster: ClusterSpec, wanted: Accelerators) -> bool:

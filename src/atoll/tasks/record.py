@@ -15,6 +15,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import write_atomic
 from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES, command_line
+from atoll.providers.registry import is_known
 from atoll.tasks.spec import ClusterSpec
 
 RECORD = "cluster.json"
@@ -55,17 +56,13 @@ def _flaw(cluster: ClusterSpec, folder: Path) -> str | None:
         value = getattr(cluster, field)
         if value is not None and not least <= value <= most:  # NaN isn't, either
             return f"{field}: {value!r:.40} can't be one"
-    if cluster.infra == "local":
-        is_whole = not cluster.hosts and cluster.supervised_from == "here"
-    elif cluster.infra.startswith("ssh/"):
-        is_whole = len(cluster.hosts) >= cluster.num_nodes and all(isinstance(host, str) for host in cluster.hosts)
-    else:
-        return f"infra: {cluster.infra!r:.40} is neither local nor ssh/NAME"
-    if is_whole:
-        return None
-    return (
-        f"hosts {cluster.hosts!r:.40} and supervised_from {cluster.supervised_from!r:.40} can't be of {cluster.infra}"
-    )
+    if cluster.infra != cluster.allocation.infra:
+        return f"infra: {cluster.infra!r:.40} and its allocation's {cluster.allocation.infra!r:.40} differ"
+    if not is_known(cluster.infra):
+        return f"infra: {cluster.infra!r:.40} is none"
+    if not cluster.allocation.shares_machine and len(cluster.allocation.nodes) < cluster.num_nodes:
+        return f"it has {cluster.num_nodes} nodes, and {len(cluster.allocation.nodes)} of them are known"
+    return None
 
 
 def removes(name: str) -> str:

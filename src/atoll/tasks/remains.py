@@ -11,26 +11,17 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atoll.agent import orphans
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.providers import registry
 from atoll.tasks import background, record
 from atoll.tasks.spec import ClusterSpec
 
-if TYPE_CHECKING:
-    from atoll.providers.remote import RemotePlan
-    from atoll.providers.ssh.hosts import Target
-
 _ID = "id"  # in ATOLL_HOME: no other state folder has the same
-_DRIVER = "driver"  # in a cluster's folder: the owner of what its last supervisor started on hosts
 _PATIENCE_S = 3.0
-_ANSWER_S = 20.0
-_HOST_BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.agent.orphans import main; main()"
+_DRIVER = "driver"  # in a cluster's folder: the owner of what its last supervisor started on hosts
 _BOOT = """import os, sys
 if os.fork(): os._exit(0)
 sys.path.insert(0, sys.argv[1])
@@ -51,16 +42,14 @@ def owner_of(folder: Path) -> str:
     return hashlib.blake2b("\0".join(parts).encode(errors="surrogateescape"), digest_size=12).hexdigest()
 
 
-def owner_on_hosts(cluster: ClusterSpec, folder: Path) -> str:
-    """``owner_of`` for agents on hosts: where this is the head, they are known by what the client is known by.
+def owner_on_nodes(cluster: ClusterSpec, folder: Path) -> str:
+    """``owner_of`` for agents on its nodes: where this is the head, they are known by what the client is known by.
 
     What the record says is believed only in the folder that it was written for: a copy of one has an owner of its own.
     """
-    from atoll.providers.ssh.hosts import HERE
-
-    its, written_for = cluster.ssh.get("owner"), cluster.ssh.get("folder", "")
-    if its and cluster.hosts[0] == HERE and os.path.realpath(folder) == os.path.realpath(written_for):
-        return str(its)
+    its, written_for = cluster.allocation.owner, cluster.allocation.folder
+    if its and written_for and os.path.realpath(folder) == os.path.realpath(written_for):
+        return its
     return owner_of(folder)
 
 
@@ -89,7 +78,7 @@ def _id_of(home: Path) -> str:
 
 
 def end_here(folder: Path) -> list[str]:
-    """End what local nodes of the cluster left. For whoever holds the supervisor's lock. Returns what does not end."""
+    """End what nodes on this machine left. For whoever holds the supervisor's lock. Returns what does not end."""
     if not os.path.lexists(folder.absolute().parent.parent / _ID):  # nothing was ever started
         return []
     return [f"{each} on {os.uname().nodename}" for each in orphans.end(owner_of(folder), patience_s=_PATIENCE_S)]
@@ -109,7 +98,7 @@ def end_all(folder: Path) -> list[str]:
     except LookupError:
         return []
     try:
-        left, lines = end_on_hosts(cluster, folder) if cluster.hosts else (end_here(folder), list[str]())
+        left, lines = end_on_nodes(cluster, folder)
     except ConfigError as error:
         return [f"{error}. So nobody looked whether something of cluster {cluster.name} hangs"]
     if left:
@@ -120,76 +109,30 @@ def end_all(folder: Path) -> list[str]:
 ADVICE = "it waits for a disk or a device that does not answer, or is frozen; it has to end before another job starts"
 
 
-def end_on_hosts(cluster: ClusterSpec, folder: Path, first: int = 0, driver: str = "") -> tuple[list[str], list[str]]:
-    """End what a cluster left on its hosts.
+def end_on_nodes(cluster: ClusterSpec, folder: Path, first: int = 0, driver: str = "") -> tuple[list[str], list[str]]:
+    """End what a cluster left on its nodes.
 
     Args:
         cluster: which.
         folder: the cluster's.
-        first: the number of the first of those hosts.
+        first: the number of the first of those nodes.
         driver: only what this owner left.
 
     Returns:
-        what does not end, with its host; and a line for each host that could not be asked.
+        what does not end, with its machine; and a line for each machine that could not be asked.
     """
-    from atoll.providers.ssh import bundle
-    from atoll.providers.ssh.connection import connections
-    from atoll.providers.ssh.hosts import HERE
-    from atoll.tasks.ssh_nodes import plans_of, provider_of
-
-    owner = owner_on_hosts(cluster, folder)
-    if cluster.ssh.get("owner") != owner:  # no job of it has been started yet, or another folder's are
+    allocation = cluster.allocation
+    if allocation.shares_machine:
+        return end_here(folder), []
+    owner = owner_on_nodes(cluster, folder)
+    if allocation.owner != owner:  # no job of it has been started yet, or another folder's are
         return [], []
     if driver and driver.partition(".")[0] != owner:
         return [], []
-    targets = provider_of(cluster).targets()[: cluster.num_nodes]
-    names: Sequence[str] = cluster.ssh.get("names") or [str(target) for target in targets]
-    of_all = {key: value for key, value in cluster.ssh.items() if key not in ("addresses", "names")}
-
-    def end(node: int) -> tuple[list[str], list[str]]:
-        one = replace(cluster, hosts=cluster.hosts[node : node + 1], num_nodes=1, accelerator=None, ssh=of_all)
-        try:
-            plan = replace(plans_of(one)[0], host=names[node])
-            with connections.used([targets[node]]) as (login,):
-                bundle.put(login, plan, plan.bundles[0])
-            return end_on(targets[node], plan, driver or owner), []
-        except ProvisionError as error:
-            why = str(error).removeprefix(f"{targets[node]}: ").removesuffix(".")
-            return [], [
-                f"{names[node]}: {why}. So nobody looked whether something of cluster {cluster.name} hangs there"
-            ]
-
     try:
-        if cluster.hosts[0] == HERE and (digest := cluster.ssh.get("bundle")):
-            bundle.use_packed(digest)
-        with ThreadPoolExecutor(max(1, len(targets) - first)) as threads:
-            found = list(threads.map(end, range(first, len(targets))))
+        return registry.of(allocation).end_orphans(allocation, driver or owner, first)
     except ProvisionError as error:
         return [], [f"cluster {cluster.name}: {error}"]
-    finally:
-        connections.close_idle()
-    return [each for left, _ in found for each in left], [line for _, lines in found for line in lines]
-
-
-def end_on(target: Target, plan: RemotePlan, owner: str, limit_s: float = _ANSWER_S) -> list[str]:
-    """End what an owner left on a host that has Atoll's code; returns what does not end, with its host.
-
-    Raises:
-        ProvisionError: it can't be asked.
-    """
-    from atoll.providers.ssh.connection import connections
-    from atoll.providers.ssh.facts import python_command
-    from atoll.providers.ssh.output import parsed
-
-    code = _HOST_BOOT.format(code=plan.import_path[0])
-    connection = connections.hold(target)
-    try:
-        answer = connection.run(python_command(plan.python, code, owner, f"{_PATIENCE_S:g}"), limit_s=limit_s)
-    finally:
-        connections.release(target)
-    if answer.returncode != 0:
-        raise ProvisionError(f"{target}: {answer.stderr.decode(errors='replace').strip()[-200:]}")
-    return [f"{each} on {plan.host}" for each in parsed(plan.host, answer.stdout)]
 
 
 # --------------------------------------------------------------------------------- after a supervisor that was killed
@@ -215,13 +158,8 @@ def end_left(folder: Path, log: Path) -> list[str]:
 
 def main(folder: str, owner: str) -> None:
     """Entry of that process; what it could not do is in the supervisor's log, and tried again before the next job."""
-    from atoll.providers.ssh.bundle import use_packed
-
     try:
-        cluster = record.load(Path(folder))
-        if digest := cluster.ssh.get("bundle"):  # what packs it is not on this process's path
-            use_packed(digest)
-        left, lines = end_on_hosts(cluster, Path(folder), driver=owner)
+        left, lines = end_on_nodes(record.load(Path(folder)), Path(folder), driver=owner)
     except (AtollError, LookupError) as error:
         left, lines = [], [str(error)]
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):

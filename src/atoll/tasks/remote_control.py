@@ -15,7 +15,6 @@ from typing import IO, Any
 
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
-from atoll.providers.ssh.output import MARK, never_began, unreadable
 from atoll.tasks.control import LocalControl
 from atoll.tasks.protocol import (
     Damaged,
@@ -33,6 +32,7 @@ from atoll.tasks.protocol import (
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
 from atoll.tasks.supervisor_client import OnEvent, Write, tell
+from atoll.wire.command_output import MARK, never_began, unreadable
 
 _BLOCK_BYTES = 1 << 20
 _NO_CONNECTION = 255  # ssh's own exit code

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, PlainValidator, StrictBool, ValidationErro
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_TRIES, nearest
+from atoll.providers import registry
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.tasks.schema import (
     Document,
@@ -39,25 +40,6 @@ _GB = {"": 1.0, "M": 2.0**-10, "G": 1.0, "T": 1024.0}
 _MINUTES = {"": 1.0, "s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0, "w": 10080.0}
 _AMOUNT = r"(\d{1,12}(?:\.\d+)?)"  # hundreds of digits before the point are infinite as a number
 _SIZE = rf"{_AMOUNT}\s*(?:([MGT]?)(?:i?B)?)"
-
-# Keys of resources that mean nothing on machines that are there already, and why.
-_NOT_ON_OWN_MACHINES = {
-    "use_spot": "no machine of yours is a spot machine",
-    "instance_type": "your machines are what they are",
-    "disk_size": "the disk is the machine's own",
-    "disk_tier": "the disk is the machine's own",
-    "local_disk": "the disk is the machine's own",
-    "network_tier": "the network is the machine's own",
-    "image_id": "scripts run on the machine's own system, in no image",
-    "max_hourly_cost": "your machines have no price",
-    "priority": "jobs start in the order in which they came",
-    "priority_class": "jobs start in the order in which they came",
-    "labels": "nothing is rented that could carry them",
-    "accelerator_args": "accelerators are taken as they are",
-    "ports": "nothing is opened: what listens is reached as far as the machine's own firewall lets it",
-    "volumes": "volumes are a cloud's",
-    "hooks": "no cloud stops the machine",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +151,8 @@ def _infra(value: Any) -> str | None:
     cloud = _cloud(cloud)
     if not all(rest):
         raise Expected("cloud/region/zone with no part empty; * stands for any")
-    if cloud == "local" and rest:
-        raise Expected("local alone: it is this machine")
-    if cloud == "ssh" and not rest:
-        raise Expected("ssh/NAME, with a NAME of ~/.ssh/config or of [ssh.NAME] in config.toml")
+    if (expected := registry.wrong_form("/".join([cloud, *rest]))) is not None:
+        raise Expected(expected)
     if cloud not in ("ssh", "k8s", "kubernetes") and len(rest) > 2:
         raise Expected("cloud/region/zone, three parts at most")
     parts = [cloud, *rest]
@@ -366,15 +346,12 @@ class Resources(_Alternative):
         return next((each for each in choices if each.infra in (None, infra)), choices[0])
 
     def honours(self, infra: str) -> list[str]:
-        """One line for each key that ``infra`` can't honour; of machines that are there already (local, ssh)."""
-        if not is_own(infra):
+        """One line for each key that ``infra``'s provider can't honour."""
+        if not registry.is_known(infra):
             return []
         taken = self.choice(infra)
-        lines = [
-            f"resources.{key} has no effect on {infra}: {why}"
-            for key, why in _NOT_ON_OWN_MACHINES.items()
-            if taken.config.get(key, False) is not False
-        ]
+        given = tuple(key for key, value in taken.config.items() if value is not False)
+        lines = registry.lacking(infra, given)
         if taken.infra not in (None, infra):
             lines.append(f"the task asks for {taken.infra} and runs on {infra}")
         if taken.job_recovery is not None and taken.job_recovery.strategy:
@@ -395,11 +372,6 @@ class Resources(_Alternative):
 
     def __repr_args__(self) -> Any:
         return self.config.items()
-
-
-def is_own(infra: str) -> bool:
-    """Are these machines that are there already, of the user's own?"""
-    return infra == "local" or infra.startswith("ssh/")
 
 
 def check_changes(changes: Mapping[str, Any], document: Document) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from atoll.tasks.channel import Channel
 from atoll.tasks.logs import JobLog, Stream
 from atoll.tasks.loop import GuardedLoop, Loop
 from atoll.tasks.machine import JobMachine
-from atoll.tasks.nodes import NodeSource, StartedNode
+from atoll.tasks.nodes import ClusterNodes, StartedNode
 from atoll.tasks.ports import free_port
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
@@ -97,7 +97,7 @@ class JobRunner:
         job: JobRow,
         on: Sequence[int],
         cluster: ClusterSpec,
-        nodes: NodeSource,
+        nodes: ClusterNodes,
         folder: Path,
         loop: Loop,
         record: Record,
@@ -115,7 +115,7 @@ class JobRunner:
         visible = {**spec.base_env, **spec.env}.get(VISIBLE)
         self._gpus = [nodes.gpus(node, spec.num_accelerators, visible) for node in range(cluster.num_nodes)]
         self._num_gpus = 0 if cluster.simulated or spec.simulated else spec.num_accelerators  # of each node
-        self._check_gpus(visible, shared=cluster.infra == "local")
+        self._check_gpus(visible, shared=cluster.allocation.shares_machine)
         names = job.id, job.task_id, job.user
         self._task = environment.Task(spec, cluster, *names, nodes.addresses, secrets, self.nodes)
         self._log = JobLog(folder / "jobs" / str(job.id), environment.hidden_values(spec, secrets))
@@ -274,9 +274,11 @@ class JobRunner:
             elif place.stopped:
                 self._in_turn(place.node, result.handle.stop, _ignore, first=True)
             else:
+                self._task = replace(self._task, addresses=result.addresses)
                 place.started = result
                 place.answer_due = time.monotonic() + _ANSWER_S
-                self._listen(place, result)
+                # It tells in a thread of its own.
+                result.handle.listen(lambda *told: self._loop.post(lambda: self._silent(place, *told)))
                 place.channel = Channel(
                     self._loop,
                     result.handle,
@@ -284,19 +286,18 @@ class JobRunner:
                     lambda reason: self._lost(place, reason),
                 )
 
+        def note(line: str) -> None:
+            self._loop.post(lambda: self._note(place, line))
+
         def start() -> StartedNode | AtollError | OSError:
             try:
-                return self._nodes.start(self.job.id, place.node, place.attempt, *self._visible())
+                addresses = self._nodes.ask(self.job.id, place.attempt, note, lambda: place.stopped)
+                result = self._nodes.start(self.job.id, place.node, place.attempt, *self._visible())
+                return replace(result, addresses=addresses)
             except (AtollError, OSError) as error:
                 return error
 
         self._in_turn(place.node, start, started)
-
-    def _listen(self, place: _Place, started: StartedNode) -> None:
-        """A host's channel tells, in a thread of its own, when the host falls silent and when it answers again."""
-        listen = getattr(started.handle, "listen", None)
-        if listen is not None:
-            listen(lambda silent_s, said: self._loop.post(lambda: self._silent(place, silent_s, said)))
 
     def _silent(self, place: _Place, silent_s: float, said: str) -> None:
         if not place.stopped:
@@ -387,8 +388,8 @@ class JobRunner:
                 restarts=action.attempt - 1,
                 cores=started.cores,
             )
-            hosts = self._task.cluster.hosts  # here it is the caller's shell that it is run from
-            meta["argv"] = ["bash", "-c", 'exec "$@"', "bash", *spec.command] if hosts else list(spec.command)
+            here = self._task.cluster.allocation.shares_machine  # it is the caller's shell that it is run from
+            meta["argv"] = list(spec.command) if here else ["bash", "-c", 'exec "$@"', "bash", *spec.command]
         else:
             env = environment.script_environment(self._task, action.phase, action.node, node_env)
             text = spec.setup if action.phase == "setup" else spec.run

@@ -15,9 +15,9 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import MOST_ACCELERATORS, MOST_NODES, MOST_PROCESSES, MOST_TRIES, check_whole
+from atoll.providers.base import DEFAULT, Allocation, NodeRequest
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
-WORKDIR = "sky_workdir"  # SkyPilot's name for a task's folder, below HOME
 LONGEST_NAME = 63  # it becomes part of host names
 
 
@@ -216,27 +216,24 @@ class ClusterSpec:
         accelerator, num_accelerators: of each node, or None and 0.
         simulated: they are not there.
         cpus, memory_gb: what was asked for each node, as text, for display.
-        hosts: for ssh, one entry a node: what ``ssh`` is given, head first.
-        supervised_from: ``here``, or the head's host: where the supervisor runs.
+        allocation: what the provider has given: its nodes, and where the supervisor runs.
         status: up, stopped or down.
         created_s: when it was made, or started after a stop; in seconds since 1970.
         setup_done: nodes whose setup has succeeded at least once.
         autostop_minutes: idle minutes after which it is stopped, or None; ``autodown``: taken down instead.
         autostop_set_s: when that was set: the minutes before it don't count.
         notes: lines said when it was made (what is simulated, what an infra can't honour).
-        ssh: further settings of the ssh provider (python, grace_s, key, jump, ...).
     """
 
     name: str
-    infra: str = "local"
+    infra: str = DEFAULT
     num_nodes: int = 1
     accelerator: str | None = None
     num_accelerators: int = 0
     simulated: bool = False
     cpus: str | None = None
     memory_gb: str | None = None
-    hosts: tuple[str, ...] = ()
-    supervised_from: str = "here"
+    allocation: Allocation = field(default_factory=Allocation)
     status: ClusterStatus = ClusterStatus.UP
     created_s: float = 0.0
     setup_done: tuple[int, ...] = ()
@@ -244,10 +241,15 @@ class ClusterSpec:
     autostop_set_s: float = 0.0
     autodown: bool = False
     notes: tuple[str, ...] = ()
-    ssh: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return _short(self)
+
+    def request(self) -> NodeRequest:
+        """What it asks of its provider."""
+        wanted = ((self.accelerator, self.num_accelerators),) if self.accelerator and self.num_accelerators else ()
+        files_in = self.allocation.files_in
+        return NodeRequest(id=self.name, num_nodes=self.num_nodes, accelerators=wanted, files_in=files_in)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -269,7 +271,9 @@ class ClusterSpec:
                 raise ConfigError(f"{key}: {values[key]!r:.40} can't be one")
         if not is_name(values.get("name", "")):
             raise ConfigError("it has no name")
-        for key in ("hosts", "setup_done", "notes"):
+        if "allocation" in values:  # those of this machine had none
+            values["allocation"] = Allocation.from_json(values["allocation"])
+        for key in ("setup_done", "notes"):
             values[key] = tuple(values.get(key) or ())
         values["status"] = ClusterStatus(values.get("status", "UP"))
         return cls(**values)
@@ -277,14 +281,13 @@ class ClusterSpec:
 
 _TEXT, _LIST = (str, type(None)), (list, tuple, type(None))
 _RECORD_TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("name", "infra", "supervised_from", "status"), str),
+    **dict.fromkeys(("name", "infra", "status"), str),
     **dict.fromkeys(("accelerator", "cpus", "memory_gb"), _TEXT),
     **dict.fromkeys(("num_nodes", "num_accelerators"), int),
     **dict.fromkeys(("simulated", "autodown"), bool),
-    **dict.fromkeys(("hosts", "setup_done", "notes"), _LIST),
+    **dict.fromkeys(("setup_done", "notes"), _LIST),
     **dict.fromkeys(("created_s", "autostop_set_s"), (int, float)),
     "autostop_minutes": (int, type(None)),
-    "ssh": dict,
 }
 
 

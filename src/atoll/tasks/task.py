@@ -13,8 +13,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Str
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import MOST_NODES, checks_arguments, command_line, suggests_keywords
+from atoll.providers import registry
+from atoll.providers.base import DEFAULT
 from atoll.tasks.environment import OF_PLACE
-from atoll.tasks.resources import Hook, Resources, is_own
+from atoll.tasks.resources import Hook, Resources
 from atoll.tasks.schema import (
     BY_KIND,
     Document,
@@ -315,7 +317,7 @@ class Task:
     @property
     def infra(self) -> str:
         """Where it asks to run: ``local`` where it doesn't say."""
-        return self.resources.infra or self.resources.choices()[0].infra or "local"
+        return self.resources.infra or self.resources.choices()[0].infra or DEFAULT
 
     @property
     def variables(self) -> dict[str, str]:
@@ -368,7 +370,7 @@ class Task:
     def notes_for(self, infra: str) -> list[str]:
         """``notes``, and one line for each thing that ``infra`` can't honour."""
         lines = [*self.notes, *self.resources.honours(infra)]
-        if not is_own(infra):
+        if not registry.is_known(infra):
             return lines
         lines += [
             f"{name} can't be given on {infra}: it is the node's own"

@@ -20,16 +20,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TypeVar
 
 from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.providers.ssh.errors import LoginDenied, explain, silent
-from atoll.providers.ssh.hosts import HERE, Target
-from atoll.providers.ssh.output import marked, never_began, own_output
-
-if TYPE_CHECKING:
-    from atoll.providers.ssh.facts import Facts
+from atoll.providers.ssh.hosts import HERE, Facts, Target
+from atoll.wire.command_output import marked, never_began, own_output
 
 R = TypeVar("R")
 LOGIN_S = 15.0  # what logging in, or a short command, may take
@@ -231,18 +228,25 @@ class Connections:
         return self._keepers > 0
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """While this lasts, hosts are logged in to once and asked about themselves once, whoever wants to know."""
+    def kept(self, *, stay: bool = False) -> Iterator[None]:
+        """While this lasts, hosts are logged in to once and asked about themselves once, whoever wants to know.
+
+        ``stay``: logins stay until a later ``close_idle``, unless it fails.
+        """
         with self._lock:
             self._keepers += 1
         try:
             yield
+        except BaseException:
+            stay = False
+            raise
         finally:
             with self._lock:
                 self._keepers -= 1
                 for connection, _ in self._open.values() if self._keepers == 0 else ():
                     connection.facts = None
-            self.close_idle()
+            if not stay:
+                self.close_idle()
 
     @contextlib.contextmanager
     def used(self, targets: Iterable[Target]) -> Iterator[list[Connection]]:
@@ -254,7 +258,7 @@ class Connections:
                 yield held
             finally:
                 for connection in held:
-                    self._count(connection.target, -1)
+                    self.leave(connection.target)
         except BaseException:
             self.close_idle()
             raise
@@ -265,8 +269,12 @@ class Connections:
 
     def release(self, target: Target) -> None:
         """One user less; logs out of every host that nobody uses."""
-        self._count(target, -1)
+        self.leave(target)
         self.close_idle()
+
+    def leave(self, target: Target) -> None:
+        """One user less; the login stays until a later ``close_idle``."""
+        self._count(target, -1)
 
     def _count(self, target: Target, more: int) -> Connection:
         with self._lock:

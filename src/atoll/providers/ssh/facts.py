@@ -6,15 +6,14 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from atoll.core.errors import ProvisionError
 from atoll.providers.gpus import QUERY, VISIBLE, Gpu, parse_line, visible_gpus
 from atoll.providers.ssh.connection import Connection, connections
-from atoll.providers.ssh.hosts import Target
-from atoll.providers.ssh.output import parsed_object
+from atoll.providers.ssh.hosts import Facts
+from atoll.wire.command_output import parsed_object
 
 LEAST_PYTHON = (3, 11)
 _ASK_S = 20.0  # with logging in; nvidia-smi of a driver without persistence mode takes seconds
@@ -94,45 +93,6 @@ print(json.dumps({
     'addr': (os.environ.get('SSH_CONNECTION') or '').split()[2:3], 'route': route(), 'torch': torch(),
     'shm': free('/dev/shm'), 'disk': free(os.path.expanduser(folder or home)), 'time': time.time()}))
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """One host as it describes itself.
-
-    Attributes:
-        target: how it is reached.
-        python: its interpreter's version; ``executable`` its path.
-        hostname, home, tmp: as there.
-        place: a folder of the user's that can be written to, for bundles and logs.
-        bundles: digests of those asked for that it has.
-        cpus: cores our processes may use.
-        gpus: its GPUs that a login may use; ``gpu_problem`` says why none could be listed though there is a driver.
-        addr: address that it is reached at, seen from itself.
-        env: environment of a command there.
-        seen: what a preflight judges: ``skew_s`` (its clock's, against ours), ``shm_bytes`` and ``disk_bytes`` (free),
-            ``torch`` (the version that its interpreter has, or None), ``gpus`` (``index``, ``driver``, ``used_mb``).
-    """
-
-    target: Target
-    python: tuple[int, ...]
-    executable: str
-    hostname: str
-    home: str
-    tmp: str
-    place: str
-    bundles: frozenset[str]
-    cpus: int
-    gpus: tuple[Gpu, ...]
-    gpu_problem: str | None
-    addr: str
-    env: dict[str, str]
-    seen: Mapping[str, Any]
-
-    @property
-    def minor(self) -> str:
-        """``3.12`` of 3.12.1."""
-        return ".".join(map(str, self.python[:2]))
 
 
 def python_command(python: str, code: str, *arguments: str) -> str:

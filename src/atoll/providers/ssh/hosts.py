@@ -15,6 +15,7 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home, shown_path
 from atoll.core.validation import check_seconds, command_line, nearest
+from atoll.providers.gpus import Gpu
 
 GRACE_S = 30.0
 HERE = "."  # as a host: this machine, without ssh; how a supervisor on a head calls that
@@ -57,6 +58,45 @@ class Target:
 
     def __str__(self) -> str:
         return self.host if self.port is None else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One host as it describes itself.
+
+    Attributes:
+        target: how it is reached.
+        python: its interpreter's version; ``executable`` its path.
+        hostname, home, tmp: as there.
+        place: a folder of the user's that can be written to, for bundles and logs.
+        bundles: digests of those asked for that it has.
+        cpus: cores our processes may use.
+        gpus: its GPUs that a login may use; ``gpu_problem`` says why none could be listed though there is a driver.
+        addr: address that it is reached at, seen from itself.
+        env: environment of a command there.
+        seen: what a preflight judges: ``skew_s`` (its clock's, against ours), ``shm_bytes`` and ``disk_bytes`` (free),
+            ``torch`` (the version that its interpreter has, or None), ``gpus`` (``index``, ``driver``, ``used_mb``).
+    """
+
+    target: Target
+    python: tuple[int, ...]
+    executable: str
+    hostname: str
+    home: str
+    tmp: str
+    place: str
+    bundles: frozenset[str]
+    cpus: int
+    gpus: tuple[Gpu, ...]
+    gpu_problem: str | None
+    addr: str
+    env: dict[str, str]
+    seen: Mapping[str, Any]
+
+    @property
+    def minor(self) -> str:
+        """``3.12`` of 3.12.1."""
+        return ".".join(map(str, self.python[:2]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -9,39 +10,61 @@ import posixpath
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.validation import check_seconds, suggests_fields
-from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import NodePlan, Plan
+from atoll.core.validation import check_seconds, command_line, suggests_fields
+from atoll.providers.base import (
+    WORKDIR,
+    AcceleratorsLacking,
+    AllocatedNode,
+    Allocation,
+    Boot,
+    Bundle,
+    NodePlan,
+    NodeRequest,
+    Plan,
+    Provider,
+    Report,
+    Session,
+    Site,
+    Starting,
+    gpu_row,
+)
+from atoll.providers.bundle import atoll_bundle
 from atoll.providers.gpus import Gpu
-from atoll.providers.remote import RemotePlan, Starting
-from atoll.providers.ssh import bundle, facts
+from atoll.providers.ssh import facts, preflight, site
 from atoll.providers.ssh.connection import Connection, connections, on_each
-from atoll.providers.ssh.facts import Facts, python_command
-from atoll.providers.ssh.hosts import GRACE_S, HERE, Target, targets
+from atoll.providers.ssh.facts import python_command
+from atoll.providers.ssh.hosts import GRACE_S, HERE, Facts, Target, declared_groups, find_group, targets
+from atoll.providers.ssh.remote import Host, put
+from atoll.providers.ssh.scp import quiet_ssh
 from atoll.wire.resumable_client import LinkedChannel
 
 _BOOT = "import sys; sys.path.insert(0, {bundle!r}); from atoll.agent.{module} import main; main()"
+_END_S = 10.0  # to end what hangs; a host that can't be reached is not waited for longer
+_ANSWER_S = 20.0
+_PATIENCE_S = 3.0
 
 
-class AcceleratorsLacking(ConfigError):
-    """A host lacks the accelerators that were asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What an allocation's record says of its hosts: how to log in, and how the head reaches the others."""
 
-    Attributes:
-        why: what is said after their name, however they were asked for.
-    """
-
-    def __init__(self, why: str, said: str) -> None:
-        super().__init__(said)
-        self.why = why
+    key: str | None = None
+    jump: str | None = None
+    python: str | None = None
+    grace_s: float = GRACE_S
+    from_head: Sequence[str] = ()
 
 
 @suggests_fields
 @dataclass(frozen=True, slots=True)
-class SSH:
+class SSH(Provider):
     """Nodes on hosts reached with the user's own ``ssh``: one a host, the first is the head.
 
     Args:
@@ -54,6 +77,14 @@ class SSH:
     Raises:
         ConfigError: a value that cannot work.
     """
+
+    kind: ClassVar[str] = "ssh"
+    form: ClassVar[str] = "ssh/NAME"
+    expected: ClassVar[str] = "ssh/NAME, with a NAME of ~/.ssh/config or of [ssh.NAME] in config.toml"
+    is_elsewhere: ClassVar[bool] = True
+    undeclared: ClassVar[str] = (
+        'no ssh hosts are declared: [ssh.lab] hosts = ["user@gpu-1"] in config.toml under ATOLL_HOME'
+    )
 
     hosts: Sequence[str] | str
     key: str | None = None
@@ -76,76 +107,366 @@ class SSH:
         self.targets()
 
     @property
-    def name(self) -> str:
-        """``ssh``."""
-        return "ssh"
-
-    @property
     def num_nodes(self) -> int:
         """How many nodes a pool gets that does not say how many."""
         return len(self.targets())
+
+    @classmethod
+    def declared(cls) -> list[str]:
+        """Groups of ``config.toml``."""
+        return [f"ssh/{name}" for name in declared_groups()]
+
+    @classmethod
+    def resolve(cls, name: str) -> SSH:
+        """The hosts of a group, or a Host of the user's ssh config."""
+        if not name:
+            raise ConfigError(f"--infra ssh: expected {cls.expected}")
+        group = find_group(name)
+        one = group.targets[0]
+        return _Group(
+            hosts=tuple(map(str, group.targets)),
+            key=one.key,
+            jump=one.jump,
+            python=one.python,
+            grace_s=group.grace_s,
+            group=name,
+            workdir=group.workdir,
+            max_restarts=group.max_restarts_on_lost_nodes,
+        )
+
+    @classmethod
+    def of(cls, allocation: Allocation) -> SSH:
+        """Its hosts as they were when it was made."""
+        settings = _Settings(**allocation.settings)
+        return _Group(
+            hosts=tuple(node.reach for node in allocation.nodes),
+            key=settings.key,
+            jump=settings.jump,
+            python=settings.python,
+            grace_s=settings.grace_s,
+            group=allocation.infra.partition("/")[2],
+            workdir=allocation.workdir,
+            max_restarts=allocation.max_restarts,
+        )
 
     def targets(self) -> tuple[Target, ...]:
         """Its hosts, with patterns filled in from the ssh config as it is now."""
         return targets(self.hosts, key=self.key, jump=self.jump, python=self.python)
 
-    def plan(
-        self,
-        *,
-        nodes: int,
-        accelerator: AcceleratorSpec | None,
-        workers_per_node: int | str,
-        folder: str | None = None,
-    ) -> Plan:
-        """Ask the hosts, all at once, and plan one node on each.
+    def validate(self, request: NodeRequest) -> list[str]:
+        """A host runs one node."""
+        num_hosts = len(self.targets())
+        return [self._too_few(request.num_nodes, num_hosts)] if request.num_nodes > num_hosts else []
 
-        Args:
-            folder: where ranks will work there, for its disk's free space; their homes by default.
+    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
+        """Ask the hosts, all at once, and plan one node on each.
 
         Raises:
             ConfigError: more nodes than hosts.
             AcceleratorsLacking: a host lacks the accelerators.
             ProvisionError: a host can't be used; the message says why and what to do.
         """
+        self.check(request)
         found = self.targets()
-        if nodes > len(found):
-            raise ConfigError(f"nodes={nodes}: SSH(hosts={list(self.hosts)!r}) has {len(found)}; name more hosts")
-        code = bundle.atoll_bundle()
-        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=folder)
+        code = atoll_bundle(allocation.code if allocation is not None else "")
+        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=self._workdir)
         try:
-            with connections.used(found[:nodes]) as logins:
+            with connections.used(found[: request.num_nodes]) as logins:
                 said = on_each(logins, ask)
         except ProvisionError as error:
             raise ProvisionError(where_to_type(error, found)) from None
-        planned = [self._node(node, each, accelerator, workers_per_node) for node, each in enumerate(said)]
-        lines = tuple(
-            f"{each.target}: {each.gpu_problem}; it is used without GPUs" for each in said if each.gpu_problem
+        kind, counts = _chosen(said, request)
+        within = (allocation.files_in if allocation is not None else request.files_in) or f"clusters/{request.id}"
+        planned = []
+        for at, (host, gpus, num) in enumerate(zip(said, *counts, strict=True)):
+            plan = node_plan(host, at, code, num_ranks=request.num_ranks(num), grace_s=self.grace_s)
+            known = allocation.nodes[at] if allocation is not None else AllocatedNode(name=plan.host, address=plan.addr)
+            planned.append(
+                dataclasses.replace(
+                    plan,
+                    accelerator=gpus[0].name if gpus else None,
+                    num_accelerators=num,
+                    gpus=gpus,
+                    addr=known.address or plan.addr,
+                    host=known.name,
+                    workdir=self._workdir or posixpath.join(plan.folder, within, WORKDIR),
+                )
+            )
+        lines = [f"{each.target}: {each.gpu_problem}; it is used without GPUs" for each in said if each.gpu_problem]
+        least = min(counts[1])
+        if kind is None and least != max(counts[1]):
+            lines.append(
+                f"nodes differ in their GPUs ({', '.join(map(str, counts[1]))}): each counts as having {least}"
+            )
+        names = {plan.accelerator for plan in planned}
+        kind = kind or (names.pop() if len(names) == 1 and least else None)
+        given = allocation or self._allocation(request, planned, code.digest)
+        has_gpu = any(plan.num_accelerators for plan in planned)
+        return Plan(self.name, tuple(planned), False, has_gpu, tuple(lines), kind, least, given)
+
+    def _allocation(self, request: NodeRequest, planned: Sequence[NodePlan], code: str) -> Allocation:
+        settings = _Settings(key=self.key, jump=self.jump, python=self.python, grace_s=self.grace_s)
+        return Allocation(
+            infra=self.infra,
+            id=request.id,
+            shares_machine=False,
+            files="hosts",
+            nodes=tuple(AllocatedNode(name=node.host, address=node.addr, reach=node.reach) for node in planned),
+            files_in=request.files_in,
+            workdir=self._workdir,
+            python=self.python or "python3",
+            max_restarts=self._max_restarts,
+            code=code,
+            settings=dataclasses.asdict(settings),
         )
-        return Plan(self.name, tuple(planned), has_gpu=any(plan.num_accelerators for plan in planned), lines=lines)
 
-    def _node(
-        self, node: int, host: Facts, accelerator: AcceleratorSpec | None, workers_per_node: int | str
-    ) -> RemotePlan:
-        gpus = _fitting(host, accelerator)
-        count = len(gpus) if accelerator is None else accelerator.count
-        ranks = workers_per_node if isinstance(workers_per_node, int) else max(1, count)
-        plan = remote_plan(host, node, num_ranks=ranks, grace_s=self.grace_s)
-        name = gpus[0].name if gpus else None
-        return dataclasses.replace(plan, accelerator=name, num_accelerators=count, gpus=gpus)
-
-    def start(self, node: NodePlan, agent: Sequence[str]) -> SSHNode:
-        """As ``start_remote``; ``agent`` is for this machine only."""
-        return self.start_remote(node, lambda stop: None)
-
-    def start_remote(self, node: NodePlan, starting: Starting) -> SSHNode:
-        """Bring the code to the host where it lacks it, and start its agent.
+    def provision(self, request: NodeRequest, report: Report, have: Allocation | None = None) -> Allocation:
+        """Look at the hosts, and decide where the supervisor runs: on the head if that can log in to the others.
 
         Raises:
-            ProvisionError: the host can't be reached, or the agent does not start.
+            ProvisionError: something would make the ranks fail; one line for each such thing. Or the head of a cluster
+                that is there has changed, or can't log in to the other hosts any more.
         """
-        if not isinstance(node, RemotePlan):
-            raise ProvisionError(f"node {node.node} was not planned by this provider")
-        return start_agent(self.targets()[node.node], node, starting=starting)
+        plan = self.plan(request)
+        found, head = self.targets()[: request.num_nodes], plan.nodes[0]
+        stays_here = request.supervised_here or (have is not None and have.supervised_here)
+        if stays_here:
+            preflight.check_hosts(found, plan.nodes, report, again=request.recheck)
+            where: Site = "client"
+            if not request.supervised_here:
+                report("the supervisor runs on this machine. Keep it awake while jobs run")
+            return plan.allocation
+        inside, why_not = site.check_with_head(found, plan.nodes, report)
+        if have is not None and (why_not is not None or have.head.name != head.host):
+            why = why_not if have.head.name == head.host else f"{head.host} is its head now"
+            raise ProvisionError(
+                f"cluster {request.id} is supervised from {have.head.name}, which can't go on: {why}. A supervisor "
+                f"does not move: mend that, or `{command_line('atoll', 'down', request.id)}` and launch it again"
+            )
+        where = "client" if why_not is not None else "head"
+        if where == "client":
+            report(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
+            return plan.allocation
+        report(f"the supervisor runs on {head.host}: this machine may sleep or leave meanwhile")
+        return dataclasses.replace(
+            plan.allocation,
+            site=where,
+            folder=posixpath.join(head.folder, "clusters", request.id),
+            settings={**plan.allocation.settings, "from_head": inside},
+        )
+
+    def at_site(self, allocation: Allocation) -> Allocation:
+        """The allocation as its head sees it, which reaches itself without ssh."""
+        inside = _Settings(**allocation.settings).from_head
+        nodes = [
+            dataclasses.replace(node, reach=reach)
+            for node, reach in zip(allocation.nodes, (HERE, *inside), strict=True)
+        ]
+        settings = {**allocation.settings, "key": None, "jump": None, "from_head": ()}
+        return dataclasses.replace(allocation, site="client", nodes=tuple(nodes), settings=settings)
+
+    def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
+        """Ask the hosts what they have now."""
+        return _Session(self, allocation, request)
+
+    def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[SSHNode]:
+        """Bring the code to hosts that lack it, and start their agents, one after the other.
+
+        Raises:
+            ProvisionError: a host can't be reached, or its agent does not start.
+        """
+        for node in nodes:
+            try:
+                started = start_agent(self._target(node), node, boot.owner, boot.starting)
+            except AtollError as error:
+                raise ProvisionError(where_to_type(error, self.targets()), node=node.node) from error
+            yield started
+
+    def remote(self, plan: NodePlan) -> Host:
+        """The host of a node."""
+        return Host(self._target(plan), plan)
+
+    def _target(self, plan: NodePlan) -> Target:
+        (target,) = targets([plan.reach], key=self.key, jump=self.jump, python=self.python)
+        return target
+
+    def examine(self) -> Iterator[tuple[bool, str]]:
+        """What each host says of itself, and then what the preflight before a job finds."""
+        found = self.targets()
+
+        def look(target: Target) -> tuple[bool, str]:
+            try:
+                with connections.used([target]) as (login,):
+                    host = facts.ask(login, ())
+            except AtollError as error:
+                return False, str(error)
+            cards = ", ".join(gpu.name for gpu in host.gpus) or host.gpu_problem or "no GPU"
+            version = ".".join(map(str, host.python))
+            return True, f"{target}: Python {version}, {host.cpus} cores, {cards}, reached at {host.addr}"
+
+        try:
+            with ThreadPoolExecutor(len(found)) as threads:
+                looked = list(threads.map(look, found))
+            yield from looked
+            if not all(ok for ok, _ in looked):
+                return
+            said: list[str] = []
+            try:
+                plan = self.plan(NodeRequest(id="check", num_nodes=len(found)))
+                preflight.check_hosts(found, plan.nodes, said.append)
+                refused = []
+            except AtollError as error:
+                refused = [(False, str(error))]
+            yield from [*((True, line) for line in said), *refused]
+        finally:
+            connections.close_idle()
+
+    def gpu_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The hosts'."""
+        try:
+            with connections.used(self.targets()) as logins:
+                said = on_each(logins, lambda connection: facts.ask(connection, ()))
+        finally:
+            connections.close_idle()
+        lines = [f"{host.target}: {host.gpu_problem or 'no GPU'}" for host in said if not host.gpus]
+        return [{"host": str(host.target), **gpu_row(gpu)} for host in said for gpu in host.gpus], lines
+
+    def login_command(
+        self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
+    ) -> list[str]:
+        """The user's own ssh."""
+        target = self.targets()[node]
+        return ["ssh", *target.options, *options, target.host, *command]
+
+    def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
+        """With scp."""
+        target = self.targets()[node]
+        there = f"{target.host}:{path}"
+        with quiet_ssh() as program:
+            ends = (here, there) if up else (there, here)
+            command = ["scp", "-r", "-p", "-S", program, *_scp_options(target), *ends]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+        if done.returncode == 0:
+            return ""
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        said = [line for line in lines if line.startswith("scp: ") and "Connection closed" not in line] or lines
+        return said[-1].removeprefix("scp: ")
+
+    def copy_line(self, plan: NodePlan, path: str, into: str) -> str:
+        """An ``scp`` command."""
+        target = self._target(plan)
+        return command_line("scp", "-r", *_scp_options(target), f"{target.host}:{path}", into)
+
+    def end_orphans(self, allocation: Allocation, owner: str, first: int = 0) -> tuple[list[str], list[str]]:
+        """End what earlier drivers of an owner left on the hosts, all at once."""
+        cluster = allocation.id
+
+        def end(at: int) -> tuple[list[str], list[str]]:
+            one = dataclasses.replace(allocation, nodes=allocation.nodes[at : at + 1])
+            try:
+                plan = SSH.of(one).plan(NodeRequest(id=cluster, accelerators=None), one).nodes[0]
+                return self._end_on(plan, owner, _ANSWER_S), []
+            except ProvisionError as error:
+                name = allocation.nodes[at].name
+                why = str(error).removeprefix(f"{one.head.reach}: ").removesuffix(".")
+                return [], [f"{name}: {why}. So nobody looked whether something of cluster {cluster} hangs there"]
+
+        try:
+            with ThreadPoolExecutor(max(1, len(allocation.nodes) - first)) as threads:
+                found = list(threads.map(end, range(first, len(allocation.nodes))))
+        finally:
+            connections.close_idle()
+        return [each for left, _ in found for each in left], [line for _, lines in found for line in lines]
+
+    def _end_on(self, plan: NodePlan, owner: str, limit_s: float) -> list[str]:
+        """End what an owner left on a host; returns what does not end, with the host."""
+        with self.remote(plan) as host:
+            left = host.python("agent.orphans", owner, f"{_PATIENCE_S:g}", limit_s=limit_s)
+        return [f"{each} on {plan.host}" for each in left]
+
+    def forget_checks(self) -> None:
+        """The head may be unable to log in to another host now."""
+        preflight.forget("hops")
+
+    def _too_few(self, num_nodes: int, num_hosts: int) -> str:
+        return f"nodes={num_nodes}: SSH(hosts={list(self.hosts)!r}) has {num_hosts}; name more hosts"
+
+    @property
+    def _workdir(self) -> str | None:
+        return None
+
+    @property
+    def _max_restarts(self) -> int:
+        return 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Group(SSH):
+    """The hosts behind ``ssh/NAME``, with what ``config.toml`` says of them."""
+
+    group: str = ""
+    workdir: str | None = None
+    max_restarts: int = 3
+
+    @property
+    def infra(self) -> str:
+        """``ssh/NAME``."""
+        return f"ssh/{self.group}"
+
+    @property
+    def _workdir(self) -> str | None:
+        return self.workdir
+
+    @property
+    def _max_restarts(self) -> int:
+        return self.max_restarts
+
+    def _too_few(self, num_nodes: int, num_hosts: int) -> str:
+        return (
+            f"--num-nodes {num_nodes}: {self.infra} has {num_hosts} host{'s' if num_hosts != 1 else ''}; "
+            f"ask for fewer, or declare more in config.toml under ATOLL_HOME"
+        )
+
+
+PROVIDER = SSH
+
+
+class _Session(Session):
+    """Hosts while a supervisor lives."""
+
+    def launch_agents(self, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[SSHNode]:
+        """As the provider's; what hangs as a node stops is ended by another login."""
+        provider = self.provider
+        assert isinstance(provider, SSH)
+        for plan, node in zip(nodes, provider.launch_agents(self.allocation, nodes, boot), strict=True):
+            node.end_hung = functools.partial(provider._end_on, plan, node.owner, _END_S)
+            yield node
+
+    def close(self) -> None:
+        """Log out."""
+        connections.close_idle()
+
+
+def _scp_options(target: Target) -> list[str]:
+    return ["-P" if each == "-p" else each for each in target.options]
+
+
+def _chosen(said: Sequence[Facts], request: NodeRequest) -> tuple[str | None, tuple[list[tuple[Gpu, ...]], list[int]]]:
+    """The kind of accelerator that all hosts have, and of each host the GPUs to lease from and how many are used."""
+    if not request.accelerators:
+        gpus = [host.gpus for host in said]
+        return None, (gpus, [len(each) if request.accelerators is None else 0 for each in gpus])
+    lacking = None
+    for name, count in request.accelerators:
+        fitting = [tuple(gpu for gpu in host.gpus if gpu.name == name) for host in said]
+        short = next((host for host, gpus in zip(said, fitting, strict=True) if len(gpus) < count), None)
+        if short is None:
+            return name, (fitting, [count] * len(said))
+        lacking = short
+    assert lacking is not None
+    have = ", ".join(gpu.name for gpu in lacking.gpus) or lacking.gpu_problem or "no GPU"
+    asked = " or ".join(f"{name}:{count}" for name, count in request.accelerators)
+    raise AcceleratorsLacking(asked, f"can't be had on {lacking.target}: it has {have}")
 
 
 def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
@@ -155,25 +476,15 @@ def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
     return f"{error}. That is to be typed on {socket.gethostname()}, from where the supervisor logs in"
 
 
-def _fitting(host: Facts, accelerator: AcceleratorSpec | None) -> tuple[Gpu, ...]:
-    if accelerator is None:
-        return host.gpus
-    fitting = tuple(gpu for gpu in host.gpus if gpu.name == accelerator.name)
-    if len(fitting) < accelerator.count:
-        have = ", ".join(gpu.name for gpu in host.gpus) or host.gpu_problem or "no GPU"
-        why = f"can't be had on {host.target}: it has {have}"
-        asked = f"accelerator={accelerator.name}:{accelerator.count}"
-        raise AcceleratorsLacking(why, f"{asked} {why}; leave accelerator= out to use what is there")
-    return fitting
-
-
-def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> RemotePlan:
+def node_plan(host: Facts, node: int, code: Bundle, *, num_ranks: int, grace_s: float) -> NodePlan:
     """A node on a host, without accelerators; its ranks share the cores, and find programs beside their Python."""
     programs, path = posixpath.dirname(host.executable), host.env.get("PATH", "")
     if programs not in path.split(":"):
         path = f"{programs}:{path}" if path else programs
-    return RemotePlan(
+    return NodePlan(
         node=node,
+        is_elsewhere=True,
+        reach=str(host.target),
         addr=host.addr,
         num_ranks=num_ranks,
         host=str(host.target),
@@ -184,14 +495,14 @@ def remote_plan(host: Facts, node: int, *, num_ranks: int, grace_s: float) -> Re
         tmp=host.tmp,
         cores=host.cpus,
         base_env={"OMP_NUM_THREADS": str(max(1, host.cpus // num_ranks)), **host.env, "PATH": path},
-        bundles=(bundle.atoll_bundle(),),
+        bundles=(code,),
         present=host.bundles,
         grace_s=grace_s,
         seen=host.seen,
     )
 
 
-def start_agent(target: Target, plan: RemotePlan, owner: str = "", starting: Starting = lambda stop: None) -> SSHNode:
+def start_agent(target: Target, plan: NodePlan, owner: str = "", starting: Starting = lambda stop: None) -> SSHNode:
     """Start an agent on a host, with the code it needs brought there first; returns once the host has answered.
 
     Args:
@@ -207,7 +518,7 @@ def start_agent(target: Target, plan: RemotePlan, owner: str = "", starting: Sta
     try:
         starting(connection.abort)
         for each in plan.bundles:
-            bundle.put(connection, plan, each)
+            put(connection, plan, each)
         node = SSHNode(connection, plan, owner)
         starting(node.end)
         node.start()
@@ -220,13 +531,14 @@ def start_agent(target: Target, plan: RemotePlan, owner: str = "", starting: Sta
 class SSHNode:
     """A running agent on a host."""
 
-    def __init__(self, connection: Connection, plan: RemotePlan, owner: str = "") -> None:
+    def __init__(self, connection: Connection, plan: NodePlan, owner: str = "") -> None:
         self._on_silence: Callable[[float, str], object] = lambda silent_s, line: None
         self._connection = connection
         self._plan = plan
         name = f"{owner}.{secrets.token_hex(8)}" if owner else secrets.token_hex(8)
         self._folder = f"{plan.tmp}/atoll-link-{name}"  # never on a shared disk: it holds a socket
         self._stopped = False
+        self.end_hung: Callable[[], object] | None = None
         self._link = LinkedChannel(
             self._connect,
             grace_s=plan.grace_s,
@@ -297,3 +609,6 @@ class SSHNode:
         self._stopped = True
         self.end()
         connections.release(self._connection.target)
+        if self.end_hung is not None and not self.is_over:  # it hangs, is stopped, or can't be reached
+            with contextlib.suppress(ProvisionError):  # the next job's start, or the cluster's end, tells
+                self.end_hung()

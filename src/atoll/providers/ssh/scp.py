@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from atoll.providers.ssh.output import MARK, marked
+from atoll.wire.command_output import MARK, marked
 
 _BLOCK_BYTES = 1 << 16
 _SFTP = re.compile(rb"(?=\0\0..\x02\0\0\0\x03)", re.DOTALL)  # what its server says first: length, VERSION, 3

@@ -11,23 +11,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from atoll.core.errors import ProvisionError
-from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh import bundle
-from atoll.providers.ssh.connection import connections
-from atoll.providers.ssh.hosts import Target
-from atoll.providers.ssh.output import parsed, skip_login_text
-from atoll.tasks.spec import WORKDIR, ClusterSpec
-from atoll.tasks.ssh_nodes import plans_of, provider_of, workdir_of
-from atoll.tasks.sync.host_files import program
+from atoll.providers import registry
+from atoll.providers.base import WORKDIR, NodePlan, Provider, Remote
+from atoll.tasks.nodes import plan_of
+from atoll.tasks.spec import ClusterSpec
 from atoll.tasks.sync.mounts import Mount
 from atoll.tasks.sync.select import Selection, select
 from atoll.tasks.sync.send import Progress, send
+from atoll.wire.command_output import parsed, skip_login_text
 
 Say = Callable[[str], object]
 
 
 def send_folder(
-    source: Path, targets: Sequence[Target], plans: Sequence[RemotePlan], dest: str, *, leave_out: str, say: Say
+    source: Path, provider: Provider, plans: Sequence[NodePlan], dest: str, *, leave_out: str, say: Say
 ) -> None:
     """Send a folder of this machine to the same place on every host, only what is not there yet.
 
@@ -50,22 +47,18 @@ def send_folder(
     for line in (*selection.notes, f"copying {files} of {source} to {dest} on each host"):
         say(line)
 
-    def send_to(target: Target, plan: RemotePlan) -> None:
-        with HostDisk(target, plan, dest) as disk:
+    def send_to(plan: NodePlan) -> None:
+        with HostDisk(provider.remote(plan), dest) as disk:
             disk.put(selection, dest, None, None)
 
     with ThreadPoolExecutor(len(plans)) as threads:
-        list(threads.map(send_to, targets, plans))
+        list(threads.map(send_to, plans))
 
 
 def host_disks(cluster: ClusterSpec) -> list[HostDisk]:
     """The disks of a cluster's hosts; each is used in a ``with`` block."""
-    plans, targets = plans_of(cluster), provider_of(cluster).targets()
-    is_run = bool(cluster.ssh.get("files_in"))
-    return [
-        HostDisk(target, plan, workdir_of(cluster, plan), is_run=is_run)
-        for target, plan in zip(targets, plans, strict=False)
-    ]
+    provider, is_run = registry.of(cluster.allocation), bool(cluster.allocation.files_in)
+    return [HostDisk(provider.remote(plan), plan.workdir, is_run=is_run) for plan in plan_of(cluster).nodes]
 
 
 class HostDisk:
@@ -80,31 +73,24 @@ class HostDisk:
 
     seen = ("/tmp",)
 
-    def __init__(self, target: Target, plan: RemotePlan, workdir: str, *, is_run: bool = False) -> None:
-        self.home, self.workdir = plan.home, workdir
-        self.workdir_link = None if is_run else posixpath.join(plan.home, WORKDIR)
-        self._target = target
-        self._plan = plan
+    def __init__(self, remote: Remote, workdir: str, *, is_run: bool = False) -> None:
+        self.home, self.workdir = remote.plan.home, workdir
+        self.workdir_link = None if is_run else posixpath.join(remote.plan.home, WORKDIR)
+        self._remote = remote
 
     def __enter__(self) -> HostDisk:
-        self._connection = connections.hold(self._target)
-        try:
-            bundle.put(self._connection, self._plan, self._plan.bundles[0])
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        connections.release(self._target)
+        self._remote.close()
 
     def put(self, source: Selection | Mount, dest: str, link: str | None, progress: Progress | None) -> list[str]:
         """Make a folder there what was selected here, and link it where jobs are to see it; lines for the user."""
         assert isinstance(source, Selection), "what a URL names is fetched before"
-        host, lines = self._plan.host, []
+        host, lines = self._remote.plan.host, []
         with tempfile.TemporaryFile() as stderr:
             links = () if link is None else (link,)
-            process = self._connection.open(program(self._plan, "sync.receive", dest, *links), stderr)
+            process = self._remote.open("tasks.sync.receive", dest, *links, stderr=stderr)
             assert process.stdin is not None
             assert process.stdout is not None
 

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.secrets import redact
 from atoll.core.validation import nearest
-from atoll.tasks.spec import WORKDIR
+from atoll.providers.base import WORKDIR
 from atoll.tasks.sync.receive import MOUNTS, SELF, Entry, Receiver, unwritable
 from atoll.tasks.sync.send import Progress
 

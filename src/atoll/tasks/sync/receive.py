@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.paths import write_atomic
-from atoll.tasks.spec import WORKDIR
+from atoll.providers.base import WORKDIR
 
 END = ".atoll-end"  # last member of a tar: one that is cut between two members looks whole to tarfile
 MOUNTS = ".atoll-mounts"  # below HOME: what was to lie elsewhere

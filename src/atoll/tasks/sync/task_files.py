@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import current_folder, write_atomic
+from atoll.providers.base import WORKDIR
 from atoll.tasks import clusters
-from atoll.tasks.spec import WORKDIR, ClusterSpec
+from atoll.tasks.spec import ClusterSpec
 
 if TYPE_CHECKING:
     from atoll.tasks.sync.host_disks import HostDisk
@@ -47,7 +48,7 @@ def ship(
 
     workdir_there = None if workdir is None else select(_source(cluster, workdir, say))
     resolved = resolve_mounts(mounts, workdir=workdir is not None)
-    if cluster.hosts or cluster.num_nodes > 1:  # what comes from elsewhere comes once
+    if cluster.allocation.files != "homes" or cluster.num_nodes > 1:  # what comes from elsewhere comes once
         cache = clusters.folder_of(cluster.name) / "nodes" / "mounts"
         resolved = [_fetched(mount, cache, progress) for mount in resolved]
     sources: list[tuple[Mount, Selection | Mount]] = []
@@ -74,7 +75,7 @@ def ship(
                 lines += disk.put(found, dest, link, counted)
         return lines
 
-    if cluster.hosts:  # all get the same at once: one tells how far it is
+    if cluster.allocation.files != "homes":  # all get the same at once: one tells how far it is
         from atoll.tasks.sync.host_disks import host_disks
 
         with ThreadPoolExecutor(cluster.num_nodes) as threads:
@@ -107,7 +108,7 @@ class LocalDisk:
 
         ``link`` is noted for the node's agent, which mounts it: of the machine itself nothing is changed.
         """
-        from atoll.tasks.nodes import TARGETS
+        from atoll.providers.base import TARGETS
         from atoll.tasks.sync.mounts import Mount, download
         from atoll.tasks.sync.send import mirror
 

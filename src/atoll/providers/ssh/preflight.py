@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +13,11 @@ from typing import Any
 from atoll.agent.preflight import Finding, judge, unreachable
 from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home, write_atomic
-from atoll.providers.remote import RemotePlan
-from atoll.providers.ssh import bundle
-from atoll.providers.ssh.connection import Connection, connections, on_each
-from atoll.providers.ssh.facts import python_command
+from atoll.providers.base import NodePlan
 from atoll.providers.ssh.hosts import Target
-from atoll.providers.ssh.output import parsed_object, skip_login_text
+from atoll.providers.ssh.remote import ANSWER_S, Host, for_each, on_hosts
+from atoll.wire.command_output import parsed_object, skip_login_text
 
-_BOOT = "import sys; sys.path.insert(0, {code!r}); from atoll.agent.preflight import main; main(sys.argv[1:])"
-_ANSWER_S = 60.0  # with the start of a Python from a cold or shared disk
 _LISTEN_S = 30.0  # where it was asked just now, and answered
 _REACH_S = 5.0
 _SUM_S = 60.0  # its ranks wait so long for one another, whose torch may come from such a disk too
@@ -32,7 +27,7 @@ _PASSED = "ssh-preflight.json"
 
 def check_hosts(
     targets: Sequence[Target],
-    plans: Sequence[RemotePlan],
+    plans: Sequence[NodePlan],
     say: Callable[[str], object],
     *,
     again: bool = True,
@@ -55,36 +50,16 @@ def check_hosts(
     if len(plans) == 1:
         _refuse(findings, say)
     else:
-        with connections.used(targets) as logins:
-            over, summed = _together(list(map(_Host, logins, plans)), findings, say)
+        with on_hosts(targets, plans) as hosts:
+            over, summed = _together(hosts, findings, say)
     remember("well", plans)
     say(f"preflight: {_counted(len(plans))} well{over}{summed} ({time.monotonic() - began:.1f} s)")
 
 
-class _Host:
-    """One host during the preflight."""
-
-    def __init__(self, connection: Connection, plan: RemotePlan) -> None:
-        self.connection = connection
-        self.plan = plan
-
-    def command(self, operation: str, arguments: dict[str, Any]) -> str:
-        code = _BOOT.format(code=self.plan.import_path[0])
-        return python_command(self.plan.python, code, operation, json.dumps(arguments))
-
-    def ask(self, operation: str, *, limit_s: float = _ANSWER_S, **arguments: Any) -> dict[str, Any]:
-        answer = self.connection.run(self.command(operation, arguments), limit_s=limit_s)
-        if answer.returncode != 0:
-            lines = answer.stderr.decode(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else f"exit code {answer.returncode}"
-            raise ProvisionError(f"{self.plan.host}: the preflight failed there: {last}")
-        return parsed_object(self.plan.host, answer.stdout)
-
-
-def _together(hosts: Sequence[_Host], findings: list[Finding], say: Callable[[str], object]) -> tuple[str, str]:
+def _together(hosts: Sequence[Host], findings: list[Finding], say: Callable[[str], object]) -> tuple[str, str]:
     """Try what ranks will do with each other; what is to be said of it: over which interface, and how fast."""
     plans = [host.plan for host in hosts]
-    on_each([host.connection for host in hosts], lambda each: _ship(hosts, each))
+    for_each(hosts, Host.bring_code)
     with ThreadPoolExecutor(len(hosts)) as threads:
         reached, interfaces, port = _reach(hosts[0], hosts[1:], threads)
         _refuse([*findings, *reached], say)
@@ -96,15 +71,15 @@ def _together(hosts: Sequence[_Host], findings: list[Finding], say: Callable[[st
     return over, f", all-reduce of 4 MiB {took_ms:.1f} ms"
 
 
-def _ship(hosts: Sequence[_Host], connection: Connection) -> None:
-    plan = next(host.plan for host in hosts if host.connection is connection)
-    bundle.put(connection, plan, plan.bundles[0])
+def _ask(host: Host, operation: str, limit_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = host.python("agent.preflight", operation, json.dumps(arguments), limit_s=limit_s)
+    return answer
 
 
-def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) -> tuple[list[Finding], list[str], int]:
+def _reach(head: Host, others: Sequence[Host], threads: ThreadPoolExecutor) -> tuple[list[Finding], list[str], int]:
     """Can every host connect to a port of the head's? Each one's interface on that way, the head's first; the port."""
-    wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": _ANSWER_S}
-    server = head.connection.open(head.command("listen", wish), subprocess.PIPE)
+    wish = {"address": "", "port": 0, "num_peers": len(others), "wait_s": ANSWER_S}
+    server = head.open("agent.preflight", "listen", json.dumps(wish))
     assert server.stdout is not None
     limit = threading.Timer(_LISTEN_S, server.kill)
     limit.start()
@@ -119,7 +94,7 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
         if not port:
             return [Finding(head.plan.host, "could not listen on any TCP port", True)], [], 0
         asked = [
-            threads.submit(host.ask, "reach", address=head.plan.addr, port=port, wait_s=_REACH_S) for host in others
+            threads.submit(_ask, host, "reach", address=head.plan.addr, port=port, wait_s=_REACH_S) for host in others
         ]
         findings, interfaces = [], [""]
         for host, each in zip(others, asked, strict=True):
@@ -139,13 +114,13 @@ def _reach(head: _Host, others: Sequence[_Host], threads: ThreadPoolExecutor) ->
         server.communicate()
 
 
-def _all_reduce(hosts: Sequence[_Host], interfaces: Sequence[str], port: int, threads: ThreadPoolExecutor) -> float:
+def _all_reduce(hosts: Sequence[Host], interfaces: Sequence[str], port: int, threads: ThreadPoolExecutor) -> float:
     """Sum over all hosts, at the port that all of them have just reached; how long it took, in ms."""
     address, asked = hosts[0].plan.addr, []
     for rank, (host, interface) in enumerate(zip(hosts, interfaces, strict=True)):
         env = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
         wish = {"python": host.plan.python, "rank": rank, "world_size": len(hosts), "address": address, "port": port}
-        asked.append(threads.submit(host.ask, "all_reduce", limit_s=3 * _SUM_S, **wish, wait_s=_SUM_S, env=env))
+        asked.append(threads.submit(_ask, host, "all_reduce", limit_s=3 * _SUM_S, **wish, wait_s=_SUM_S, env=env))
     said = [each.result() for each in asked]
     wrong = [f"{host.plan.host}: {each['error']}" for host, each in zip(hosts, said, strict=True) if "error" in each]
     if wrong:
@@ -168,12 +143,12 @@ def _refuse(findings: Sequence[Finding], say: Callable[[str], object]) -> None:
         raise ProvisionError(f"{len(fatal)} things are in the way:\n" + "\n".join(f"  {each}" for each in fatal))
 
 
-def passed_lately(what: str, plans: Sequence[RemotePlan]) -> bool:
+def passed_lately(what: str, plans: Sequence[NodePlan]) -> bool:
     """Have these hosts passed a check in the last ten minutes?"""
     return _key(what, plans) in _passed()
 
 
-def remember(what: str, plans: Sequence[RemotePlan]) -> None:
+def remember(what: str, plans: Sequence[NodePlan]) -> None:
     """These hosts have passed a check."""
     passed = {**_passed(), _key(what, plans): time.time()}
     write_atomic(atoll_home() / _PASSED, json.dumps(passed).encode())
@@ -195,7 +170,7 @@ def _passed() -> dict[str, float]:
     return {}
 
 
-def _key(what: str, plans: Sequence[RemotePlan]) -> str:
+def _key(what: str, plans: Sequence[NodePlan]) -> str:
     return json.dumps([what, *([plan.host, plan.addr, plan.python] for plan in plans)])
 
 
