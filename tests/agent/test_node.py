@@ -21,7 +21,8 @@ import leaks
 from atoll.agent.node import _LOG_BACKLOG_BYTES
 from atoll.agent.process_tree import OomCounter, kill_tree, shared_memory_names, tree
 from atoll.agent.rank import Output
-from atoll.gang.members import _BOOT, agent_command
+from atoll.gang.members import _BOOT
+from atoll.providers.local import agent_command
 from atoll.wire import frames
 from atoll.wire.frames import Frame, Parser, pack, receive, send_all
 
@@ -37,7 +38,7 @@ class Agent:
         self.channel, theirs = socket.socketpair()
         pidfd = os.pidfd_open(driver or os.getpid())
         self.process = subprocess.Popen(
-            [*prefix, *agent_command(SOURCE_ROOT), str(theirs.fileno()), str(pidfd)],
+            [*prefix, *agent_command(), str(theirs.fileno()), str(pidfd)],
             pass_fds=(theirs.fileno(), pidfd),
             env={"PATH": os.defpath},
             start_new_session=True,

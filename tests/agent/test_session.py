@@ -28,7 +28,7 @@ import leaks
 from atoll.agent import orphans
 from atoll.agent.session import _namespace
 from atoll.core.errors import ProvisionError
-from atoll.gang.members import agent_command
+from atoll.providers.local import agent_command
 from atoll.wire import frames
 from atoll.wire.frames import Parser, RawFrame, pack, receive, send_all
 from atoll.wire.resumable_client import LinkedChannel
@@ -407,7 +407,7 @@ def test_the_last_words_of_an_agent_arrive_and_then_its_end(host: Host) -> None:
 
 @pytest.mark.parametrize("namespace", [True, False])
 def test_it_starts_the_real_agent_in_a_namespace_where_it_may(host: Host, namespace: bool) -> None:
-    host.argv, host.pid_namespace = agent_command(SOURCE_ROOT), namespace
+    host.argv, host.pid_namespace = agent_command(), namespace
     with linked(host) as driver:
         meta = driver.next().parsed().meta
         assert (meta["pid"] == 1) == (namespace and os.geteuid() == 0 and bool(_namespace()))

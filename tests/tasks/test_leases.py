@@ -17,7 +17,7 @@ import pytest
 import atoll as sky
 import leaks
 from atoll.agent import leases
-from atoll.providers.accelerators import AcceleratorSpec
+from atoll.providers.base import NodeRequest
 from atoll.providers.gpus import local_gpus
 from atoll.tasks.spec import JobStatus
 from fake_gpus import give_gpus
@@ -207,7 +207,7 @@ def test_the_callers_devices_bound_what_is_leased(
             assert pool.world_size == len(expected)
             assert set(pool.run(os.getenv, "CUDA_VISIBLE_DEVICES")) == {",".join(expected)}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # mistyped
-    (line,) = sky.Local().plan(nodes=1, accelerator=AcceleratorSpec("L4"), workers_per_node="auto").lines
+    (line,) = sky.Local().plan(NodeRequest(accelerators=(("L4", 1),), workers_per_node="auto")).lines
     assert line == "1 × L4:1 simulated on CPU: this machine has no GPU that CUDA_VISIBLE_DEVICES='7' leaves"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with sky.ComputePool(logs="quiet") as pool:
