@@ -208,13 +208,11 @@ class Store:
             raise LookupError(f"there is no job {job_id}")
         return found[0]
 
-    def jobs(
-        self, *, newest_first: bool = True, limit: int | None = None, unfinished: bool = False, after: int = 0
-    ) -> list[JobRow]:
-        """All jobs with numbers above ``after``, or those of them that have not ended."""
-        which = "INDEXED BY unfinished WHERE ended_s IS NULL AND" if unfinished else "WHERE"
+    def jobs(self, *, newest_first: bool = True, limit: int | None = None, unfinished: bool = False) -> list[JobRow]:
+        """All jobs, or those of them that have not ended."""
+        which = "INDEXED BY unfinished WHERE ended_s IS NULL" if unfinished else ""
         order = "DESC" if newest_first else "ASC"
-        return self._rows(f"{which} id > ? ORDER BY id {order} LIMIT ?", after, -1 if limit is None else limit)
+        return self._rows(f"{which} ORDER BY id {order} LIMIT ?", -1 if limit is None else limit)
 
     def events(self, job_id: int, after: int = 0) -> list[EventRow]:
         """What happened to a job since event number ``after``."""
