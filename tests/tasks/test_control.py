@@ -404,9 +404,7 @@ def test_a_log_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert full - began < 25 + 10 * (ended - full)  # nothing was tried for long, however slow the machine is
     codes = [code for code, _ in said]
     assert codes == [100, 0, 0, 100, 0, 0, 0, 0], [text[-300:] for _, text in said]
-    assert "exited with code 5" in said[0][1][-900:]
-    assert json.loads(said[1][1])[0]["exit_code"] == 5
-    assert "exited with code 5" in said[3][1]
+    assert json.loads(said[1][1])[0]["reason"].endswith("exited with code 5")  # the log has no room for it
     assert "works" in said[6][1]
 
 
