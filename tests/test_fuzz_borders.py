@@ -326,7 +326,7 @@ def test_state_folders(place: Path, num_cases: int) -> None:
 
 @sizes
 def test_python_calls(place: Path, num_cases: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "start_jobs", lambda *_, **__: [None])
+    monkeypatch.setattr(api, "launch_jobs", lambda *_, **__: [None])
     task = sky.Task(run="true")
     targets: list[tuple[Any, dict[str, Any]]] = [
         *(

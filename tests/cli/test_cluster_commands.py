@@ -184,7 +184,7 @@ def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
     lines = [line for line in out.splitlines() if "nodes share" not in line]  # where there are no namespaces
     assert (code, err) == (0, "")
     assert lines[:5] == [
-        "Cluster t on local: 2 nodes, L4:2 a node, simulated",
+        "Cluster t on local: 2 nodes, L4:2 per node, simulated",
         "2 × L4:2 simulated on CPU: this machine has no GPU that CUDA_VISIBLE_DEVICES='' leaves",
         "Job submitted, ID: 1",
         "├── Waiting for task resources on 2 nodes.",
@@ -199,7 +199,9 @@ def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
 
     code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "1", "-n", "one", "echo bad; exit 3")
     assert code == 100
-    assert out.startswith("Cluster t on local: 1 node of 2, none of its L4:2 a node, simulated\nJob submitted, ID: 2\n")
+    assert out.startswith(
+        "Cluster t on local: 1 node of 2, none of its L4:2 per node, simulated\nJob submitted, ID: 2\n"
+    )
     assert "exited with code 3" in out
     assert re.search(r"^\(one, pid=\d+\) bad$", out, re.M)
 
@@ -254,7 +256,7 @@ def test_detached_jobs_are_followed_and_cancelled(atoll: Atoll) -> None:
     assert following.returncode == 103
     assert "begun" in out
     assert atoll("cancel", "t", "1")[1] == "Job 1 of cluster t had ended already: CANCELLED\n"
-    assert atoll("cancel", "t")[1] == "no job goes on on cluster t\n"
+    assert atoll("cancel", "t")[1] == "no unfinished jobs on cluster t\n"
     assert atoll("cancel", "t", "9")[0] == 102
 
 
@@ -269,7 +271,7 @@ def test_ctrl_c_only_detaches(atoll: Atoll) -> None:
         time.sleep(0.02)
     out, err = launched.communicate(timeout=60)
     assert (launched.returncode, err) == (101, "")
-    assert "Job 1 goes on. Its log: atoll logs t 1; to cancel it: atoll cancel t 1" in out
+    assert "Job 1 is still running. Its log: atoll logs t 1; to cancel it: atoll cancel t 1" in out
     assert atoll("logs", "t", "--status")[0] == 101
 
 
@@ -341,7 +343,7 @@ def test_a_cluster_grows_when_idle_and_says_so(atoll: Atoll) -> None:
     assert "cluster t is resized: 1 → 3 nodes, no accelerator → L4:2 a node, 8+ CPUs" in out
     out = atoll("launch", "-c", "t", "--num-nodes", "4", "--dryrun", "true")[1]
     assert out.splitlines()[:-1] == [
-        "Cluster t on local: 4 nodes, none of its L4:2 a node, simulated",
+        "Cluster t on local: 4 nodes, none of its L4:2 per node, simulated",
         "cluster t is resized: 3 → 4 nodes",
     ]
     atoll("launch", "-c", "t", "-d", "sleep 60")
@@ -367,7 +369,7 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
     assert re.findall(r"STOPPED", atoll("status")[1]) == ["STOPPED"] * 2
     code, _, err = atoll("exec", "t-1", "true")
     assert code == 2
-    assert "cluster t-1 is stopped; `atoll start t-1` takes it up again" in err
+    assert "cluster t-1 is stopped; `atoll start t-1` restarts it" in err
     assert atoll("start", "t-1")[1] == "Cluster t-1 is up; `atoll exec {name} TASK` runs on it\n".format(name="t-1")
     assert "kept" in atoll("exec", "t-1", "cat ~/file")[1]
     code, out, _ = atoll("launch", "-c", "t-2", "true")

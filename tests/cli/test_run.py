@@ -260,7 +260,7 @@ def tagged(word: str) -> list[int]:
 def begin(word: str, **more: Any) -> subprocess.Popen[str]:
     process = start("run", "--nproc", "2", script(SLEEPY), word, **more)
     eventually(lambda: Path("up0").exists() and Path("up1").exists(), "both ranks run", 60)
-    eventually(lambda: any(each.endswith("/run.log") for each in descriptors(process.pid)), "the log is followed", 30)
+    eventually(lambda: any(each.startswith("socket:") for each in descriptors(process.pid)), "the log is followed", 30)
     return process
 
 
@@ -311,7 +311,7 @@ def test_ranks_have_the_time_to_save_that_torchruns_flags_give_them(number, code
     if number is None:
         Path("fail").touch()
     else:
-        eventually(lambda: any(each.endswith("/run.log") for each in descriptors(process.pid)), "the log is followed")
+        eventually(lambda: any(each.startswith("socket:") for each in descriptors(process.pid)), "the log is followed")
         process.send_signal(number)
     out, err = process.communicate(timeout=100)
     assert process.returncode == code, err
@@ -324,7 +324,7 @@ def test_ranks_that_do_not_end_in_the_time_given_are_killed(monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     process = start("run", script(SAVES), f"late-{os.getpid()}", "1000")
     eventually(Path("up0").exists, "the rank runs", 60)
-    eventually(lambda: any(each.endswith("/run.log") for each in descriptors(process.pid)), "the log is followed", 30)
+    eventually(lambda: any(each.startswith("socket:") for each in descriptors(process.pid)), "the log is followed", 30)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 103

@@ -122,7 +122,7 @@ def test_ctrl_c_only_detaches_and_cancel_ends_all_that_are_left():
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 101
-    assert "The jobs go on" in out
+    assert "The jobs are still running" in out
     assert "atoll cancel t 1 2 3" in out
 
     def statuses() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -531,6 +532,25 @@ def test_ranks_have_the_time_to_save_that_their_job_gives_them_whatever_ends_the
     hand.tick()
     assert hand.now - begun == 60.0
     assert hand.machine.done
+
+
+def test_a_cancel_alone_gives_the_time_to_save_and_sigkill_ends_that_time() -> None:
+    hand = running(2, save_s=60.0)
+    begun = hand.now
+    hand.tell(CancelAsked("cancelled"))
+    hand.tick()
+    assert hand.now - begun == 60.0
+    hand = running(2, save_s=60.0)
+    hand.tell(CancelAsked("cancelled"))
+    hand.tell(CancelAsked("", SIGKILL), after_s=1.0)
+    begun = hand.now
+    hand.tick()
+    assert (hand.now, hand.outcome[0]) == (begun, JobStatus.CANCELLED)
+    hand = running(2, save_s=60.0)
+    hand.end(0, 1)
+    begun = hand.now
+    hand.tick()
+    assert hand.now - begun == STOP_GRACE_S
 
 
 def test_cancel_of_what_is_being_stopped_gives_no_more_time() -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers.base import TARGETS
-from atoll.tasks import clusters, launches
+from atoll.tasks import clusters
+from atoll.tasks.requests import Options, task_request
 from atoll.tasks.spec import ClusterSpec
 from atoll.tasks.sync.mounts import place, resolve_mounts
 from atoll.tasks.sync.send import Progress
@@ -252,7 +253,7 @@ def test_over_http(tmp_path, home):
 def test_variables_in_mounts_are_replaced_once(tmp_path: Path) -> None:
     (tmp_path / "$B").mkdir()
     task = Task(run="true", envs={"A": "$B", "B": "another"}, file_mounts={"~/data": f"{tmp_path}/$A"})
-    _, mounts = launches._files([task], launches.Options())
+    mounts = task_request(task, Options()).mounts
     assert mounts == {"~/data": f"{tmp_path}/$B"}
     check_sources(None, mounts)  # which is there
 

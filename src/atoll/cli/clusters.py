@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from atoll.cli import options, shown
+from atoll.cli import options, shown, train_job
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import command_line
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
+    from atoll.tasks.jobs import Job
     from atoll.tasks.lifecycle import Say
     from atoll.tasks.rows import JobRow
 
@@ -184,7 +185,7 @@ def _print_queues(found: Mapping[str, list[JobRow]], everything: bool, skip_fini
             print()
         if not rows:
             starts = command_line("atoll", "exec", name, "TASK")
-            print(f"no job {'goes on' if skip_finished else 'yet'} on cluster {name}; `{starts}` starts one")
+            print(f"no {'unfinished jobs' if skip_finished else 'jobs yet'} on cluster {name}; `{starts}` starts one")
             continue
         if titled:
             print(f"cluster {name}")
@@ -231,7 +232,9 @@ def logs(
     if sync_down:
         print(f"logs of job {job.id} of cluster {name}: {api.sync_down_logs(name, job.id)}")
         return
-    if follow:
+    if train_job.is_training(name) and not tail and rank is None:
+        code = _show_training(job, follow)
+    elif follow:
         code = shown.follow(job, sys.stdout, tail=tail, rank=rank)
     else:
         writer = shown.LogWriter(sys.stdout)
@@ -239,6 +242,19 @@ def logs(
         writer.close()
     if code != ExitCode.OK:
         raise typer.Exit(code)
+
+
+def _show_training(job: Job, follow: bool) -> int:
+    """The live panel of ``atoll train --infra``, from the run's start."""
+    from atoll.train.metrics.console import Console
+
+    with contextlib.closing(Console()) as console:
+        try:
+            return train_job.TrainJob(job).follow(console, follow=follow).exit_code
+        except KeyboardInterrupt:
+            console.close()
+            print(f"\nJob {job.id} is still running. {shown.to_see(job.cluster, [job.id])}", flush=True)
+            return ExitCode.NOT_FINISHED
 
 
 def cancel(
@@ -271,7 +287,7 @@ def cancel(
     for job_id in ended:
         print(f"Job {job_id} of cluster {name} had ended already: {api.job(name, job_id).status}")
     if not asked and not ended:
-        print(f"no job goes on on cluster {name}")
+        print(f"no unfinished jobs on cluster {name}")
 
 
 def stop(
@@ -289,7 +305,7 @@ def stop(
         return lifecycle.stop(name, on_line=say)
 
     def said(name: str) -> str:
-        return f"stopped; `{command_line('atoll', 'start', name)}` takes it up again"
+        return f"stopped; `{command_line('atoll', 'start', name)}` restarts it"
 
     _each(names, everything, output, halt, said, up_only=True)
 

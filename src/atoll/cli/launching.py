@@ -22,7 +22,7 @@ from atoll.tasks.spec import ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
-    from atoll.tasks.launches import Options
+    from atoll.tasks.requests import JobRequest, Options
     from atoll.tasks.task import Task
 
 Entrypoint = Annotated[
@@ -83,7 +83,7 @@ def launch(
     from atoll.tasks import clusters
 
     name = clusters.check_name(cluster) if cluster is not None else clusters.fresh_name()
-    command = _Command(flags, detach, dryrun, sweep, parallel, output)
+    command = _Command(flags, detach, dryrun, sweep, parallel, output, is_unnamed=cluster is None)
     command.run(
         entrypoint,
         name,
@@ -111,7 +111,7 @@ def exec_(
         atoll exec train task.yaml
         atoll exec train --num-nodes 1 -- python evaluate.py --step 100
     """
-    _Command(flags, detach, dryrun, sweep, parallel, output).run(entrypoint, cluster, as_it_is=True)
+    _Command(flags, detach, dryrun, sweep, parallel, output).run(entrypoint, cluster, command="exec", as_it_is=True)
 
 
 def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
@@ -135,7 +135,15 @@ class _Command:
     """What ``launch`` and ``exec`` share: from the command line to the exit code."""
 
     def __init__(
-        self, flags: TaskFlags, detach: bool, dryrun: bool, sweep: list[str] | None, parallel: int, output: str
+        self,
+        flags: TaskFlags,
+        detach: bool,
+        dryrun: bool,
+        sweep: list[str] | None,
+        parallel: int,
+        output: str,
+        *,
+        is_unnamed: bool = False,
     ) -> None:
         self._flags = flags
         self._detach = detach
@@ -144,6 +152,7 @@ class _Command:
         self._parallel = parallel
         self._json = options.as_json(output)
         self._stream = sys.stderr if self._json else sys.stdout
+        self._is_unnamed = is_unnamed
         self._submitted: list[Job] = []
 
     def tell(self, line: str) -> None:
@@ -169,15 +178,16 @@ class _Command:
             raise typer.Exit(ExitCode.NOT_FINISHED) from None
 
     def _goes_on(self, cluster: str) -> str | None:
-        """What goes on without this command, and how to see it; None where nothing does."""
+        """What is still running without this command, and how to see it; None where nothing is."""
         going = [job.id for job in self._submitted if not job.status.ended]
         if not going:
             return None
-        what = f"job {going[0]} goes on" if len(going) == 1 else "the jobs go on"
+        what = f"job {going[0]} is still running" if len(going) == 1 else "the jobs are still running"
         return f"{what}. {shown.to_see(cluster, going)}"
 
     def _run(self, entrypoint: Sequence[str], cluster: str, **how: Any) -> None:
-        from atoll.tasks.launches import Options, plan, told, variants_of, why_apart
+        from atoll.tasks.launches import announcement, plan
+        from atoll.tasks.requests import Options, reason_not_together, task_request, variants_of
 
         options = Options(
             infra=self._flags.infra,
@@ -192,25 +202,29 @@ class _Command:
         if len(tasks) > 1 and self._sweep:
             raise ConfigError(f"--sweep with a pipeline of {len(tasks)} tasks: launch the tasks one by one with it")
         _hint_at_files(entrypoint, tasks)
+        requests = [task_request(task, options) for task in tasks]
         if self._dryrun:
-            for line in told(tasks, plan(tasks, cluster, options)):
+            decisions = plan(requests, cluster, options)
+            for line in announcement(requests, decisions):
                 self.tell(line)
             self.tell("nothing was started (--dryrun)")
+            if self._json:
+                shown.print_json([shown.decision_row(each) for each in decisions])
             return
-        apart = why_apart(tasks, options)
+        apart = reason_not_together(requests)
         if apart is None:
-            self._exit(cluster, *self._run_together(tasks, cluster, options))
+            self._exit(cluster, *self._run_together(requests, cluster, options))
         elif self._detach:
             raise ConfigError(
                 f"--detach with a pipeline of {len(tasks)} tasks that can't be submitted at once: {apart}. Leave "
                 f"--detach out, so that this command starts each when the one before has succeeded"
             )
         else:
-            self._exit(cluster, *self._run_apart(tasks, cluster, options))
+            self._exit(cluster, *self._run_apart(requests, cluster, options))
 
-    def _run_together(self, tasks: Sequence[Task], cluster: str, options: Options) -> tuple[list[Job], int]:
-        """All of them are jobs from the beginning, and go on without this process."""
-        jobs = self._submit(tasks, cluster, options)
+    def _run_together(self, requests: Sequence[JobRequest], cluster: str, options: Options) -> tuple[list[Job], int]:
+        """All of them are jobs from the beginning, and need this process no more."""
+        jobs = self._submit(requests, cluster, options)
         if self._detach or self._sweep:
             return jobs, ExitCode.OK if self._detach else self._show_sweep(jobs)
         code: int = ExitCode.OK
@@ -228,19 +242,19 @@ class _Command:
             self._say_over(len(later))
         return jobs, code
 
-    def _run_apart(self, tasks: Sequence[Task], cluster: str, options: Options) -> tuple[list[Job], int]:
+    def _run_apart(self, requests: Sequence[JobRequest], cluster: str, options: Options) -> tuple[list[Job], int]:
         """What one needs would be in the way of another: this process starts each when the one before has succeeded."""
         done: list[Job] = []
         code: int = ExitCode.OK
         # A cluster that goes down after its last job must not do so between two of these.
         each = dataclasses.replace(options, idle_minutes=None, down=False)
-        for number, task in enumerate(tasks, 1):
-            self.tell(f"Task {number} of {len(tasks)}: {task.name or 'unnamed'}")
-            done += self._submit([task], cluster, each, done)
+        for number, request in enumerate(requests, 1):
+            self.tell(f"Task {number} of {len(requests)}: {request.name or 'unnamed'}")
+            done += self._submit([request], cluster, each, done)
             code = shown.follow(done[-1], self._stream, fresh=True)
             if code != ExitCode.OK:
-                if number < len(tasks):
-                    self._say_over(len(tasks) - number)
+                if number < len(requests):
+                    self._say_over(len(requests) - number)
                 break
         if options.down or options.idle_minutes is not None:
             from atoll.tasks import clusters, lifecycle
@@ -249,12 +263,12 @@ class _Command:
         return done, code
 
     def _submit(
-        self, tasks: Sequence[Task], cluster: str, options: Options, earlier: Sequence[Job] | None = None
+        self, requests: Sequence[JobRequest], cluster: str, options: Options, earlier: Sequence[Job] | None = None
     ) -> list[Job]:
-        from atoll.tasks.launches import start_jobs
+        from atoll.tasks.launches import launch
 
         try:
-            jobs = start_jobs(tasks, cluster, options, earlier)
+            jobs = launch(requests, cluster, options, earlier)
         except KeyboardInterrupt:
             self.tell(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
             raise
@@ -283,7 +297,8 @@ class _Command:
         said = f"Job ID{'s' if len(jobs) > 1 else ''}: {', '.join(str(job.id) for job in jobs)}"
         if cluster.status is ClusterStatus.UP:
             runs, enters = command_line("atoll", "exec", name, "TASK"), command_line("atoll", "ssh", name)
-            self.tell(f"{said}. Next: {runs}, {enters}, {command_line('atoll', 'down', name)}")
+            stays = f"Cluster {name} stays up. " if self._is_unnamed else ""
+            self.tell(f"{said}. {stays}Next: {runs}, {enters}, {command_line('atoll', 'down', name)}")
         else:
             self.tell(f"{said}. Cluster {name} is {cluster.status} now")
 
@@ -292,7 +307,7 @@ class _Command:
             statuses = self._await(jobs)
         except KeyboardInterrupt:
             name = jobs[0].cluster
-            self.tell(f"\nThe jobs go on. {shown.to_see(name, [job.id for job in jobs])}")
+            self.tell(f"\nThe jobs are still running. {shown.to_see(name, [job.id for job in jobs])}")
             return ExitCode.NOT_FINISHED
         if not self._json:
             shown.print_sweep(shown.sweep_rows(jobs))

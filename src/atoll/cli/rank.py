@@ -12,23 +12,17 @@ def train_rank(recipe: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
 
     Args:
         recipe: resolved.
-        options: ``resume`` and ``allow_changes``; ``folder``, where there is one, is where to start.
+        options: ``resume`` and ``allow_changes``.
 
     Returns:
         the fields of ``TrainResult``.
     """
     import dataclasses
-    import os
-    import sys
 
     from atoll.train.events import Event, encode
     from atoll.train.session import run
 
     context = current()
-    folder = options.pop("folder", None)
-    if folder is not None:  # on another machine, where the user's folder was copied to
-        os.chdir(folder)
-        sys.path.insert(0, folder)
 
     def report(event: Event) -> None:
         if context is not None and context.send_report is not None:

@@ -18,6 +18,7 @@ from atoll.tasks.spec import ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
+    from atoll.tasks.placing import Decision
     from atoll.tasks.rows import EventRow, JobRow
 
 # What the supervisor puts before each line of a process, and its own last words.
@@ -138,7 +139,7 @@ def _coloured(data: bytes) -> bytes:
 
 
 def to_see(cluster: str, jobs: Sequence[int]) -> str:
-    """What to type to see jobs that go on without this command, and to cancel them."""
+    """What to type to see jobs that are still running, and to cancel them."""
     several = len(jobs) > 1
     see = command_line("atoll", "queue", cluster) if several else command_line("atoll", "logs", cluster, *jobs)
     cancel = command_line("atoll", "cancel", cluster, *(jobs if len(jobs) <= _MOST_NAMED else ["--all"]))
@@ -164,7 +165,7 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
             start.end(started=False)
     except KeyboardInterrupt:
         writer.close()
-        print(f"\nJob {job.id} goes on. {to_see(job.cluster, [job.id])}", file=stream, flush=True)
+        print(f"\nJob {job.id} is still running. {to_see(job.cluster, [job.id])}", file=stream, flush=True)
         return ExitCode.NOT_FINISHED
     writer.close()
     return status.exit_code
@@ -236,6 +237,20 @@ def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> di
         "supervised_from": "here" if cluster.allocation.supervised_here else cluster.allocation.head.name,
         "num_unfinished_jobs": None if unfinished is None else len(unfinished),
         "notes": list(cluster.notes),
+    }
+
+
+def decision_row(decision: Decision) -> dict[str, Any]:
+    """What ``--dryrun -o json`` says of a task."""
+    cluster = decision.cluster
+    return {
+        "cluster": cluster.name,
+        "infra": cluster.infra,
+        "num_nodes": cluster.num_nodes,
+        "accelerator": decision.accelerator,
+        "num_accelerators": decision.num_accelerators,
+        "simulated": cluster.simulated,
+        "notes": list(decision.lines),
     }
 
 

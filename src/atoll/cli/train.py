@@ -5,26 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import posixpath
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from atoll.cli import options
+from atoll.cli import options, train_job
 from atoll.cli.output import OutputClosed, spinner
 from atoll.core.errors import AtollError, ConfigError, ProvisionError, RemoteTraceback
 from atoll.core.exit_codes import ExitCode
 from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
+from atoll.providers import registry
 from atoll.providers.base import DEFAULT
 
 if TYPE_CHECKING:
-    from atoll.cli.train_hosts import TrainHosts
+    from atoll.cli.train_job import TrainJob
     from atoll.core.events import Event as PoolEvent
     from atoll.gang.log_router import LogLine
     from atoll.train.events import Event
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from atoll.train.recipe.schema import Recipe
 
 _LOADING = "loading PyTorch on every rank"
-_SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ASKS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # have a run save and end
 
 
 def register(app: typer.Typer) -> None:
@@ -56,6 +57,7 @@ def train(
     infra: options.Infra = DEFAULT,
     dryrun: options.DryRun = False,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over in a new folder.")] = False,
+    detach: options.Detach = False,
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Resume even if the recipe has changed since the run started.")
     ] = False,
@@ -84,16 +86,42 @@ def train(
     require_complete(loaded.recipe)
     _check_schedule(loaded)
     try:
-        result, hosts = _run(
-            loaded,
-            where,
-            num_nodes,
-            num_ranks,
-            accelerator,
-            quiet=as_json,
-            resume=not no_resume,
-            allow_changes=allow_changes,
-        )
+        if registry.is_here(where):
+            if detach:
+                raise typer.BadParameter("--detach needs --infra: local ranks end with this terminal")
+            remote, result = (
+                None,
+                _run(
+                    loaded,
+                    num_nodes,
+                    num_ranks,
+                    accelerator,
+                    quiet=as_json,
+                    resume=not no_resume,
+                    allow_changes=allow_changes,
+                ),
+            )
+        else:
+            show = _screen(as_json)
+            with contextlib.closing(show):
+                for note in loaded.notes:
+                    show.say(note)
+                remote = train_job.submit(
+                    loaded,
+                    recipe,
+                    arguments,
+                    infra=where,
+                    nodes=num_nodes,
+                    nproc=num_ranks,
+                    gpus=accelerator,
+                    resume=not no_resume,
+                    allow_changes=allow_changes,
+                    say=show.say,
+                )
+                show.say(f"job {remote.job.id} of cluster {remote.job.cluster}. {remote.come_back()}")
+                if detach:
+                    return
+                result = _follow(remote, show)
     except AtollError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a user's model raises on a rank
@@ -104,7 +132,9 @@ def train(
     if as_json:
         print(json.dumps(result, indent=2))
     elif result["steps"]:
-        _say_next(loaded, result, hosts, where, num_nodes, num_ranks, accelerator, arguments)
+        _say_next(loaded, result, remote, where, num_nodes, num_ranks, accelerator, arguments)
+    if remote is not None:
+        remote.take_down()
     if result["status"] != "finished":
         raise typer.Exit(ExitCode.NOT_FINISHED)
 
@@ -161,9 +191,38 @@ def _recipe_and_overrides(arguments: list[str]) -> tuple[str | None, list[str]]:
     return recipe, overrides
 
 
+def _screen(quiet: bool) -> _Screen:
+    """Where a run is shown; on standard error where standard output is the result's alone."""
+    from rich.console import Console as Terminal
+
+    from atoll.train.metrics.console import Console
+
+    return _Screen(Console(Terminal(stderr=True) if quiet else None))
+
+
+def _follow(remote: TrainJob, show: _Screen) -> dict[str, Any]:
+    """Show a run on other machines until it ends, and have it save when this is interrupted."""
+    with ThreadPoolExecutor(1) as threads:  # what a signal's handler prints must not come inside another print
+        followed = threads.submit(remote.follow, show)
+        try:
+            with _interruptible(remote, remote.began, show, _ASKS - {signal.SIGHUP}):
+                status = followed.result()
+        except KeyboardInterrupt:
+            remote.end()
+            followed.result()
+            remote.take_down()
+            raise
+    if not status.ended:  # the way to the cluster is lost
+        raise typer.Exit(status.exit_code)
+    result = remote.result
+    if result is None:
+        remote.take_down()
+        raise typer.Exit(status.exit_code)
+    return result
+
+
 def _run(
     loaded: Loaded,
-    infra: str,
     nodes: int,
     nproc: int | None,
     gpus: str | None,
@@ -171,46 +230,30 @@ def _run(
     quiet: bool,
     resume: bool,
     allow_changes: bool,
-) -> tuple[dict[str, Any], TrainHosts | None]:
-    from rich.console import Console as Terminal
-
+) -> dict[str, Any]:
+    """Train on ranks of this terminal."""
     from atoll.cli.rank import train_rank
     from atoll.functions.compute_pool import ComputePool
-    from atoll.providers import registry
-    from atoll.train.events import Note, Progress, RunStarted, decode
+    from atoll.train.events import Note, Progress, decode
     from atoll.train.folder import fresh_folder
-    from atoll.train.metrics.console import Console
 
-    show = _Screen(Console(Terminal(stderr=True) if quiet else None))
+    show = _screen(quiet)
     tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
-    options: dict[str, Any] = {"resume": resume, "allow_changes": allow_changes}
-    hosts = None
-    if not registry.is_here(infra):
-        from atoll.cli.train_hosts import make_ready, train_requirements
-
-        output_dir = tree["train"]["output_dir"]
-        hosts = make_ready(infra, nodes, gpus, output_dir, resume=resume, say=lambda line: show(Note(line)))
-        options["folder"] = hosts.folder
-    else:
-        folder = Path(loaded.recipe.train.output_dir).absolute()
-        if not resume:
-            folder = fresh_folder(folder)
-            tree["train"]["output_dir"] = str(folder)
+    folder = Path(loaded.recipe.train.output_dir).absolute()
+    if not resume:
+        folder = fresh_folder(folder)
+        tree["train"]["output_dir"] = str(folder)
     began, loaded_torch = threading.Event(), threading.Event()
 
     def on_event(event: PoolEvent) -> None:
         from atoll.core.events import HangSuspected, MetricsReported
 
         if isinstance(event, MetricsReported) and "event" in event.metrics:
-            told = decode(event.metrics)
-            if hosts is not None and isinstance(told, RunStarted):
-                hosts.output_dir = posixpath.join(hosts.folder, told.output_dir)
-            if hosts is None or hosts.output_dir is not None:
-                began.set()
+            began.set()
             if not loaded_torch.is_set():
                 loaded_torch.set()
                 show(Progress(_LOADING, 1, 1))
-            show(told)
+            show(decode(event.metrics))
         elif isinstance(event, HangSuspected):
             who = ", ".join(map(str, event.ranks))
             show(Note(f"no progress for {event.silent_s:.0f} s on rank {who}: {event.why}"))
@@ -221,28 +264,25 @@ def _run(
     for note in loaded.notes:
         show(Note(note))
     pool = ComputePool(
-        None if hosts is None else hosts.provider,
         nodes=nodes,
         accelerator=gpus,
         workers_per_node=nproc if nproc is not None else "auto",
         logs=on_line,
         on_event=on_event,
-        env={DRIVER_PID: os.getpid()} if hosts is None else None,
-        pip=None if hosts is None else train_requirements(),
+        env={DRIVER_PID: os.getpid()},
         hang_timeout=loaded.recipe.train.hang_timeout_s,
     )
-    stop = _LocalStop(folder) if hosts is None else hosts
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(show))
-        with spinner("starting nodes") if hosts is None else contextlib.nullcontext():
+        with spinner("starting nodes"):
             stack.enter_context(pool)
         ranks = "one rank" if pool.world_size == 1 else f"{pool.world_size} ranks"
         show(Note(f"starting {ranks}"))
         show(Progress(_LOADING, 0, None))  # takes seconds
-        future = pool.submit(train_rank, tree, options, everywhere=True)
-        with _interruptible(stop, began, show):
+        future = pool.submit(train_rank, tree, {"resume": resume, "allow_changes": allow_changes}, everywhere=True)
+        with _interruptible(_LocalStop(folder), began, show, _ASKS):
             results: list[dict[str, Any]] = list(future.result())
-    return results[0], hosts
+    return results[0]
 
 
 class _Screen:
@@ -305,8 +345,10 @@ class _LocalStop:
 
 
 @contextlib.contextmanager
-def _interruptible(run: _Stoppable, began: threading.Event, screen: _Screen) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to save and end, the second ends it; so does a closed screen.
+def _interruptible(
+    run: _Stoppable, began: threading.Event, screen: _Screen, signals: frozenset[signal.Signals]
+) -> Iterator[None]:
+    """The first of the ``signals`` asks the run to save and end, the second ends it; so does a closed screen.
 
     Before the run has told of anything there is nothing to save, and nobody who would look at the file.
     """
@@ -333,7 +375,7 @@ def _interruptible(run: _Stoppable, began: threading.Event, screen: _Screen) -> 
             screen.say(f"the run could not be asked: {error}")
             asked = False
 
-    before = {number: signal.signal(number, ask) for number in _SOFT}
+    before = {number: signal.signal(number, ask) for number in signals}
     try:
         if screen.has_signalled():  # while Ctrl-C was ignored, as in the background of a script
             raise KeyboardInterrupt
@@ -347,7 +389,7 @@ def _interruptible(run: _Stoppable, began: threading.Event, screen: _Screen) -> 
 def _say_next(
     loaded: Loaded,
     result: dict[str, Any],
-    hosts: TrainHosts | None,
+    remote: TrainJob | None,
     infra: str,
     nodes: int,
     nproc: int | None,
@@ -358,12 +400,12 @@ def _say_next(
 
     wanted = loaded.recipe.train
     folder = shown_path(result["output_dir"])  # --no-resume has made one of its own
-    if hosts is not None:
-        print(f"\nresults are in {result['output_dir']} on {hosts.head}; to get them here:")
-        fetch, folder = hosts.fetch_line(result["output_dir"])
+    if remote is not None:
+        head, fetch, folder = remote.fetch_line(result["output_dir"])
+        print(f"\nresults are in {result['output_dir']} on {head}; to get them here:")
         print(f"  {fetch}")
     elsewhere = ["--train.output_dir", folder] if folder != shown_path(str(Path(wanted.output_dir).absolute())) else []
-    where = [*([] if hosts is None else ["--infra", infra]), *([] if gpus is None else ["--gpus", gpus])]
+    where = [*([] if remote is None else ["--infra", infra]), *([] if gpus is None else ["--gpus", gpus])]
     lines = next_steps(
         loaded.source,
         folder,
@@ -373,7 +415,7 @@ def _say_next(
         has_checkpoint=result["checkpoint"] is not None,
         nodes=nodes,
         to_scale=_to_scale(loaded.recipe, 2 * result["world_size"])
-        if hosts is None or 2 * nodes <= hosts.num_hosts
+        if remote is None or 2 * nodes <= remote.num_hosts
         else None,
         generates=loaded.recipe.data.tokenizer is not None,
         exports=_has_export(loaded.recipe),

@@ -13,9 +13,10 @@ from atoll.core.errors import AtollError, UsageError
 from atoll.core.validation import checks_arguments
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.jobs import Job, find_job
-from atoll.tasks.launches import Options, start_jobs
+from atoll.tasks.launches import launch as launch_jobs
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.logs import RUN_LOG
+from atoll.tasks.requests import Options, task_request
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 from atoll.tasks.store import VARIABLES
 
@@ -82,7 +83,7 @@ def launch(
         down=down,
         say=on_line,
     )
-    return start_jobs([task], cluster_name or clusters.fresh_name(), options)[0]
+    return launch_jobs([task_request(task, options)], cluster_name or clusters.fresh_name(), options)[0]
 
 
 @checks_arguments
@@ -94,7 +95,8 @@ def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = 
         ConfigError: the cluster is not up, or has less than the task asks for.
     """
     _check_task("exec", task)
-    return start_jobs([task], cluster_name, Options(as_it_is=True, strict=strict, say=on_line))[0]
+    options = Options(command="exec", as_it_is=True, strict=strict, say=on_line)
+    return launch_jobs([task_request(task, options)], cluster_name, options)[0]
 
 
 def _check_task(call: str, task: object) -> None:

@@ -218,7 +218,7 @@ class Dispatcher:
 
     def _cancel(self, job: JobRow, number: int) -> None:
         runner = self._runners[job.id]
-        if runner.cancelled:
+        if runner.cancelled and number != signal.SIGKILL:
             return
         why = "cancelled"
         if self._told_to_end:

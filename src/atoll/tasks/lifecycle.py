@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import MOST_MINUTES, checks_arguments
@@ -135,8 +136,8 @@ def left(patterns: Sequence[str]) -> list[str]:
     return [*rests, *clusters.matching([each for each in patterns if each not in rests])]
 
 
-def take_back(name: str, before: ClusterSpec | None) -> None:
-    """Leave nothing of a cluster that was made for a job which then could not be submitted. Its lock is held.
+def rollback_cluster(name: str, before: ClusterSpec | None) -> None:
+    """Remove a cluster that was created for a job whose submission failed. The caller holds the launch lock.
 
     Args:
         before: its record before that, of a cluster that was down; None where there was none.
@@ -225,14 +226,17 @@ def _is_due(cluster: ClusterSpec) -> bool:
 
 
 def set_autostop(cluster: ClusterSpec, idle_minutes: int, *, down: bool) -> ClusterSpec:
-    """Have a cluster stopped, or taken ``down``, after so many idle minutes; a negative number: never.
+    """Stop a cluster, or take it ``down``, after so many idle minutes; a negative number: never.
 
     Raises:
         ConfigError: it is more than can be waited for.
     """
+    return clusters.change(cluster, **autostop_fields(idle_minutes, down=down))
+
+
+def autostop_fields(idle_minutes: int, *, down: bool) -> dict[str, Any]:
+    """The fields of a cluster's record that say when it is stopped."""
     if idle_minutes > MOST_MINUTES:
         raise ConfigError(f"autostop after {idle_minutes} idle minutes: expected {MOST_MINUTES} at most; -1 is never")
     minutes = idle_minutes if idle_minutes >= 0 else None
-    return clusters.change(
-        cluster, autostop_minutes=minutes, autostop_set_s=time.time(), autodown=down and minutes is not None
-    )
+    return {"autostop_minutes": minutes, "autostop_set_s": time.time(), "autodown": down and minutes is not None}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 
 from atoll.core.errors import ConfigError
 from atoll.tasks.causes import Cause, ended_text, failed, process_cause, setup_cause, shell_code
@@ -275,7 +275,12 @@ class JobMachine:
     def _cancel(self, event: CancelAsked, now: float) -> list[Action]:
         cause = Cause("cancel", event.why, now)
         if self._phase != "stop":
-            return self._fail(cause, now, CANCEL_GRACE_S, event.signal)
+            actions = self._fail(cause, now, CANCEL_GRACE_S, event.signal)
+            if self._spec.save_s is not None and self._phase == "stop" and self._next_s is not None:
+                self._next_s = now + self._spec.save_s
+            return actions
+        if event.signal == SIGKILL and self._next_s is not None:
+            self._next_s = now
         if self._cause is None or self._cause.kind == "cancel":
             return []
         self._cause = cause  # everything was terminated before

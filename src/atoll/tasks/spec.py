@@ -65,7 +65,7 @@ class ClusterStatus(enum.StrEnum):
     """Where a cluster stands."""
 
     UP = "UP"
-    STOPPED = "STOPPED"  # its files are kept, `atoll start` or `launch` takes it up again
+    STOPPED = "STOPPED"  # its files are kept, `atoll start` or `launch` restarts it
     DOWN = "DOWN"  # its nodes' files are gone, its jobs' logs are kept
 
 
@@ -130,6 +130,7 @@ class JobSpec:
         timeout_s: the job may run for so long.
         owner_pid: a process of this machine; the job is cancelled when that ends (``atoll run``).
         grace_s: seconds between the signal that ends its processes and SIGKILL, whatever ends them; None: few.
+        save_s: the same after a cancel alone, for processes that save; None: as ``grace_s``.
         key: made by who submits it; of several jobs with the same key only the first is added.
     """
 
@@ -162,6 +163,7 @@ class JobSpec:
     timeout_s: float | None = None
     owner_pid: int | None = None
     grace_s: float | None = None
+    save_s: float | None = None
     key: str | None = None
 
     def __repr__(self) -> str:
@@ -250,6 +252,11 @@ class ClusterSpec:
         wanted = ((self.accelerator, self.num_accelerators),) if self.accelerator and self.num_accelerators else ()
         files_in = self.allocation.files_in
         return NodeRequest(id=self.name, num_nodes=self.num_nodes, accelerators=wanted, files_in=files_in)
+
+    @property
+    def is_set_up(self) -> bool:
+        """Has a setup succeeded on each of its nodes?"""
+        return set(range(self.num_nodes)) <= set(self.setup_done)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

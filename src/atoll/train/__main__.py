@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import json
 import os
 import sys
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
 
-_USAGE = """usage: torchrun --nproc-per-node N -m atoll.train [RECIPE] [--no-resume] [--section.key value]
+if TYPE_CHECKING:
+    from atoll.train.events import Event
+
+_USAGE = """usage: torchrun --nproc-per-node N -m atoll.train [RECIPE] [--no-resume] [--events] [--section.key value]
 
 RECIPE is a shipped recipe (atoll recipes ls) or a TOML file; by default the one that CONFIG_FILE names.
 The same command again resumes from the newest checkpoint.
@@ -25,7 +30,7 @@ def main(arguments: list[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(_USAGE, end="")
         return 0
-    flags = {"--no-resume", "--allow-changes"}
+    flags = {"--no-resume", "--allow-changes", "--events"}
     given = {argument for argument in arguments if argument in flags}
     rest = [argument for argument in arguments if argument not in flags]
     recipe = rest.pop(0) if rest and not rest[0].startswith("--") else None
@@ -33,7 +38,11 @@ def main(arguments: list[str]) -> int:
     try:
         from atoll.train.session import run
 
-        result = run(recipe, rest, resume="--no-resume" not in given, allow_changes="--allow-changes" in given)
+        report = _print_event if "--events" in given else None
+        choices = {"resume": "--no-resume" not in given, "allow_changes": "--allow-changes" in given}
+        result = run(recipe, rest, report=report, **choices)
+        if report is not None and is_head:
+            print(json.dumps({"result": dataclasses.asdict(result)}), flush=True)
     except AtollError as error:
         # Most are the same on every rank, and rank 0 tells them. One that it does not know of is told by its own rank.
         where = getattr(error, "__notes__", [])
@@ -45,6 +54,13 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0 if result.status == "finished" else ExitCode.NOT_FINISHED
+
+
+def _print_event(event: Event) -> None:
+    """Print an event of the run as a line of JSON, for ``atoll train`` to show."""
+    from atoll.train.events import encode
+
+    print(json.dumps(encode(event)), flush=True)
 
 
 def leave(code: int) -> NoReturn:

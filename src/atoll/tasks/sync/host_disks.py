@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import posixpath
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
 from typing import Any
 
 from atoll.core.errors import ProvisionError
 from atoll.providers import registry
-from atoll.providers.base import WORKDIR, NodePlan, Provider, Remote
+from atoll.providers.base import WORKDIR, Remote
 from atoll.tasks.nodes import plan_of
 from atoll.tasks.spec import ClusterSpec
 from atoll.tasks.sync.mounts import Mount
-from atoll.tasks.sync.select import Selection, select
+from atoll.tasks.sync.select import Selection
 from atoll.tasks.sync.send import Progress, send
 from atoll.wire.command_output import parsed, skip_login_text
 
 Say = Callable[[str], object]
-
-
-def send_folder(
-    source: Path, provider: Provider, plans: Sequence[NodePlan], dest: str, *, leave_out: str, say: Say
-) -> None:
-    """Send a folder of this machine to the same place on every host, only what is not there yet.
-
-    Args:
-        source: the folder.
-        dest: where it goes, on each.
-        leave_out: a path in it that is not sent.
-        say: called with a line for each thing the user should know.
-
-    Raises:
-        ConfigError: something in it can't be read.
-        ProvisionError: a host can't be written to.
-    """
-    selection = select(source)
-    entries = [entry for entry in selection.entries if not PurePosixPath(entry.path).is_relative_to(leave_out)]
-    selection = dataclasses.replace(selection, entries=tuple(entries))
-    num_files = sum(entry.kind != "folder" for entry in entries)
-    size = f"{sum(entry.size for entry in entries) / 1000:,.0f} kB"
-    files = f"{num_files} file{'s' if num_files != 1 else ''} ({size})"
-    for line in (*selection.notes, f"copying {files} of {source} to {dest} on each host"):
-        say(line)
-
-    def send_to(plan: NodePlan) -> None:
-        with HostDisk(provider.remote(plan), dest) as disk:
-            disk.put(selection, dest, None, None)
-
-    with ThreadPoolExecutor(len(plans)) as threads:
-        list(threads.map(send_to, plans))
 
 
 def host_disks(cluster: ClusterSpec) -> list[HostDisk]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def ship(
     *,
     say: Callable[[str], None],
     progress: Progress | None,
+    excluded: str | None = None,
 ) -> None:
     """Copy to every node of a cluster, only what is not there yet.
 
@@ -38,6 +40,7 @@ def ship(
         mounts: ``file_mounts``, with their variables replaced: target on the node to source.
         say: called with a line for each thing the user should know.
         progress: called with bytes copied so far and bytes to copy.
+        excluded: a folder in the workdir that is not copied.
 
     Raises:
         ConfigError: a source can't be read.
@@ -47,6 +50,9 @@ def ship(
     from atoll.tasks.sync.select import Selection, select
 
     workdir_there = None if workdir is None else select(_source(cluster, workdir, say))
+    if workdir_there is not None and excluded is not None:
+        kept = tuple(each for each in workdir_there.entries if not PurePosixPath(each.path).is_relative_to(excluded))
+        workdir_there = replace(workdir_there, entries=kept)
     resolved = resolve_mounts(mounts, workdir=workdir is not None)
     if cluster.allocation.files != "homes" or cluster.num_nodes > 1:  # what comes from elsewhere comes once
         cache = clusters.folder_of(cluster.name) / "nodes" / "mounts"
