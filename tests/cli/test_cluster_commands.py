@@ -166,8 +166,8 @@ def test_a_state_folder_that_cannot_be(atoll: Atoll, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").touch()
     monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "file/home"))
     code, out, err = atoll("launch", "-c", "t", "echo")
-    assert (code, out) == (100, "")
-    assert "file/home: Not a directory" in err
+    assert (code, out) == (2, "")
+    assert "file/home: it, or a part of it, is a file; expected a folder" in err
     monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
 
 

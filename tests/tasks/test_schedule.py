@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,12 @@ def test_each_job_of_a_sweep_is_read_a_few_times_however_many_wait(
     folder.mkdir(parents=True)
     record.save(folder, ClusterSpec("c", created_s=0.0))
     lock = os.open(folder / "supervisor.lock", os.O_RDWR | os.O_CREAT)
-    with Store(folder) as ours, Store(folder) as theirs:
-        dispatch = Dispatcher(folder, ours, lock)
+    first, submitter = socket.socketpair()
+    with Store(folder) as ours, first, submitter:
+        dispatch = Dispatcher(folder, ours, lock, first)
         spec = JobSpec(run="true", group="sweep", parallel=2)
         for _ in range(NUM):  # submitted one by one, while the supervisor looks
-            theirs.add(spec, task_id_for=str, user="ada")
-            dispatch._changed = True
+            dispatch.add(spec, {}, "ada")
             dispatch._look()
         ended = 0
         while dispatch._runners:
