@@ -113,7 +113,8 @@ def test_no_message_makes_a_command_by_itself() -> None:
     """A name or a path that a text gets has to be quoted for a shell: ``command_line`` does it."""
     known = "|".join(re.escape(" ".join(path)) for path, _ in leaves(typer.main.get_command(app)))
     made = re.compile(rf"(?<![\w.])atoll (?:{known})(?: {_WORD})*? ?[^\s`]*{{")
-    assert not [f"{path}: {text}" for path, text in texts() if made.search(text)]
+    scripts = "src/atoll/cli/completion.py"  # quotes by its shells' own rules
+    assert not [f"{path}: {text}" for path, text in texts() if made.search(text) and path != scripts]
 
 
 def test_examples_of_help_are_taken(parse: Callable[[list[str]], None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
-from atoll.core.validation import nearest
+from atoll.core.validation import command_line, nearest
 
 _SHIPPED = Path(__file__).parent / "shipped"
 _OF_A_RUN = "recipe.json"  # in a run's folder: the recipe it was made with, complete
@@ -80,7 +80,8 @@ def find(spec: str, folder: Path) -> tuple[Path, list[str]]:
         return shipped_file(name), [] if spec == f"{name}.toml" else [note]
     weights = ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not spec.endswith(".toml"):
-        weights = f"; to start from published weights: atoll train RECIPE --model.init {spec}"
+        starts = command_line("atoll", "train", "RECIPE", "--model.init", spec)
+        weights = f"; to start from published weights: `{starts}`"
     raise ConfigError(
         f"no recipe {spec!r}: no such file, and none ships with Atoll{_did_you_mean(stem, folder)}{weights}"
     )
