@@ -80,7 +80,8 @@ def test_paths_with_spaces_percents_and_backslashes(
     assert "something else" not in said
     task.write_text(yaml.safe_dump({"file_mounts": {"~/in/the/way": {"name": "a-bucket"}}, "run": "true"}))
     lab.hosts[0].run("touch /home/sky/in")
-    assert "h1: /home/sky/in/the could not be written: Not a directory" in atoll("launch", "-c", "c", str(task), code=100)
+    said = atoll("launch", "-c", "c", str(task), code=100)
+    assert "h1: /home/sky/in/the could not be written: Not a directory" in said
     atoll("down", "c")
 
 

@@ -186,7 +186,7 @@ def test_broken_compression_is_told(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(whole[:40] + bytes(byte ^ 0x5A for byte in whole[40:90]) + whole[90:])
     assert f"a.jsonl{suffix}" in refused(path)
     path.write_bytes(jsonl(TEXTS))
-    assert f"is no {suffix} file, although its name ends so" in refused(path)
+    assert f"is not a {suffix} file, although its name ends so" in refused(path)
 
 
 # ------------------------------------------------------------------------------------------------------- tokens
@@ -555,7 +555,7 @@ def test_a_file_without_an_ending_is_known_by_its_whole_first_record(tmp_path: P
     for name, row in zip(("part-0", "part-1"), rows, strict=True):
         (tmp_path / name).write_text(json.dumps({"text": row}) + "\n")
     assert read(tmp_path) == rows
-    assert "taken by what is in them: 2 JSONL files (part-0, part-1)" in note(tmp_path)
+    assert "format detected from the content of: 2 JSONL files (part-0, part-1)" in note(tmp_path)
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "part-1").read_bytes())
     assert read(tmp_path / "marked") == ["short"]
 

@@ -241,7 +241,7 @@ def test_older_spellings():
     ("tree", "words"),
     [
         ({"optimizer": {"name": "Adam"}}, "[optimizer] name: 'Adam' has no counterpart, 'adamw' is used"),
-        ({"training": {"dataset": "mine"}}, "[training] dataset: 'mine' is no dataset that Atoll knows by name"),
+        ({"training": {"dataset": "mine"}}, "[training] dataset: 'mine' is not a dataset that Atoll knows by name"),
         (
             {"parallelism": {"pipeline_parallel_schedule": "DualPipeV"}},
             "'DualPipeV' has no counterpart, '1f1b' is used",
@@ -279,7 +279,7 @@ def test_published_weights_to_start_from():
             {"model": {"name": "deepseek_v3"}},
             "[model] name = 'deepseek_v3': of TorchTitan's models Atoll has llama3 and qwen3",
         ),
-        ({"model": {"flavor": "80B"}}, "[model] flavor = '80B' is no llama3 that Atoll has: did you mean '8B'?"),
+        ({"model": {"flavor": "80B"}}, "[model] flavor = '80B' is not a llama3 that Atoll has: did you mean '8B'?"),
         ({"training": {"steps": "many"}}, "[training] steps = 'many': expected a whole number"),
         ({"training": {"steps": True}}, "[training] steps = True: expected a whole number"),
         ({"checkpoint": {"enable": 1}}, "[checkpoint] enable = 1: expected true or false"),

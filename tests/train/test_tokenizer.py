@@ -259,7 +259,7 @@ def test_broken_and_foreign_files_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SentencePiece model"):
         load_tokenizer(str(tmp_path / "spiece.model"))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(ConfigError, match="is no tokenizer that the tokenizers library reads"):
+    with pytest.raises(ConfigError, match="is not a tokenizer that the tokenizers library reads"):
         load_tokenizer(str(tmp_path))
 
 

@@ -217,7 +217,8 @@ class ComputePool:
         self._leave()
 
     def _start(self) -> _Stoppable:
-        self._modules = LocalModules(self.image) if self.provider.is_elsewhere else ByValueModules()
+        self._elsewhere = self.provider.is_elsewhere
+        self._modules = LocalModules(self.image) if self._elsewhere else ByValueModules()
         if self.name is None:
             spec = self._spec()
             router = self._router(self._node_of.__getitem__, len(self._node_of))
@@ -229,7 +230,7 @@ class ComputePool:
         attached = Attached(self.name, self._config, to_start, idle_s, self._router, self._on_event)
         self.id, self._node_of = attached.pool_id, attached.node_of
         self._imports = ImportPath(attached.python, attached.extra_path)
-        if self.provider.is_elsewhere:
+        if self._elsewhere:
             attached.arena = OneUseArena()
         return attached
 
