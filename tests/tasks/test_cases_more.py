@@ -237,7 +237,7 @@ def test_a_secret_shows_nowhere_while_its_job_runs(atoll: Atoll, home: Path, tmp
 def test_a_variable_without_a_value_is_asked_for(atoll: Atoll, home: Path, tmp_path: Path) -> None:
     task = task_file(tmp_path / "task.yaml", "envs: {A: null}\nrun: echo $A")
     code, out, err = atoll("launch", "-c", "t", task)
-    assert code == 100
+    assert code == 2
     assert "--env A=" in out + err
     assert not list(home.glob("clusters/*"))
     assert atoll("launch", "-c", "t", "--env", "A=5", task)[0] == 0
@@ -338,7 +338,7 @@ def test_from_a_folder_that_is_gone(atoll: Atoll, tmp_path: Path, monkeypatch: p
     assert atoll("exec", "t", "echo works")[0] == 0
     assert "works" in atoll("logs", "t")[1]
     code, _, err = atoll("launch", "-c", "t", "--workdir", ".", "echo")
-    assert code == 100
+    assert code == 2
     assert len(err.splitlines()) == 1
     monkeypatch.chdir(tmp_path)
 
