@@ -10,6 +10,7 @@ import select
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ class SupervisorClient:
         if self._sock is not None:
             return
         self._sock, self._parser = supervisor.reach(self._folder), Parser()
+        # Not by __del__: of a reference cycle the socket may be collected first, and warn.
+        self._close_socket = weakref.finalize(self, self._sock.close)
         try:
             hello = next(self._messages(hindrance, hang_up))
             pid = hello.get("pid") if isinstance(hello, dict) else None
@@ -203,10 +206,6 @@ class SupervisorClient:
                     f"cluster {self._folder.name} does not answer; {stopped or state_of_supervisor(self._folder)}"
                 )
 
-    def __del__(self) -> None:
-        self._close()
-
     def _close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        self._close_socket()
+        self._sock = None
