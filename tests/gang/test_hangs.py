@@ -212,7 +212,7 @@ def test_what_proves_a_hang() -> None:
     assert found(*[sight(WAITS, 4, idle_since=1.0)] * 3) == Evidence((), "no CPU time was used by ranks 0, 1 and 2")
     assert found(sight(WORKS, 4), late, sight(WORKS, 4)) is None, "none waits for it: they were let go on"
     assert found(waits, sight(WAITS, 4, idle_since=1.0, state="T"), waits) == Evidence(
-        (1,), "rank 1 stopped by a signal; `kill -CONT 0` lets it go on"
+        (1,), "rank 1 stopped by a signal; `kill -CONT 0` continues it"
     )
     assert found(waits, sight(WAITS, 4, idle_since=6.0, state="T"), waits) is None, "only just"
     assert found(sight(WORKS), sight(WORKS), sight(WORKS)) is None, "the same line is no proof"

@@ -171,7 +171,7 @@ def test_a_lock_that_is_a_folder(file: str) -> None:
         lifecycle.stop("t")
     told: list[str] = []
     lifecycle.purge("t", told.append)
-    what = f"cluster t: {path} is no file that can be locked (Is a directory)"
+    what = f"cluster t: {path} can't be locked (Is a directory)"
     assert told == [f"{what}; what was left of it is removed"]
     assert not clusters.folder_of("t").exists()
 

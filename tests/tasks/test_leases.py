@@ -120,7 +120,7 @@ def test_a_run_that_waits_says_for_what_and_other_cards_are_no_answer(
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         run = subprocess.Popen(words, **pipes)  # type: ignore[call-overload]
         line = next(line for line in run.stderr if "Waiting for GPUs" in line)
-        assert f"1 of 1 GPUs asked for, 0 free: GPU 0 (L4) is held by pool {pool.id}" in line
+        assert f"1 of 1 GPUs requested, 0 free: GPU 0 (L4) is held by pool {pool.id}" in line
     out, err = run.communicate(timeout=60)
     assert gpus[0] in out, err
     cluster = LocalCluster.make(home, **GPU)
@@ -156,7 +156,7 @@ def test_clusters_and_pools_of_a_machine_share_its_gpus(
         (second,) = pool.run(os.getenv, "CUDA_VISIBLE_DEVICES")
         assert {first, second} == set(gpus)
         waits = theirs.submit(TELL, accelerator="L4", num_accelerators=2)
-        theirs.wait_for(waits, "Waiting for GPUs. head: 2 of 2 GPUs asked for, 0 free: ")
+        theirs.wait_for(waits, "Waiting for GPUs. head: 2 of 2 GPUs requested, 0 free: ")
         log = theirs.log(waits)
         assert f"(L4) is held by job {job} of cluster mine (pid {mine.supervisor_pid()} on " in log
         assert f"(L4) is held by pool {pool.id} (pid {os.getpid()} on " in log

@@ -63,7 +63,7 @@ def test_jobs_clusters_and_pools_share_the_gpus_of_a_host(make_bed: MakeBed) -> 
     assert {first, second} == set(gpus)
 
     atoll("launch", "-d", "-c", "theirs", *on_host, "--gpus", "L4:1", hold, home=other)
-    said(host, "theirs", 1, "1 of 2 GPUs asked for, 0 free: GPU 0 (L4) is held by job ")
+    said(host, "theirs", 1, "1 of 2 GPUs requested, 0 free: GPU 0 (L4) is held by job ")
     pool = sky.ComputePool(sky.SSH(hosts=[host.name], python=sys.executable), accelerator="L4", logs="quiet")
     with pytest.raises(sky.ProvisionError, match=r"0 free: .*is held by job 3 of cluster pair \(pid \d+ on h1, user"):
         pool.up()

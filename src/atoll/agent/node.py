@@ -197,7 +197,7 @@ class Agent:
             return None
         names = dict(wish["gpus"])
         held = "; ".join(f"{names[gpu]} is held by {holder}" for gpu, holder in taken.items())
-        return f"{wish['count']} of {len(names)} GPUs asked for, {len(names) - len(taken)} free: {held}"
+        return f"{wish['count']} of {len(names)} GPUs requested, {len(names) - len(taken)} free: {held}"
 
     def _spawn(self, number: int, fds: list[int]) -> None:
         if number in self._ranks:

@@ -124,7 +124,7 @@ class HangWatch:
             stuck, why = found.missing or tuple(running), found.why
             quiet_s = max(quiet_s, patience)
         elif quiet_s >= (self._limit_s or _WARNING_S):
-            stuck, why = tuple(running), "they use CPU time and may be well: it goes on"
+            stuck, why = tuple(running), "they use CPU time, so this may be fine: the call continues"
         else:
             return None
         call.warned = True
@@ -138,7 +138,7 @@ def evidence(call: Call, running: Mapping[int, Sight], since: float) -> Evidence
     idle = {rank for rank in quiet if running[rank].idle_since <= since}
     if stopped := tuple(sorted(rank for rank in idle if running[rank].state == _STOPPED)):
         pids = " ".join(str(running[rank].pid) for rank in stopped)
-        return Evidence(stopped, f"{name_ranks(stopped)} stopped by a signal; `kill -CONT {pids}` lets it go on")
+        return Evidence(stopped, f"{name_ranks(stopped)} stopped by a signal; `kill -CONT {pids}` continues it")
     for entered in (*_entered(running, len(call.ranks)).values(), _asked_for_group(call, running)):
         missing = tuple(rank for rank, number in entered.items() if number < max(entered.values()))
         ahead = [rank for rank in entered if rank not in missing]

@@ -105,7 +105,7 @@ def _lease(spec: GangSpec, plan: NodePlan, visible: str | None) -> dict[str, Any
     gpus = plan.gpus if visible is None else tuple(gpu for gpu in plan.gpus if gpu in visible_gpus(plan.gpus, visible))
     if len(gpus) < plan.num_accelerators:
         raise ConfigError(
-            f"{VISIBLE}={visible!r} leaves {len(gpus)} of its GPUs, and {plan.num_accelerators} are asked for"
+            f"{VISIBLE}={visible!r} leaves {len(gpus)} of its GPUs, and {plan.num_accelerators} are requested"
         )
     return lease_wish(gpus, plan.num_accelerators, f"pool {spec.name or spec.pool_id}")
 

@@ -55,7 +55,7 @@ class Image:
         object.__setattr__(self, "apt", _texts("Image(apt=)", self.apt))
         for name in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=\S+)?", name):
-                raise ConfigError(f"Image(apt=): {name!r} is no Debian package name; expected one like 'ffmpeg'")
+                raise ConfigError(f"Image(apt=): {name!r} is not a Debian package name; expected one like 'ffmpeg'")
         object.__setattr__(self, "env", check_env("Image(env=)", self.env))
         object.__setattr__(self, "includes", _texts("Image(includes=)", self.includes))
         if self.constraints is not None and not isinstance(self.constraints, (str, os.PathLike)):

@@ -24,7 +24,7 @@ def check_apt(packages: Sequence[str]) -> None:
         return
     if shutil.which("dpkg-query") is None:
         raise ImageError(
-            f"Image(apt={list(packages)!r}): this machine has no dpkg-query, so it is no Debian or Ubuntu; "
+            f"Image(apt={list(packages)!r}): this machine has no dpkg-query, so it is not Debian or Ubuntu; "
             "leave apt= out for local nodes and install these yourself"
         )
     names = [package.partition("=")[0] for package in packages]
@@ -66,7 +66,9 @@ def _include_path(entry: str) -> str | None:
     path = Path(entry).expanduser().absolute()
     if path.is_file():
         if path.suffix != ".py":
-            raise ConfigError(f"Image(includes=): {entry!r} is no .py file; pass data as an argument of the function")
+            raise ConfigError(
+                f"Image(includes=): {entry!r} is not a .py file; pass data as an argument of the function"
+            )
         return str(path.parent)
     if path.is_dir():
         return str(path.parent if (path / "__init__.py").exists() else path)

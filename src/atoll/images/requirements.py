@@ -66,7 +66,7 @@ def check_requirement(what: str, text: str) -> str:
         Requirement(text)
     except InvalidRequirement:
         raise ConfigError(
-            f"{what}: {redact(text)!r} is no requirement; expected one like 'torch>=2.4' or 'jax[cuda12]'"
+            f"{what}: {redact(text)!r} is not a requirement; expected one like 'torch>=2.4' or 'jax[cuda12]'"
         ) from None
     return text
 

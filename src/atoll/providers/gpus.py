@@ -96,7 +96,7 @@ def _look(program: str | None, visible: str | None) -> GpuReport:
     if visible is not None and "MIG-" in visible and isinstance(slices := _ask([program, "-L"]), str):
         gpus += tuple(_slices(gpus, slices))
     chosen = gpus if visible is None else visible_gpus(gpus, visible)
-    return GpuReport(chosen, None if chosen else f"{VISIBLE}={visible!r} names no GPU of this machine")
+    return GpuReport(chosen, None if chosen else f"{VISIBLE}={visible!r} matches no GPU of this machine")
 
 
 def _ask(command: list[str]) -> str | GpuReport:

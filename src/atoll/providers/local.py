@@ -156,7 +156,7 @@ class Local(Provider):
             yield True, f"nodes share {shared} with this machine: {own.refused}"
         try:
             Network.start().close()
-            yield True, "clusters have networks of their own: equal ports don't meet"
+            yield True, "clusters are network-isolated: two can use the same port"
         except NetworkUnavailable as error:
             yield True, f"clusters share this machine's network, jobs with equal ports queue: {error}"
         report = gpu_report()

@@ -92,7 +92,7 @@ def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = 
 
     Raises:
         UnknownCluster: there is no such cluster.
-        ConfigError: the cluster is not up, or has less than the task asks for.
+        ConfigError: the cluster is not up, or has less than the task needs.
     """
     _check_task("exec", task)
     options = Options(command="exec", as_it_is=True, strict=strict, say=on_line)

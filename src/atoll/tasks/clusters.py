@@ -262,7 +262,7 @@ def _open_lock(folder: Path) -> int:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
-            raise ConfigError(f"{folder} is no folder: {record.removes(folder.name)}") from None
+            raise ConfigError(f"{folder} is not a folder: {record.removes(folder.name)}") from None
         with contextlib.suppress(FileNotFoundError):  # the folder went away just now
             return record.open_lock(folder / LOCK)
 

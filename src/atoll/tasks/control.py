@@ -272,7 +272,7 @@ class LocalControl:
             self._wait_until_idle()
         if not supervisor.kill(self._folder):
             raise AtollError(
-                f"the supervisor of cluster {self._folder.name} can't be ended, and its jobs may go on; "
+                f"the supervisor of cluster {self._folder.name} can't be ended, and its jobs may continue; "
                 f"{state_of_supervisor(self._folder)}"
             )
         if self._is_up():
@@ -357,7 +357,7 @@ def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
         )
     if spec.num_accelerators > cluster.num_accelerators:
         raise ConfigError(
-            f"the job wants {spec.num_accelerators} accelerators a node and cluster {name} has "
+            f"the job needs {spec.num_accelerators} accelerators per node and cluster {name} has "
             f"{cluster.num_accelerators}: ask for less, or resize it with "
             f"`{command_line(*launch, '--gpus', f'{spec.accelerator}:{spec.num_accelerators}', 'TASK')}`"
         )
@@ -433,7 +433,7 @@ def _answer() -> dict[str, Any]:
         message = _request()
         operation, name = message["op"], str(message["cluster"])
         if not is_name(name):
-            raise ConfigError(f"cluster {name!r}: this is no name of a cluster")
+            raise ConfigError(f"cluster {name!r}: not a valid cluster name")
         if operation not in OPERATIONS:
             raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
         folder = atoll_home() / "clusters" / name

@@ -158,7 +158,7 @@ def _missing(file: Path, shown: str) -> str:
     if file.is_symlink() and not file.exists():
         return f"{shown} is a link that leads nowhere: to {os.readlink(file)}"
     if file.exists():
-        return f"{shown} is no regular file but a pipe, a socket or a device: expected a task file"
+        return f"{shown} is a pipe, a socket or a device: expected a task file"
     folder = file.parent
     if not folder.is_dir():
         return f"{shown}: there is no folder {folder}"

@@ -64,7 +64,7 @@ def remove_record(cluster: ClusterSpec) -> None:
         control(cluster).end()
         _head(cluster).check(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
     except AtollError as error:
-        _tell_left(cluster, error, f"{folder} stays there, and jobs go on if any run")
+        _tell_left(cluster, error, f"{folder} stays there, and running jobs continue")
 
 
 def clean_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> None:
@@ -75,7 +75,7 @@ def clean_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good:
     folder = cluster.allocation.folder or f"~/.atoll/clusters/{cluster.name}"
     downs = command_line("atoll", "down", cluster.name)
     again = "" if for_good else f"; once it can be reached, `{downs}` again ends and removes that"
-    stays = f"jobs go on there as long as it runs, and {folder} stays there (jobs, logs, workdir){again}"
+    stays = f"jobs continue there as long as it runs, and {folder} stays there (jobs, logs, workdir){again}"
     _tell_left(cluster, error, stays)
     left, lines = remains.end_on_nodes(cluster, _folder_here(cluster.name), first=1)
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):

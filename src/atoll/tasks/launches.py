@@ -123,7 +123,7 @@ def decide_cluster(requests: Sequence[JobRequest], name: str, options: Options) 
         if options.as_it_is and decision.changed:
             missing = decision.lines[0].partition(": ")[2]
             raise ConfigError(
-                f"cluster {name} has less than the task asks for ({missing}): "
+                f"cluster {name} has less than the task needs ({missing}): "
                 f"`{command_line('atoll', 'launch', '-c', name, 'TASK')}` resizes it"
             )
         have = decision.cluster

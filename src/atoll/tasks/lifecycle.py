@@ -122,7 +122,10 @@ def purge(name: str, say: Say, *, on_line: Say = silent) -> list[int]:
         what = str(error).partition("`atoll down --purge")[0].rstrip(" .:")  # that is being done
         say(f"cluster {name}: {what}; what was left of it is removed")
         if not supervisor.kill(folder):
-            say(f"cluster {name}: its supervisor, process {supervisor.pid_of(folder)}, can't be killed and goes on")
+            say(
+                f"cluster {name}: its supervisor, process {supervisor.pid_of(folder)}, "
+                "can't be killed and is still running"
+            )
     if folder.is_dir() and not folder.is_symlink():
         forget(name, on_line=on_line)
     else:

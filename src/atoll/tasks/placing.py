@@ -212,7 +212,7 @@ def _missing(
         changes.append(f"{have.num_nodes} → {num_nodes} nodes")
     if accelerators is not None:
         before = accelerators_text(have.accelerator, have.num_accelerators)
-        changes.append(f"{before} → {accelerators_text(*accelerators)} a node")
+        changes.append(f"{before} → {accelerators_text(*accelerators)} per node")
     for what, old, new in (("CPUs", have.cpus, cpus), ("memory", have.memory_gb, memory)):
         if _larger(old, new) != old:
             changes.append(f"{old} → {new} {what}" if old else f"{new} {what}")

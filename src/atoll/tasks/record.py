@@ -104,9 +104,7 @@ def open_lock(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (IsADirectoryError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"{path} is no file that can be locked ({error.strerror}): {removes(path.parent.name)}"
-        ) from None
+        raise ConfigError(f"{path} can't be locked ({error.strerror}): {removes(path.parent.name)}") from None
 
 
 def take_lock(lock: int, patience_s: float) -> bool:

@@ -295,6 +295,6 @@ def _unreachable(cluster: str, head: str, said: str) -> str:
 def what_then(cluster: str) -> str:
     """What becomes of the jobs of a cluster whose head can't be reached, and what to do."""
     return (
-        f"Its jobs go on there as long as it runs: `{command_line('atoll', 'logs', cluster)}` shows them once it can "
-        f"be reached. If it is gone for good: `{command_line('atoll', 'down', cluster)}`"
+        f"Its jobs continue there as long as it runs: `{command_line('atoll', 'logs', cluster)}` shows them once it "
+        f"can be reached. If it is gone for good: `{command_line('atoll', 'down', cluster)}`"
     )

@@ -118,7 +118,7 @@ def _request(said: Any) -> AcceleratorRequest:
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 < count < math.inf:
         raise Expected("how many accelerators, more than 0, as in L4:2 or {L4: 2}", shown)
     if count > MOST_ACCELERATORS:
-        raise Expected(f"at most {MOST_ACCELERATORS} accelerators a node", shown)
+        raise Expected(f"at most {MOST_ACCELERATORS} accelerators per node", shown)
     return AcceleratorRequest(_canonical(name.strip())[0], int(count) if count == int(count) else count)
 
 
@@ -128,7 +128,7 @@ def _canonical(name: str) -> tuple[str, str | None]:
         return str(AcceleratorSpec(name)).removesuffix(":1"), None
     except ConfigError as error:  # clouds rent cards that the catalog doesn't list
         end = "" if str(error).endswith("?") else "."
-        return name, None if name.lower().startswith("tpu-") else f"{error}{end} It is taken as it is written"
+        return name, None if name.lower().startswith("tpu-") else f"{error}{end} It is used as written"
 
 
 def _accelerators(value: Any) -> str | list[str] | dict[str, None] | None:

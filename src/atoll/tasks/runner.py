@@ -162,7 +162,7 @@ class JobRunner:
         for note in self._notes:
             self._log.say(note)
         if not self._num_gpus and (known := next(filter(None, self._gpus), None)):
-            self._log.say(f"this job asks for no GPU and sees none: --gpus {known[0].name}:1 asks for one")
+            self._log.say(f"this job requests no GPU and sees none: pass --gpus {known[0].name}:1 for one")
         self._do(self._machine.start(time.monotonic()))
         drop_variables(self._folder, self.job.id)  # from here on the job ends with this process
         self._handle_inputs()

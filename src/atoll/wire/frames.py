@@ -287,7 +287,7 @@ class Parser:
                 try:
                     fields = _decode_json(data[_SMALLEST:end].decode())[0]
                 except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-                    raise WireError(f"the head of a frame is no JSON: {error}") from error
+                    raise WireError(f"the head of a frame is not JSON: {error}") from error
                 if type(fields) is dict:
                     return [Frame(kind, rank, call, fields, memoryview(data)[end:], (), flags)]
         return [raw.parsed() for raw in self.feed(data, fds)]

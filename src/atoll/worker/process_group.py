@@ -288,7 +288,7 @@ def _seconds(text: str | None) -> float | None:
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigError(f"{_TIMEOUT_VARIABLE}={text!r} is no number of seconds; write e.g. 600") from error
+        raise ConfigError(f"{_TIMEOUT_VARIABLE}={text!r} is not a number of seconds; write e.g. 600") from error
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # a class like any other, typed as a variable

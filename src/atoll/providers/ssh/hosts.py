@@ -174,14 +174,14 @@ def targets(
 def _split(spelling: object) -> tuple[str, str, int | None]:
     """``user@`` (or nothing), host, port."""
     if not isinstance(spelling, str) or not re.fullmatch(r"[^\s-]\S*", spelling):
-        raise ConfigError(f"hosts: {spelling!r} is no host; expected 'gpu-1', 'user@gpu-1', 'gpu-1:2222' or 'gpu-*'")
+        raise ConfigError(f"hosts: {spelling!r} is not a host; expected 'gpu-1', 'user@gpu-1', 'gpu-1:2222' or 'gpu-*'")
     user, at, host = spelling.removeprefix("ssh://").rpartition("@")
     port: int | None = None
     found = _PORT.fullmatch(host)
     if found and (":" not in found[1] or found[1].endswith("]")):  # an IPv6 address without brackets has no port
         host, port = found[1], int(found[2])
     if not host.strip("[]") or host.startswith("-") or (port is not None and not 0 < port < 65536):
-        raise ConfigError(f"hosts: {spelling!r} is no host; expected 'gpu-1', 'user@gpu-1' or 'gpu-1:2222'")
+        raise ConfigError(f"hosts: {spelling!r} is not a host; expected 'gpu-1', 'user@gpu-1' or 'gpu-1:2222'")
     return user + at, host, port
 
 

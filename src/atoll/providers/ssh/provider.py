@@ -240,7 +240,7 @@ class SSH(Provider):
         if have is not None and (why_not is not None or have.head.name != head.host):
             why = why_not if have.head.name == head.host else f"{head.host} is its head now"
             raise ProvisionError(
-                f"cluster {request.id} is supervised from {have.head.name}, which can't go on: {why}. A supervisor "
+                f"cluster {request.id} is supervised from {have.head.name}, which can't continue: {why}. A supervisor "
                 f"does not move: mend that, or `{command_line('atoll', 'down', request.id)}` and launch it again"
             )
         where = "client" if why_not is not None else "head"
