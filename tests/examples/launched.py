@@ -51,7 +51,7 @@ def fixed_ports() -> Iterator[None]:
     """Ports that a task file fixes are this test's alone, where nodes have the machine's: others wait meanwhile."""
     with contextlib.ExitStack() as ends:
         try:
-            Network.start().close()
+            Network.start("one").close()
         except NetworkUnavailable:
             known_to_all = os.open("/tmp", os.O_RDONLY)  # every test run on this machine locks the same folder
             ends.callback(os.close, known_to_all)

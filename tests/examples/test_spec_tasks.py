@@ -99,7 +99,7 @@ def let_go(cluster: str) -> None:
 def own_networks() -> None:
     """Skips where clusters share the machine's network: the second one's job waits for the first one's port there."""
     try:
-        Network.start().close()
+        Network.start("one").close()
     except NetworkUnavailable as error:
         pytest.skip(str(error))
 
@@ -273,14 +273,7 @@ TRAIN = """
 
 
 @pytest.fixture
-def shared_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's, for two clusters that talk with each other."""
-    monkeypatch.setenv("ATOLL_NETWORK_NAMESPACE", "0")
-    request.getfixturevalue("fixed_ports")
-
-
-@pytest.fixture
-def symphony(repository: Path, shared_network: None) -> Path:
+def symphony(repository: Path, fixed_ports: None) -> Path:
     program("apt", f"#!/bin/sh\n{LOG}")
     program("make", f"#!/bin/sh\n{LOG}")
     program("sudo", '#!/bin/sh\nexec "$@"\n')  # the machine's may ask for a password, or know another apt

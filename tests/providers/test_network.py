@@ -19,14 +19,13 @@ import pytest
 from tests.pools import SOURCE_ROOT, eventually
 
 import leaks
-from atoll.providers.local import _into
-from atoll.providers.network import Network, NetworkUnavailable
+from atoll.providers.network import Network, NetworkUnavailable, address_of, entering
 from atoll.providers.network import _pipe as opened
 
 
 def why_not() -> str | None:
     try:
-        Network.start().close()
+        Network.start("one").close()
     except NetworkUnavailable as error:
         return str(error)
     return None
@@ -38,12 +37,12 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no network of its o
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    with contextlib.closing(Network.start()) as started:
+    with contextlib.closing(Network.start("one")) as started:
         yield started
 
 
 def inside(network: Network, code: str) -> list[str]:
-    return [*_into(network.path), sys.executable, "-I", "-c", code]
+    return [*entering(network.path), sys.executable, "-I", "-c", code]
 
 
 def outer_address() -> str | None:
@@ -57,6 +56,12 @@ def outer_address() -> str | None:
     return None if address.startswith("127.") else address
 
 
+def bridge() -> dict[str, str]:
+    """The inode of the bridge that each cluster has open."""
+    lines = (Path(os.environ["ATOLL_HOME"]) / "networks").read_text().splitlines()
+    return {line.split()[0]: line.split()[-1] for line in lines}
+
+
 BINDS = """
 import socket, sys
 held = [socket.create_server((f"127.0.0.{at}", 29500)) for at in (1, 2, 3)]
@@ -67,11 +72,39 @@ sys.stdin.read()
 
 
 def test_two_hold_the_same_ports_side_by_side(network: Network) -> None:
-    with contextlib.closing(Network.start()) as other, contextlib.ExitStack() as stack:
+    with contextlib.closing(Network.start("two")) as other, contextlib.ExitStack() as stack:
         for each in (network, other):
             process = subprocess.Popen(inside(each, BINDS), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             stack.enter_context(process)
             assert opened(process.stdout).readline() == b"bound\n"
+
+
+@pytest.mark.parametrize("bound_to", ["0.0.0.0", "127.0.0.1"])
+def test_clusters_of_one_home_reach_each_other_until_the_last_one_ends(network: Network, bound_to: str) -> None:
+    serve = f"import socket; s = socket.create_server(('{bound_to}', 29500)); print('up', flush=True); s.accept()"
+    reach = f"import socket; socket.create_connection(('{address_of('one')}', 29500), timeout=20)"
+    with subprocess.Popen(inside(network, serve), stdout=subprocess.PIPE) as server:
+        assert opened(server.stdout).readline() == b"up\n"
+        with contextlib.closing(Network.start("two")) as other:
+            assert bridge() == {"one": bridge()["two"], "two": bridge()["one"]}
+            subprocess.run(inside(other, reach), check=True)
+    network.close()
+    with contextlib.closing(Network.start("three")):
+        assert set(bridge()) == {"three"}  # of those that have ended nothing is known
+        with contextlib.closing(Network.start("one")):
+            assert bridge()["one"] == bridge()["three"]
+
+
+def test_a_network_that_is_made_anew_gets_its_address_back(network: Network) -> None:
+    serve = "import socket; s = socket.create_server(('0.0.0.0', 29500)); print('up', flush=True); s.accept()"
+    reach = f"import socket; socket.create_connection(('{address_of('one')}', 29500), timeout=20)"
+    with (
+        contextlib.closing(Network.start("one")) as fresh,
+        subprocess.Popen(inside(fresh, serve), stdout=subprocess.PIPE) as server,
+    ):
+        assert opened(server.stdout).readline() == b"up\n"
+        with contextlib.closing(Network.start("two")) as other:
+            subprocess.run(inside(other, reach), check=True)
 
 
 def test_a_download_from_outside_works_and_the_machines_own_loopback_stays_closed(network: Network) -> None:
@@ -142,7 +175,7 @@ def test_it_ends_with_who_started_it(number: int) -> None:
 import sys, time
 sys.path.insert(0, {SOURCE_ROOT!r})
 from atoll.providers.network import Network
-network = Network.start()
+network = Network.start("one")
 print("up", flush=True)
 time.sleep(300)
 """
@@ -160,14 +193,14 @@ def test_where_it_cannot_be_had_it_says_why(monkeypatch: pytest.MonkeyPatch, tmp
         with monkeypatch.context() as patch:
             patch.setenv(variable, "0")
             with pytest.raises(NetworkUnavailable, match=f"^{variable}=0$"):
-                Network.start()
-    for name in ("unshare", "nsenter", "cat"):
+                Network.start("one")
+    for name in ("unshare", "nsenter", "cat", "ip"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NetworkUnavailable, match="apt-get install slirp4netns lets clusters use the same ports"):
-        Network.start()
+        Network.start("one")
     fails = tmp_path / "slirp4netns"
     fails.write_text("#!/bin/sh\necho 'open(\"/dev/net/tun\"): Permission denied' >&2\nexit 1\n")
     fails.chmod(0o755)
     with pytest.raises(NetworkUnavailable, match=r'slirp4netns failed: open\("/dev/net/tun"\): Permission denied'):
-        Network.start()
+        Network.start("one")

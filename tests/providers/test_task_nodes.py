@@ -259,7 +259,7 @@ from atoll.providers.network import Network, NetworkUnavailable
 found = isolation()
 print(found.command, "|", found.refused)
 try:
-    Network.start().close()
+    Network.start("one").close()
 except NetworkUnavailable as error:
     print(error)
 """

@@ -587,6 +587,10 @@ class Provider(abc.ABC):
         """The allocation as the machine sees it that its supervisor runs on."""
         return dataclasses.replace(allocation, site="client")
 
+    def address(self, allocation: Allocation) -> str:
+        """Where others reach its head, other clusters say."""
+        return allocation.head.address
+
     def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
         """A driver begins to use it.
 

@@ -34,6 +34,7 @@ from atoll.providers.base import (
     gpu_row,
 )
 from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, local_gpus
+from atoll.providers.network import Network, NetworkUnavailable, address_of, entering, reason_unavailable
 
 # The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
 _AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
@@ -143,8 +144,6 @@ class Local(Provider):
 
     def examine(self) -> Iterator[tuple[bool, str]]:
         """Tools, namespaces, networks, GPUs."""
-        from atoll.providers.network import Network, NetworkUnavailable
-
         for tool, why in _TOOLS.items():
             if shutil.which(tool) is None:
                 yield False, f"{tool} is missing, and {why}: apt-get install {tool}"
@@ -155,8 +154,8 @@ class Local(Provider):
             shared = "processes" if own.command else "processes, host name and /tmp"
             yield True, f"nodes share {shared} with this machine: {own.refused}"
         try:
-            Network.start().close()
-            yield True, "clusters are network-isolated: two can use the same port"
+            Network.start("(check)").close()
+            yield True, "clusters are network-isolated: two can use the same port, and they reach each other"
         except NetworkUnavailable as error:
             yield True, f"clusters share this machine's network, jobs with equal ports queue: {error}"
         report = gpu_report()
@@ -169,6 +168,12 @@ class Local(Provider):
         held = holders(gpu.device for gpu in report.gpus)
         rows = [gpu_row(gpu, held_by=held.get(gpu.device)) for gpu in report.gpus]
         return rows, [] if rows else [f"no GPU: {report.reason}"]
+
+    def address(self, allocation: Allocation) -> str:
+        """Its own on the clusters' bridge; the head's where clusters share this machine's network."""
+        if reason_unavailable() is None and _first_granted(("--net",))[0]:
+            return address_of(allocation.id)
+        return _address(0)
 
     def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
         """Nodes for tasks: with homes below the cluster's folder, and a network of their own where that can be had."""
@@ -197,7 +202,8 @@ class Local(Provider):
             if node.place is None:
                 prefix = _namespace()
             else:
-                prefix = _into(node.place.network) + isolation().command
+                own = isolation().command
+                prefix = (*(entering(node.place.network) if node.place.network and own else ()), *own)
                 env["ATOLL_PLACE"] = _placed(node.place)
                 said = failed.enter_context(open(os.memfd_create("atoll-agent"), "r+b"))
             process = subprocess.Popen(
@@ -336,16 +342,6 @@ def _first_granted(options: tuple[str, ...], *as_user: str) -> tuple[tuple[str, 
             return command, ""
         said = probe.stderr.strip()
     return (), said or "unshare failed"
-
-
-def _into(network: str | None) -> tuple[str, ...]:
-    """The command that enters a network namespace, and the user namespace that owns it where that isn't ours."""
-    if network is None or not isolation().command:
-        return ()
-    user = os.path.join(os.path.dirname(network), "user")
-    if os.readlink(user) == os.readlink("/proc/self/ns/user"):
-        return ("nsenter", f"--net={network}")
-    return ("nsenter", f"--user={user}", f"--net={network}", "--preserve-credentials")
 
 
 def _placed(place: NodePlace) -> str:

@@ -56,7 +56,7 @@ class LocalSession(Session):
                 f"processes, killall is not"
             )
         try:
-            self._network = Network.start()
+            self._network = Network.start(self.allocation.id)
             self.shared_networks = ()
         except NetworkUnavailable as error:
             self.lines.append(f"nodes share ports with this machine, and jobs that fix the same one wait: {error}")
@@ -148,7 +148,7 @@ class LocalSession(Session):
             notes = []
             if (fault := self._network.fault) is not None:
                 try:
-                    fresh = Network.start()
+                    fresh = Network.start(self.allocation.id)
                 except NetworkUnavailable as error:
                     raise NetworkUnavailable(f"its cluster's network is gone ({fault}), and {error}") from error
                 self._worn.append(self._network)

@@ -360,9 +360,8 @@ def unfinished(cluster: ClusterSpec) -> list[JobRow]:
 
 # --------------------------------------------------------------------------------------------------------- nodes
 def head_address(cluster: ClusterSpec) -> str:
-    """The address of the head, as other nodes reach it."""
-    nodes = cluster.allocation.nodes
-    return nodes[0].address if nodes else "127.0.0.1"
+    """The address of the head, as other clusters reach it."""
+    return registry.of(cluster.allocation).address(cluster.allocation)
 
 
 def node_of(cluster: ClusterSpec, name: str) -> int:
