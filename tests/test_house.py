@@ -32,7 +32,7 @@ _LIMIT_S = 300
 # What runs on a host that has nothing but a Python: agent, link, preflight, images, a cluster's supervisor.
 ON_BARE_HOSTS = (
     *("atoll.tasks.spec", "atoll.tasks.transitions", "atoll.tasks.machine", "atoll.tasks.causes", "atoll.tasks.store"),
-    *("atoll.tasks.logs", "atoll.tasks.loop", "atoll.tasks.channel", "atoll.tasks.runner", "atoll.tasks.schedule"),
+    *("atoll.tasks.logs", "atoll.tasks.runner", "atoll.tasks.schedule"),
     *("atoll.tasks.ports", "atoll.tasks.record", "atoll.tasks.dispatcher", "atoll.tasks.supervisor"),
     *("atoll.tasks.control", "atoll.tasks.remote_control", "atoll.tasks.environment", "atoll.tasks.nodes"),
     *("atoll.providers.ssh.provider", "atoll.tasks.sync.receive"),

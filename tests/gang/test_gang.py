@@ -145,7 +145,7 @@ def test_what_a_channel_does_not_take_is_sent_when_it_does(played: Callable[[int
     rank.channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     for size in range(2000):
         gang.gang.handle(m.StreamCredit(future.call, 0, size))  # more than the channel takes; nobody reads
-    assert gang.gang._channels[0].out, "something waits"
+    assert gang.gang._channels[0].num_bytes, "something waits"
     assert [rank.next(frames.CREDIT, 0).meta["num"] for _ in range(2000)] == list(range(2000))
     gang.agents.raises(0, number, ValueError("enough"))
     assert isinstance(future.exception(30), ValueError)

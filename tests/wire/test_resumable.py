@@ -259,12 +259,12 @@ class End(Relay):
         self.told: list[str] = []
         self._stopped = False
         self._wake = os.eventfd(0)
-        self.loop.watch(self._wake, lambda _events: None)
+        self.loop.watch(self._wake, lambda *_: None)
         self.thread = threading.Thread(target=self._serve)
 
     def _serve(self) -> None:
         while not self._stopped:
-            self.loop.step()
+            self.loop.turn()
         self.close()
 
     def link_lost(self, link: Link, reason: str) -> None:

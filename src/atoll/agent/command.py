@@ -187,7 +187,7 @@ class Processes:
             return
         self._running[number] = process
         self._loop.tell(frames.STARTED, number, meta={"pid": process.pid})
-        self._loop.watch(process.pidfd, lambda _readable, _writable: self._root_ended(process))
+        self._loop.loop.watch(process.pidfd, lambda _readable, _writable: self._root_ended(process))
         if not self._paused:
             self._listen(process)
 
@@ -200,7 +200,7 @@ class Processes:
         for process in self.chosen(number):
             process.terminate(signal, whole)
             for delay_s in _REMINDERS_S if whole else ():
-                self._loop.later(delay_s, functools.partial(self._remind, process))
+                self._loop.loop.after(delay_s, functools.partial(self._remind, process))
 
     def _remind(self, process: Process) -> None:
         if self._running.get(process.number) is process:
@@ -210,7 +210,7 @@ class Processes:
         """Read no output until ``resume``: who prints has to wait."""
         self._paused = True
         for process in self._running.values():
-            self._loop.unwatch(process.output.reader)
+            self._loop.loop.unwatch(process.output.reader)
 
     def resume(self) -> None:
         """Read output again."""
@@ -219,32 +219,30 @@ class Processes:
             self._listen(process)
 
     def _listen(self, process: Process) -> None:
-        self._loop.watch(process.output.reader, lambda _readable, _writable: self._read(process))
+        self._loop.loop.watch(process.output.reader, lambda _readable, _writable: self._read(process))
 
     def _read(self, process: Process) -> None:
-        if self._running.get(process.number) is not process:  # it ended in this very round of the loop
-            return
         data = process.output.read()
         if data:
             self._loop.log(process.number, process.output, data)
         elif data is not None:
-            self._loop.unwatch(process.output.reader)
+            self._loop.loop.unwatch(process.output.reader)
 
     def _root_ended(self, process: Process) -> None:
-        self._loop.unwatch(process.pidfd)
+        self._loop.loop.unwatch(process.pidfd)
         process.end_rest()
         self._finish(process)
 
     def _finish(self, process: Process) -> None:
         if process.may_go_on():
-            self._loop.later(_LOOK_S, lambda: self._finish(process))
+            self._loop.loop.after(_LOOK_S, lambda: self._finish(process))
             return
         kill_tree(process.pid, process.tag)  # before it is reaped: its pid can't have become somebody else's
         code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
         for data in process.output.drain():
             self._loop.log(process.number, process.output, data)
         del self._running[process.number]
-        self._loop.unwatch(process.output.reader)
+        self._loop.loop.unwatch(process.output.reader)
         tail = tail_lines(process.output.tail, _NUM_TAIL_LINES)
         meta = exit_meta(code, tail, oom=self._was_oom(process, code, tail), killed=process.killed)
         self._loop.tell(frames.EXIT, process.number, meta=meta)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from atoll.agent.command import Processes
@@ -33,16 +33,17 @@ from atoll.agent.process_tree import (
     reap_orphans,
 )
 from atoll.agent.rank import CHANNEL_FD, CONTROL_FD, Output, Rank, exit_meta, last_lines, raise_descriptor_limit
-from atoll.agent.send_queue import Outbox
 from atoll.wire import frames
-from atoll.wire.frames import Parser, RawFrame, WireError, close_all, pack, receive
-from atoll.wire.poller import Poller
+from atoll.wire.channel import Channel
+from atoll.wire.event_loop import EventLoop
+from atoll.wire.frames import RawFrame, WireError, close_all, pack
 
 _LOG_BACKLOG_BYTES = 8 << 20  # more than this waiting for the driver, and ranks wait before they print on
 _LEAVE_S = 1.0  # what a rank gets to end by itself when the pool goes down
 _ANSWER_S = 0.5  # a rank that runs Python answers within this long, on a busy machine too
 _LOOK_S = 0.01
 _CLOSED_S = 0.2  # a rank whose channel is closed gets this long to end by itself: it is probably about to
+_WROTE = "wrote into its channel to Atoll (descriptor 3)"  # what user code did
 _GOODBYES = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LEASE_S, _LEASE_RETRY_S = 5.0, 0.1  # who has GPUs and dies has given them back by then
 
@@ -58,11 +59,8 @@ class Agent:
         self, channel: socket.socket, driver_pidfd: int, place: Place | None = None, proc_fd: int = -1
     ) -> None:
         self._proc_fd = proc_fd
-        self._driver = channel
-        self._driver.setblocking(False)
-        self._driver_fd = channel.fileno()
-        self._parser = Parser()
-        self._out = Outbox(channel)
+        self.loop = EventLoop()
+        self._driver = Channel(channel, self.loop, self._handle, self._driver_gone)
         self._logs_paused = False
         self._ranks: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
@@ -70,21 +68,14 @@ class Agent:
         self._setup: dict[str, Any] = {}
         self._asked: set[int] = set()  # calls whose stacks are being collected
         self._oom = OomCounter()
-        self._deadline: float | None = None
-        self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._poller: Poller[Callable[[bool, bool], None]] = Poller()
         self._place = place
         self._processes = Processes(self, place, self._oom)
         self._leases = Leases()
-        self.watch(channel, self._read_driver)
         if driver_pidfd >= 0:
-            self.watch(driver_pidfd, self._driver_died)
-        self._wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in _GOODBYES:  # seen by the loop through the wakeup pipe: never in the middle of something
-            signal.signal(number, lambda *_: None)
-        self.watch(self._wake_read, self._drain_wakeups)
+            self.loop.watch(driver_pidfd, self._driver_gone)
+        signal.signal(signal.SIGCHLD, lambda *_: self.loop.post(self._reap_orphans))
+        for number in _GOODBYES:  # seen to by the loop: never in the middle of something
+            signal.signal(number, lambda *_: self.loop.post(self._signalled))
 
     def run(self) -> None:
         """Serve until the driver goes."""
@@ -92,9 +83,10 @@ class Agent:
             placed = {} if self._place is None else {"place": self._place.report}
             self.tell(frames.AGENT, meta={"version": frames.VERSION, "pid": os.getpid(), **placed})
             while True:
-                for callback, readable, writable in self._poller.wait(self._timeout()):
-                    callback(readable, writable)
-                self._run_timers()
+                self.loop.turn(TICK_S if self._ranks or len(self._processes) else None)
+                self._oom.tick()
+                if self._logs_paused and self._driver.num_bytes < _LOG_BACKLOG_BYTES // 2:
+                    self._resume_logs()
         except DriverGone:
             pass
         finally:
@@ -102,34 +94,14 @@ class Agent:
 
     # -- the driver's side ------------------------------------------------------------------------------------
 
-    def _read_driver(self, readable: bool, writable: bool) -> None:
-        if writable:
-            self._flush_driver()
-        if not readable:
-            return
-        try:
-            data, fds = receive(self._driver)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise DriverGone from error
-        if not data:
-            raise DriverGone
-        try:
-            received = self._parser.feed(data, fds)
-        except WireError as error:
-            raise DriverGone from error
-        for frame in received:
-            self._handle(frame)
-
     def _handle(self, frame: RawFrame) -> None:
         rank = self._ranks.get(frame.rank)
         match frame.kind:
             case frames.CALL | frames.CREDIT | frames.CLOSE | frames.GROUP:
-                if rank is None or rank.sock is None:  # it died and the driver does not know yet
+                if rank is None or rank.channel is None:  # it died and the driver does not know yet
                     close_all(frame.fds)
-                    return
-                self._to_rank(rank, frame.data, frame.fds)
+                else:
+                    rank.channel.send(frame.data, frame.fds)
             case frames.CANCEL if rank is not None:
                 rank.cancel(frame.call)
             case frames.KILL if rank is not None:
@@ -168,7 +140,7 @@ class Agent:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as we live: it tells that the folder is in use
         os.chdir(setup["cwd"])
         if setup.get("ttl_s"):
-            self._deadline = time.monotonic() + setup["ttl_s"]
+            self.loop.after(setup["ttl_s"], self._outlived)
         self._specs = {spec["rank"]: spec for spec in setup["ranks"]}
         self._start_ranks(time.monotonic() + _LEASE_S)
 
@@ -177,7 +149,7 @@ class Agent:
         if (wish := self._setup.get("lease")) is not None:
             why = self._lease(wish)
             if why is not None and time.monotonic() < deadline:
-                self.later(_LEASE_RETRY_S, lambda: self._start_ranks(deadline))
+                self.loop.after(_LEASE_RETRY_S, lambda: self._start_ranks(deadline))
                 return
             if why is not None:
                 self.tell(frames.AGENT, meta={"ended": why})
@@ -211,8 +183,10 @@ class Agent:
         self._ranks[number] = rank
         self.tell(frames.STARTED, number, meta={"pid": outer_pid(self._proc_fd, rank.pid)})
         if rank.sock is not None:
-            self.watch(rank.sock, lambda readable, writable: self._rank_ready(rank, readable, writable))
-        self.watch(rank.pidfd, lambda _readable, _writable: self._rank_died(rank))
+            rank.channel = Channel(
+                rank.sock, self.loop, functools.partial(self._relay, rank), functools.partial(self._channel_ended, rank)
+            )
+        self.loop.watch(rank.pidfd, lambda *_: self._rank_died(rank))
         if not self._logs_paused:
             self._watch_outputs(rank)
 
@@ -230,14 +204,14 @@ class Agent:
             alive = [rank for rank in asked if self._ranks.get(rank.rank) is rank]
             answered = [rank.has_answered() for rank in alive]
             if not all(answered) and time.monotonic() < deadline:
-                self.later(_LOOK_S, collect)
+                self.loop.after(_LOOK_S, collect)
                 return
             self._asked.discard(call)
             seen = activity([rank.pid for rank in alive])
             ranks = {str(rank.rank): {**seen[rank.pid], **(rank.sight or {})} for rank in alive}
             self.tell(frames.STACKS, call=call, meta={"ranks": ranks})
 
-        self.later(_LOOK_S, collect)
+        self.loop.after(_LOOK_S, collect)
 
     def _say_goodbye(self, busy: Sequence[int] = ()) -> None:
         """Let idle ranks run their exit handlers; the loop ends when all are gone or time is up."""
@@ -249,7 +223,7 @@ class Agent:
         def give_up() -> None:
             raise DriverGone
 
-        self.later(_LEAVE_S, give_up)
+        self.loop.after(_LEAVE_S, give_up)
         self._setup["leaving"] = True
         self._leave_if_empty()
 
@@ -257,54 +231,35 @@ class Agent:
         if self._setup.get("leaving") and not self._ranks:
             raise DriverGone
 
-    def _driver_died(self, _readable: bool, _writable: bool) -> None:
+    def _driver_gone(self, *_: object) -> None:
+        raise DriverGone
+
+    def _outlived(self) -> None:
+        self.tell(frames.AGENT, meta={"ended": f"its ttl of {self._setup['ttl_s']:g} s is over"})
         raise DriverGone
 
     # -- the ranks' side --------------------------------------------------------------------------------------
 
-    def _rank_ready(self, rank: Rank, readable: bool, writable: bool) -> None:
-        if rank.rank not in self._ranks or self._ranks[rank.rank] is not rank:
-            return
-        if writable:
-            self._flush_rank(rank)
-        if not readable or rank.sock is None:
-            return
-        try:
-            data, fds = receive(rank.sock)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
-        if not data:
-            # Its channel is closed but it lives: nothing more can come from it, so it has to go.
-            self.unwatch(rank.sock.fileno())
-            if not rank.killed:
-                why = "closed its channel to Atoll (descriptor 3)"
-                self.later(_CLOSED_S, lambda: self._expel(rank, why))
-            return
-        self._relay(rank, data, fds)
+    def _channel_ended(self, rank: Rank, error: Exception | None) -> None:
+        if isinstance(error, WireError):
+            self._expel(rank, _WROTE)
+        elif not rank.killed:  # nothing more can come from it, so it has to go
+            self.loop.after(_CLOSED_S, lambda: self._expel(rank, "closed its channel to Atoll (descriptor 3)"))
 
-    def _relay(self, rank: Rank, data: bytes, fds: list[int]) -> None:
-        try:
-            received = rank.parser.feed(data, fds)
-        except WireError:  # the user's code wrote into our descriptor
-            self._expel(rank, "wrote into its channel to Atoll (descriptor 3)")
+    def _relay(self, rank: Rank, frame: RawFrame) -> None:
+        if frame.kind not in frames.FROM_RANK or frame.rank != rank.rank:
+            close_all(frame.fds)
+            self._expel(rank, _WROTE)
             return
-        for frame in received:
-            if frame.kind not in frames.FROM_RANK or frame.rank != rank.rank:
-                self._expel(rank, "wrote into its channel to Atoll (descriptor 3)")
-                return
-            if frame.kind in (frames.RESULT, frames.ERROR):
-                self._drain_outputs(rank)  # what the call printed is shown before it returns
-            self._send(frame.data, frame.fds)
+        if frame.kind in (frames.RESULT, frames.ERROR):
+            self._drain_outputs(rank)  # what the call printed is shown before it returns
+        self._driver.send(frame.data, frame.fds)
 
     def _rank_died(self, rank: Rank) -> None:
         if self._ranks.get(rank.rank) is not rank:
             return
-        # The last frames it sent still count: a result may lie in the channel of a process that is gone.
-        with contextlib.suppress(OSError):
-            while rank.sock is not None and (received := receive(rank.sock))[0]:
-                self._relay(rank, *received)
+        if rank.channel is not None:  # the last frames it sent still count: a result, say
+            rank.channel.drain()
         kill_tree(rank.pid, rank.tag)  # before it is reaped: its pid can't have become somebody else's
         _pid, status = os.waitpid(rank.pid, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -331,36 +286,20 @@ class Agent:
 
     def _forget(self, rank: Rank) -> None:
         for fd in (rank.pidfd, *(output.reader for output in rank.outputs)):
-            self.unwatch(fd)
-        if rank.sock is not None:
-            self.unwatch(rank.sock.fileno())
-
-    def _to_rank(self, rank: Rank, data: bytes, fds: tuple[int, ...]) -> None:
-        if rank.out.add(data, fds):  # else it waits its turn, and is sent when the rank reads
-            self._flush_rank(rank)
-
-    def _flush_rank(self, rank: Rank) -> None:
-        try:
-            rank.out.flush()
-        except OSError:  # it is dying; its pidfd will say so
-            rank.out.clear()
-        if rank.sock is not None:
-            self._poller.want_write(rank.sock.fileno(), bool(rank.out))
+            self.loop.unwatch(fd)
 
     # -- output -----------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
-            self.watch(output.reader, functools.partial(self._read_output, rank, output))
+            self.loop.watch(output.reader, functools.partial(self._read_output, rank, output))
 
     def _read_output(self, rank: Rank, output: Output, _readable: bool, _writable: bool) -> None:
-        if self._ranks.get(rank.rank) is not rank:  # it died in this very round of the loop: its pipes are closed
-            return
         data = output.read()
         if data:
             self.log(rank.rank, output, data)
         elif data is not None:
-            self.unwatch(output.reader)
+            self.loop.unwatch(output.reader)
 
     def _drain_outputs(self, rank: Rank) -> None:
         for output in rank.outputs:
@@ -369,84 +308,32 @@ class Agent:
 
     def log(self, rank: int, output: Output, data: bytes) -> None:
         """Send the driver what was printed. Where it does not keep up, who prints has to wait."""
-        self._send(pack(frames.LOG, rank, 0, None, [data], flags=int(output.is_stderr)), ())
-        if self._out.num_bytes > _LOG_BACKLOG_BYTES and not self._logs_paused:
+        self._driver.send(pack(frames.LOG, rank, 0, None, [data], flags=int(output.is_stderr)))
+        if self._driver.num_bytes > _LOG_BACKLOG_BYTES and not self._logs_paused:
             self._logs_paused = True
             for other in self._ranks.values():
                 for stream in other.outputs:
-                    self.unwatch(stream.reader)
+                    self.loop.unwatch(stream.reader)
             self._processes.pause()
 
     # -- sending to the driver ----------------------------------------------------------------------------------
 
     def tell(self, kind: int, rank: int = 0, call: int = 0, meta: dict[str, Any] | None = None) -> None:
         """Send the driver a frame."""
-        self._send(pack(kind, rank, call, meta), ())
+        self._driver.send(pack(kind, rank, call, meta))
 
-    def _send(self, data: bytes, fds: tuple[int, ...]) -> None:
-        if self._out.add(data, fds):  # else it waits its turn, and is sent when the driver reads
-            self._flush_driver()
-
-    def _flush_driver(self) -> None:
-        try:
-            self._out.flush()
-        except OSError as error:
-            raise DriverGone from error
-        self._poller.want_write(self._driver_fd, bool(self._out))
-        if self._logs_paused and self._out.num_bytes < _LOG_BACKLOG_BYTES // 2:
-            self._logs_paused = False
-            for rank in self._ranks.values():
-                self._watch_outputs(rank)
-            self._processes.resume()
+    def _resume_logs(self) -> None:
+        self._logs_paused = False
+        for rank in self._ranks.values():
+            self._watch_outputs(rank)
+        self._processes.resume()
 
     # -- the loop's own business -----------------------------------------------------------------------------------
 
-    def watch(self, source: socket.socket | int, callback: Callable[[bool, bool], None]) -> None:
-        """Call back when it can be read."""
-        self._poller.watch(source if isinstance(source, int) else source.fileno(), callback)
-
-    def unwatch(self, source: int) -> None:
-        """Forget a descriptor."""
-        self._poller.unwatch(source)
-
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something after a while."""
-        self._timers.append((time.monotonic() + delay_s, action))
-
-    def _timeout(self) -> float | None:
-        busy = len(self._processes) > 0 or len(self._ranks) > 0
-        if not self._timers and self._deadline is None:
-            return TICK_S if busy else None
-        waits = [when for when, _ in self._timers]
-        if self._deadline is not None:
-            waits.append(self._deadline)
-        left = max(0.0, min(waits) - time.monotonic())
-        return min(left, TICK_S) if busy else left
-
-    def _run_timers(self) -> None:
-        if not self._timers and self._deadline is None:
-            self._oom.tick()
-            return
-        now = time.monotonic()
-        if self._timers:
-            due = [action for when, action in self._timers if when <= now]
-            self._timers = [entry for entry in self._timers if entry[0] > now]
-            for action in due:
-                action()
-        if self._deadline is not None and now >= self._deadline:
-            self._deadline = None
-            self.tell(frames.AGENT, meta={"ended": f"its ttl of {self._setup['ttl_s']:g} s is over"})
-            raise DriverGone
-        self._oom.tick()
-
-    def _drain_wakeups(self, _readable: bool, _writable: bool) -> None:
-        signals = b""
-        with contextlib.suppress(BlockingIOError):
-            signals = os.read(self._wake_read, 4096)
+    def _signalled(self) -> None:
         # A task may well say `pkill python`, and its node must outlive that.
-        if any(number in signals for number in _GOODBYES) and not self._setup.get("task"):
+        if not self._setup.get("task"):
             self._say_goodbye()
-        self._reap_orphans()
 
     def _reap_orphans(self) -> None:
         reap_orphans([*(rank.pid for rank in self._ranks.values()), *self._processes.pids])

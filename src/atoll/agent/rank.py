@@ -14,8 +14,8 @@ import termios
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from atoll.agent.send_queue import Outbox
-from atoll.wire.frames import Parser, close_all
+from atoll.wire.channel import Channel
+from atoll.wire.frames import close_all
 
 # Where a rank finds what the agent gave it, after standard input, output and error.
 CHANNEL_FD, CONTROL_FD = 3, 4
@@ -156,9 +156,9 @@ class Rank:
         self.fault: str | None = None  # what it did that made its agent end it
         self.sight: dict[str, Any] | None = None  # what it last said of itself, see `look`
         self._owes_sight = False
-        self.parser = Parser()
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{self.rank}"
         self.sock: socket.socket | None = None
+        self.channel: Channel | None = None  # over it
         self.outputs: list[Output] = []
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as ends:
             ends.callback(close_all, tuple(given))
@@ -182,8 +182,6 @@ class Rank:
             self.sock, theirs = socket.socketpair()
             ends.callback(theirs.close)
             failed.callback(self.sock.close)
-            self.sock.setblocking(False)
-            self.out = Outbox(self.sock)  # what its channel has yet to take
             given = [theirs.fileno()]
             for is_stderr in (False, True):
                 output, writer = Output.piped(None, is_stderr)
@@ -229,10 +227,10 @@ class Rank:
 
     def close(self) -> None:
         """Give up every descriptor of a rank that is gone."""
+        if self.channel is not None:
+            self.channel.close()
         if self.sock is not None:
             self.sock.close()
-            self.out.clear()
-        self.parser.close()
         for output in self.outputs:
             output.close()
         self._control.close()

@@ -80,19 +80,17 @@ class Session(Relay):
         self._trusted: _Front | None = None
         self._ending = False
         self._done = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def serve(self) -> None:
         """Until the agent or the driver ends, or no link came for too long."""
-        self.loop.watch(self._listener.fileno(), lambda _events: self._accept())
-        self.loop.watch(self._wake, lambda _events: self._finish())
-        self.loop.after("begin", _BEGIN_S, self._finish)
-        signal.signal(signal.SIGTERM, lambda *_: os.eventfd_write(self._wake, 1))
+        self.loop.watch(self._listener.fileno(), lambda *_: self._accept())
+        self.loop.after(_BEGIN_S, self._finish, "begin")
+        signal.signal(signal.SIGTERM, lambda *_: self.loop.post(self._finish))
         for number in (signal.SIGHUP, signal.SIGINT):  # not ignored, which the agent would inherit
             signal.signal(number, lambda *_: None)
         try:
             while not self._done:
-                self.loop.step()
+                self.loop.turn()
         finally:
             self._end_agent()
             self._theirs.close()
@@ -117,7 +115,7 @@ class Session(Relay):
             control.setblocking(False)
             front = _Front(control)
             self._fronts.add(front)
-            self.loop.watch(control.fileno(), lambda _events: self._hear_front(front))
+            self.loop.watch(control.fileno(), lambda *_: self._hear_front(front))
 
     def _hear_front(self, front: _Front) -> None:
         try:
@@ -128,7 +126,7 @@ class Session(Relay):
             data, fds = b"", []
         if len(fds) == 2 and front.link is None:
             front.link = Link(*fds)
-            self.loop.watch(front.link.read_fd, lambda _events: self._read_greeting(front))
+            self.loop.watch(front.link.read_fd, lambda *_: self._read_greeting(front))
             return
         close_all(fds)
         if data == _DRIVER_GONE and (front is self._trusted or self._agent is None):
@@ -214,9 +212,9 @@ class Session(Relay):
 
     def link_lost(self, link: Link, reason: str) -> None:
         """Wait for another; the front may still say that there will be none."""
-        self.loop.after("grace", self._grace_s, self._finish)
+        self.loop.after(self._grace_s, self._finish, "grace")
         if reason and (front := self._front) is not None:  # a driver that died may be seen in either way first
-            self.loop.after("front", _HEARING_S, lambda: self._close_front(front))
+            self.loop.after(_HEARING_S, lambda: self._close_front(front), "front")
 
     def local_ended(self) -> None:
         """The agent closed its channel: the driver is told, with the reason, behind everything the agent said."""

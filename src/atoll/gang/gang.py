@@ -21,7 +21,6 @@ from fcntl import ioctl
 from typing import Any
 
 from atoll.agent.rank import Output, last_lines
-from atoll.agent.send_queue import Outbox
 from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed, ProvisionError, name_ranks
 from atoll.gang import messages as m
@@ -32,9 +31,10 @@ from atoll.gang.remote_ranks import OneUseArena, RankFiles
 from atoll.gang.state import GangState
 from atoll.providers.base import Node
 from atoll.wire import frames
-from atoll.wire.frames import Frame, Parser, RawFrame, WireError, close_all, pack, receive
+from atoll.wire.channel import Channel, Sender
+from atoll.wire.event_loop import LONGEST_S, WRITE, EventLoop
+from atoll.wire.frames import Frame, RawFrame, WireError, close_all, pack
 from atoll.wire.payloads import Arena
-from atoll.wire.poller import LONGEST_S, WRITE, Poller
 from atoll.worker.folder_locks import hold_folder
 
 _UNWIND_S = 0.3  # what a running call gets to unwind when the pool goes down
@@ -43,21 +43,19 @@ _RANK_FIELD, _RANK_AT = struct.Struct("<I"), 8
 _NOTHING = bytes(4)  # what lies in a pipe, by FIONREAD
 
 
-class RankChannel:
+class RankChannel(Sender):
     """This side of what connects a rank on this machine: its channel, and what it prints."""
 
-    def __init__(self, rank: int, sock: socket.socket, outputs: list[Output]) -> None:
-        sock.setblocking(False)
+    def __init__(
+        self, rank: int, sock: socket.socket, loop: EventLoop, lock: contextlib.AbstractContextManager[object]
+    ) -> None:
+        super().__init__(sock, loop, lock)
         self.rank = rank
-        self.sock = sock
-        self.outputs = outputs
-        self.parser = Parser()
-        self.out = Outbox(sock)
+        self.outputs: list[Output] = []
 
     def close(self) -> None:
         """Close all of it, and descriptors that nobody took."""
-        self.parser.close()
-        self.out.clear()
+        super().close()
         self.sock.close()
         for output in self.outputs:
             output.close()
@@ -92,9 +90,7 @@ class Gang:
         self._events: deque[m.Event] = deque()
         self._is_handling = self._leaving = self._may_be_full = False
         self._sleeps_until = -math.inf
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poller: Poller[Callable[[bool, bool], object]] = Poller()
-        self._poller.watch(self._wake, self._drain_wake)
+        self._loop = EventLoop()
         self._reader = threading.Thread(target=self._read, name=f"atoll-{spec.pool_id}", daemon=True)
         self._performers: dict[type, Callable[[Any], object]] = {
             m.SendCall: self._send_call,
@@ -102,8 +98,8 @@ class Gang:
             m.Interrupt: lambda a: self._to_agent(a.rank, pack(frames.CANCEL, a.rank, a.number)),
             m.Kill: lambda a: self._to_agent(a.rank, pack(frames.KILL, a.rank, 0, a.fault and {"fault": a.fault})),
             m.Spawn: self._spawn,
-            m.AskStacks: lambda a: self._to_node(
-                self.nodes.channels[a.node], pack(frames.STACKS, 0, a.number, {"ranks": a.ranks})
+            m.AskStacks: lambda a: self.nodes.channels[a.node].send(
+                pack(frames.STACKS, 0, a.number, {"ranks": a.ranks})
             ),
             m.HangUp: lambda a: self.nodes.channels[a.node].hang_up(),
             m.StartNode: lambda a: self._to_start.add(a.node),
@@ -168,9 +164,9 @@ class Gang:
             self.handle(m.EndCalls())
             busy = self.state.busy
             for node in self.nodes.channels:
-                self._to_node(node, pack(frames.SHUTDOWN, meta={"busy": busy}))
+                node.send(pack(frames.SHUTDOWN, meta={"busy": busy}))
             self._leaving = True
-        self._poke()
+        self._loop.wake()
         self.nodes.end(_LEAVE_S, self._join)
         if first:
             self._close()
@@ -181,12 +177,9 @@ class Gang:
         return not self._reader.is_alive()
 
     def _close(self) -> None:
-        with self._lock:
-            wake, self._wake = self._wake, -1
-            os.close(wake)
-        self._poller.close()
         for channel in self._channels.values():
             channel.close()
+        self._loop.close()
         self._channels.clear()
         self.arena.close()
         if self._log_files is not None:
@@ -222,7 +215,7 @@ class Gang:
                 self.handle(m.Cancel(event.call, error))
             raise
         if self.state.next_due < self._sleeps_until:
-            self._poke()
+            self._loop.wake()
 
     def _send_call(self, action: m.SendCall) -> None:
         request, header = action.call.request, action.header
@@ -236,7 +229,7 @@ class Gang:
         for rank in action.ranks:
             _RANK_FIELD.pack_into(data, _RANK_AT, rank)
             channel = self._channels.get(rank)
-            if channel is None or channel.out.num_bytes or fds:
+            if channel is None or channel.num_bytes or fds:
                 try:
                     self._to_rank(rank, bytes(data), fds)
                 except OSError as error:  # there is no descriptor left
@@ -253,30 +246,17 @@ class Gang:
 
     def _to_rank(self, rank: int, data: bytes, fds: Sequence[int] = ()) -> None:
         if self.nodes.are_remote:
-            self._to_node(self.nodes.channels[self.node_of[rank]], data, fds)
+            self.nodes.channels[self.node_of[rank]].send(data, fds)
         elif (channel := self._channels.get(rank)) is not None:
-            channel.out.add(data, tuple(map(os.dup, fds)))
-            self._flush_rank(channel)
-
-    def _flush_rank(self, channel: RankChannel) -> None:
-        try:
-            channel.out.flush()
-        except OSError:  # it is gone; its agent will say so
-            channel.out.clear()
-        self._poller.want_write(channel.sock.fileno(), bool(channel.out))
+            channel.send(data, tuple(map(os.dup, fds)))
 
     def _to_agent(self, rank: int, data: bytes) -> None:
-        self._to_node(self.nodes.channels[self.node_of[rank]], data)
-
-    def _to_node(self, node: NodeChannel, data: bytes, fds: Sequence[int] = ()) -> None:
-        waits = node.send(data, fds)
-        if node.handle is not None:
-            self._poller.want_write(node.handle.channel.fileno(), waits)
+        self.nodes.channels[self.node_of[rank]].send(data)
 
     def _spawn(self, action: m.Spawn) -> None:
         rank, node = action.rank, self.nodes.channels[self.node_of[action.rank]]
         if self.nodes.are_remote:
-            self._to_node(node, pack(frames.SPAWN, rank))
+            node.send(pack(frames.SPAWN, rank))
             return
         self._drop_channel(rank)
         log = os.path.join(self.spec.log_dir, f"rank{rank}")
@@ -284,20 +264,20 @@ class Gang:
             with contextlib.ExitStack() as given:
                 ours, theirs = socket.socketpair()
                 given.callback(theirs.close)
-                channel = self._channels[rank] = RankChannel(rank, ours, [])
+                channel = self._channels[rank] = RankChannel(rank, ours, self._loop, self._lock)
                 fds = [theirs.fileno()]
                 for path, is_stderr in ((f"{log}.out", False), (f"{log}.err", True)):
                     output, writer = Output.piped(path, is_stderr)
                     channel.outputs.append(output)
                     given.callback(os.close, writer)
                     fds.append(writer)
-                self._to_node(node, pack(frames.SPAWN, rank, num_fds=len(fds)), fds)
+                node.send(pack(frames.SPAWN, rank, num_fds=len(fds)), fds)
         except OSError as error:
             self._events.append(m.Broken(ProvisionError(f"rank {rank} could not be started: {error}")))
             return
-        self._poller.watch(ours.fileno(), functools.partial(self._read_rank, channel))
+        self._loop.watch(ours.fileno(), functools.partial(self._read_rank, channel))
         for output in channel.outputs:
-            self._poller.watch(output.reader, functools.partial(self._read_output, channel, output))
+            self._loop.watch(output.reader, functools.partial(self._read_output, channel, output))
 
     def _deliver(self, action: m.Deliver) -> None:
         try:
@@ -326,20 +306,17 @@ class Gang:
             if self.state.closing:
                 return False
             handle.listen(lambda _silent_s, line: self.audience.note(line))
-            node.open(handle)
-            self._poller.watch(handle.channel.fileno(), functools.partial(self._read_node, node))
-            self._to_node(node, pack(frames.SETUP, meta=node_setup(self.spec, node.plan, self.node_of)))
+            frame, lost = functools.partial(self._on_agent_frame, node), functools.partial(self._node_lost, node)
+            node.open(handle, Channel(handle.channel, self._loop, frame, lost, self._lock))
+            node.send(pack(frames.SETUP, meta=node_setup(self.spec, node.plan, self.node_of)))
             self.handle(m.NodeUp(node.plan.node))
         return True
 
-    def _node_lost(self, node: NodeChannel, reason: str) -> None:
+    def _node_lost(self, node: NodeChannel, error: Exception | None) -> None:
         """A node's channel ended, and its ranks with it."""
-        number = node.plan.node
+        number, reason = node.plan.node, "its agent ended" if error is None else f"its channel broke: {error}"
         with self._lock:
-            handle = node.handle
-            assert handle is not None
-            self._poller.unwatch(handle.channel.fileno())
-            node.detach()
+            handle = node.detach()
             for rank in [rank for rank in self._channels if self.node_of[rank] == number]:
                 self._drop_channel(rank)
             self.handle(m.NodeUnreachable(number))
@@ -368,7 +345,7 @@ class Gang:
             raise
 
     def _serve(self) -> None:
-        state, poll, watched = self.state, self._poller.poll, self._poller.watched
+        state, poll, watched = self.state, self._loop.poll, self._loop.watched
         while not (self._leaving and all(node.handle is None for node in self.nodes.channels)):
             if self._may_be_full:
                 while self.audience.is_full():
@@ -388,20 +365,10 @@ class Gang:
         if time.monotonic() >= self.state.next_due:
             self.handle(m.TimerFired())
 
-    def _poke(self) -> None:
-        with self._lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def _drain_wake(self, _readable: bool, _writable: bool) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-
     def _read_rank(self, channel: RankChannel, readable: bool, writable: bool, *, is_last: bool = False) -> bool:
         """Take what there is to read from a rank; False where there is nothing more."""
         if writable:
-            with self._lock:
-                self._flush_rank(channel)
+            channel.flush()
         if not readable:
             return False
         try:
@@ -419,11 +386,11 @@ class Gang:
         except OSError:
             received = None
         except WireError:
-            self._poller.unwatch(channel.sock.fileno())
+            self._loop.unwatch(channel.sock.fileno())
             self.handle(m.ChannelBroken(channel.rank))
             return False
         if received is None and not is_last:
-            self._poller.unwatch(channel.sock.fileno())
+            self._loop.unwatch(channel.sock.fileno())
             self.handle(m.ChannelClosed(channel.rank))
         return received is not None
 
@@ -434,7 +401,7 @@ class Gang:
         if data:
             self._log(channel.rank, output, data)
         elif data is not None:
-            self._poller.unwatch(output.reader)
+            self._loop.unwatch(output.reader)
 
     def _drain_outputs(self, channel: RankChannel) -> None:
         for output in channel.outputs:
@@ -453,35 +420,15 @@ class Gang:
             pass
         self._drain_outputs(channel)
         for fd in (channel.sock.fileno(), *(output.reader for output in channel.outputs)):
-            self._poller.unwatch(fd)
+            self._loop.unwatch(fd)
         del self._channels[rank]
         channel.close()
         return last_lines(channel.outputs)
 
-    def _read_node(self, node: NodeChannel, readable: bool, writable: bool) -> None:
-        if node.handle is None:  # it was lost in this very round
-            return
-        if writable:
-            with self._lock:
-                self._poller.want_write(node.handle.channel.fileno(), node.flush())
-        if not readable:
-            return
-        try:
-            data, fds = receive(node.handle.channel)
-            if data:
-                for raw in node.parser.feed(data, fds):
-                    self._on_agent_frame(node, raw)
-                return
-            reason = "its agent ended"
-        except BlockingIOError:
-            return
-        except (OSError, WireError) as error:
-            reason = f"its channel broke: {error}"
-        self._node_lost(node, reason)
-
     def _on_agent_frame(self, node: NodeChannel, raw: RawFrame) -> None:
         if not 0 <= raw.rank < self.world_size:
-            raise WireError(f"it has no rank {raw.rank}")
+            self._node_lost(node, WireError(f"it has no rank {raw.rank}"))
+            return
         try:
             frame = raw.parsed()
         except WireError:  # bytes of the user's that look like a frame: its rank can't be trusted

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from atoll.agent.process_tree import kill_tree
-from atoll.agent.send_queue import Outbox
 from atoll.core.errors import ProvisionError
 from atoll.gang.members import GangSpec
 from atoll.providers.base import Boot, Node, NodePlan
-from atoll.wire.frames import Parser
+from atoll.wire.channel import Channel
 
 _DEAF_S = 10.0  # an agent that has not answered for so long is given up
 _FORCE_S = 4.0  # finding out how one node ended, and ending it by force, take a second less than this
@@ -29,8 +28,7 @@ class NodeChannel:
     def __init__(self, plan: NodePlan) -> None:
         self.plan = plan
         self.handle: Node | None = None
-        self.parser = Parser()
-        self.out: Outbox | None = None
+        self.channel: Channel | None = None
         self.stop_start: Callable[[], None] | None = None  # has a start that is on its way fail soon
 
     @property
@@ -38,43 +36,32 @@ class NodeChannel:
         """How long its agent may owe an answer: over a connection that may be lost, longer than it may be."""
         return _DEAF_S + self.plan.grace_s
 
-    def open(self, handle: Node) -> None:
+    def open(self, handle: Node, channel: Channel) -> None:
         """Use the channel of a node that was started."""
-        handle.channel.setblocking(False)
-        self.handle, self.parser, self.out = handle, Parser(), Outbox(handle.channel)
+        self.handle, self.channel = handle, channel
 
     def detach(self) -> Node:
         """Forget the channel, which ended; returns the node's handle, which is to be released."""
-        handle, self.handle = self.handle, None
-        assert handle is not None and self.out is not None
-        self.parser.close()
-        self.out.clear()
-        self.out = None
+        handle, channel = self.handle, self.channel
+        assert handle is not None and channel is not None
+        channel.close()
+        self.handle = self.channel = None
         return handle
 
-    def send(self, data: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send to the agent, or queue what it does not take now; says whether something waits.
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send to the agent, or queue what it does not take now.
 
         Raises:
             OSError: there is no descriptor left.
         """
-        if self.out is None:
-            return False
-        self.out.add(data, tuple(map(os.dup, fds)))
-        return self.flush()
-
-    def flush(self) -> bool:
-        """Send what waits, as far as the channel takes it; says whether something is left."""
-        if self.handle is None or self.out is None:
-            return False
+        if self.channel is None:
+            return
+        own = tuple(map(os.dup, fds))
         try:
-            self.out.flush()
-        except OSError:  # a lost node is noticed by who reads its channel
-            self.out.clear()
+            self.channel.send(data, own)
         except BaseException:  # Ctrl-C: how much of the frame is on its way is not known
             self.hang_up()
             raise
-        return bool(self.out)
 
     def hang_up(self) -> None:
         """End the channel from this side; who reads it sees that."""
@@ -176,9 +163,8 @@ class Nodes:
                 node.hang_up()
             has_ended(_FORCE_S * (1 + len(open_)))
         for node in self.channels:
-            handle, node.handle = node.handle, None
-            if handle is not None:
-                handle.stop()
+            if node.handle is not None:
+                node.detach().stop()
         deadline = time.monotonic() + _FORCE_S
         while (left := [thread for thread in self._cleaning if thread.is_alive()]) and time.monotonic() < deadline:
             left[0].join(max(0.0, deadline - time.monotonic()))

@@ -18,7 +18,6 @@ from atoll.core.errors import AtollError
 from atoll.tasks import record
 from atoll.tasks.environment import task_id
 from atoll.tasks.logs import JobLog
-from atoll.tasks.loop import Loop
 from atoll.tasks.nodes import ClusterNodes
 from atoll.tasks.ports import PortLocks
 from atoll.tasks.rows import EventRow, JobRow
@@ -29,6 +28,7 @@ from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 from atoll.tasks.store import Store, put_variables
 from atoll.tasks.supervisor import settle
 from atoll.tasks.transitions import Log, SetStatus
+from atoll.wire.event_loop import EventLoop
 
 _LOOK_S = 0.5  # its files and its nodes' networks are looked at so often
 _PORT_S = 0.1  # a port that another cluster has is asked for again
@@ -48,7 +48,7 @@ class Dispatcher:
         self._folder = folder
         self._lock = lock
         self._store = store
-        self._loop = Loop()
+        self._loop = EventLoop()
         self._nodes: ClusterNodes | None = None
         self._shape: ClusterSpec | None = None  # what `_nodes` were made for
         self._notes: list[str] = []
@@ -72,8 +72,7 @@ class Dispatcher:
 
     def run(self) -> None:
         """Work until nothing is left to do."""
-        signal.set_wakeup_fd(self._loop.wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._terminated)
+        signal.signal(signal.SIGTERM, lambda *_: self._loop.post(self._terminated))
         for job in self._store.jobs(newest_first=False, unfinished=True):
             self._take_up(job)
         try:
@@ -97,7 +96,7 @@ class Dispatcher:
             dues.append(now + _PORT_S)
         return max(0.0, min([self._look_at, *(due for due in dues if due is not None)]) - now)
 
-    def _terminated(self, _number: int, _frame: object) -> None:
+    def _terminated(self) -> None:
         self._told_to_end = self._changed = True
 
     def _clear_finished(self) -> None:
@@ -409,7 +408,6 @@ class Dispatcher:
             self._forget(job_id)
         if self._nodes is not None:
             self._nodes.close()
-        signal.set_wakeup_fd(-1)
         self._loop.close()
 
 

@@ -19,11 +19,10 @@ from signal import SIGTERM
 from typing import Any, TypeVar
 
 from atoll.core.errors import AtollError, ConfigError
+from atoll.providers.base import Node
 from atoll.providers.gpus import VISIBLE, bound_text, lease_wish
 from atoll.tasks import environment
-from atoll.tasks.channel import Channel
 from atoll.tasks.logs import JobLog, Stream
-from atoll.tasks.loop import GuardedLoop, Loop
 from atoll.tasks.machine import JobMachine
 from atoll.tasks.nodes import ClusterNodes, StartedNode
 from atoll.tasks.ports import free_port
@@ -49,7 +48,9 @@ from atoll.tasks.transitions import (
     Tick,
 )
 from atoll.wire import frames
-from atoll.wire.frames import RawFrame
+from atoll.wire.channel import Channel
+from atoll.wire.event_loop import EventLoop
+from atoll.wire.frames import RawFrame, close_all
 
 T = TypeVar("T")
 Record = Callable[[int, Sequence[SetStatus | Log]], JobStatus]
@@ -99,7 +100,7 @@ class JobRunner:
         cluster: ClusterSpec,
         nodes: ClusterNodes,
         folder: Path,
-        loop: Loop,
+        loop: EventLoop,
         record: Record,
         notes: Sequence[str],
     ) -> None:
@@ -121,7 +122,7 @@ class JobRunner:
         self._log = JobLog(folder / "jobs" / str(job.id), environment.hidden_values(spec, secrets))
         self._folder = folder
         self._nodes = nodes
-        self._loop = GuardedLoop(loop, self._fail_unexpected)
+        self._loop = loop
         self._record = record
         self._notes = list(notes)
         self._inputs: deque[Input] = deque()
@@ -156,7 +157,7 @@ class JobRunner:
 
     def start(self) -> None:
         """Begin."""
-        self._loop.guard(self._start)
+        self._guard(self._start)
 
     def _start(self) -> None:
         for note in self._notes:
@@ -170,17 +171,17 @@ class JobRunner:
     def cancel(self, why: str, number: int = SIGTERM) -> None:
         """End it before its time, beginning with this signal."""
         self.cancelled = True
-        self._loop.guard(lambda: self._tell(CancelAsked(why, number)))
+        self._guard(lambda: self._tell(CancelAsked(why, number)))
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
         if fault not in self._notes and not self._machine.done:
             self._notes.append(fault)
-            self._loop.guard(lambda: self._do([Log("note", fault)]))
+            self._guard(lambda: self._do([Log("note", fault)]))
 
     def tick(self) -> None:
         """Time passed."""
-        self._loop.guard(self._tick)
+        self._guard(self._tick)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -193,10 +194,17 @@ class JobRunner:
         if self._machine.deadline is not None and now >= self._machine.deadline:
             self._tell(Tick())
 
-    def _fail_unexpected(self, error: Exception) -> None:
-        """Fail this job, and no other, after an error that nothing here expected."""
-        self._inputs.clear()
-        self._do(self._machine.give_up(unexpected(error)))
+    def _guard(self, call: Callable[[], object]) -> None:
+        """Call it; an error that nothing here expects fails this job, and no other."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._inputs.clear()
+            self._do(self._machine.give_up(unexpected(error)))
+
+    def _post(self, call: Callable[[], object]) -> None:
+        """Have it called in the supervisor's loop."""
+        self._loop.post(lambda: self._guard(call))
 
     def close(self) -> None:
         """Give up threads and files; the job has finished."""
@@ -278,16 +286,16 @@ class JobRunner:
                 place.started = result
                 place.answer_due = time.monotonic() + _ANSWER_S
                 # It tells in a thread of its own.
-                result.handle.listen(lambda *told: self._loop.post(lambda: self._silent(place, *told)))
+                result.handle.listen(lambda *told: self._post(lambda: self._silent(place, *told)))
                 place.channel = Channel(
+                    result.handle.channel,
                     self._loop,
-                    result.handle,
-                    lambda frame: self._frame(place, frame),
-                    lambda reason: self._lost(place, reason),
+                    lambda frame: self._guard(lambda: self._frame(place, frame)),
+                    lambda error: self._guard(lambda: self._channel_ended(place, result.handle, error)),
                 )
 
         def note(line: str) -> None:
-            self._loop.post(lambda: self._note(place, line))
+            self._post(lambda: self._note(place, line))
 
         def start() -> StartedNode | AtollError | OSError:
             try:
@@ -344,7 +352,7 @@ class JobRunner:
         """Do blocking work for a node in a thread, after what it is busy with; then go on in the loop."""
 
         def done(future: Future[T]) -> None:
-            self._loop.post(lambda: after(future))
+            self._post(lambda: after(future))
 
         def after(future: Future[T]) -> None:
             try:
@@ -400,7 +408,11 @@ class JobRunner:
         meta["env"] = {**env, "PWD": cwd}
         place.channel.send(frames.pack(frames.START, number, meta=meta))
 
+    def _channel_ended(self, place: _Place, handle: Node, error: Exception | None) -> None:
+        self._lost(place, handle.reason or ("its agent ended" if error is None else str(error)))
+
     def _frame(self, place: _Place, frame: RawFrame) -> None:
+        close_all(frame.fds)  # no agent of a task sends any
         match frame.kind:
             case frames.LOG:
                 if (stream := place.streams.get(frame.rank)) is not None:

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from atoll.core.errors import AtollError
 from atoll.tasks.logs import RUN_LOG, Follower, only_rank
-from atoll.tasks.loop import Loop
 from atoll.tasks.protocol import VERSION, Damaged, Message, Parser, arguments, error_message, pack
 from atoll.tasks.rows import EventRow
 from atoll.tasks.spec import JobSpec, JobStatus
+from atoll.wire.event_loop import EventLoop
 
 SOCKET = "socket"  # in a cluster's folder
 OPERATIONS = ("add", "cancel", "follow")
@@ -66,7 +66,7 @@ class Service:
         first: the connection of whoever started it.
     """
 
-    def __init__(self, folder: Path, jobs: Jobs, loop: Loop, first: socket.socket) -> None:
+    def __init__(self, folder: Path, jobs: Jobs, loop: EventLoop, first: socket.socket) -> None:
         self._folder = folder
         self._jobs = jobs
         self._loop = loop
@@ -114,7 +114,7 @@ class Service:
 class _Client:
     """One connection."""
 
-    def __init__(self, sock: socket.socket, jobs: Jobs, loop: Loop, folder: Path, clients: set[_Client]) -> None:
+    def __init__(self, sock: socket.socket, jobs: Jobs, loop: EventLoop, folder: Path, clients: set[_Client]) -> None:
         self.asked = False
         self.followed: _Followed | None = None
         self._sock = sock

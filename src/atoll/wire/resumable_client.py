@@ -117,7 +117,6 @@ class LinkedChannel(Relay):
         self._began = threading.Event()
         self._stopping = threading.Lock()
         self._failed: str | None = None
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._serve, name=f"atoll-link-{name}", daemon=True)
 
     # -- called by the driver -------------------------------------------------------------------------------------
@@ -142,29 +141,25 @@ class LinkedChannel(Relay):
         if threading.current_thread() is self._thread:  # a callback's: it ends when that returns
             return
         with self._stopping:  # who starts it may find that it was stopped, and stop it too
-            if self._wake < 0:
-                return
             if self._thread.ident is None:
-                self._done = True
-                self._serve()
-            else:
-                self._thread.join(_END_S)
-                if self._thread.is_alive():
-                    self._force = True
-                    os.eventfd_write(self._wake, 1)
-                    self._thread.join()
-            os.close(self._wake)
-            self._wake = -1
+                if not self._done:
+                    self._done = True
+                    self._serve()
+                return
+            self._thread.join(_END_S)
+            if self._thread.is_alive():
+                self._force = True
+                self.loop.wake()
+                self._thread.join()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
-            self.loop.watch(self._wake, lambda _events: None)
             if not self._done:
                 self._attempt()
             while not self._done and not self._force:
-                self.loop.step()
+                self.loop.turn()
         finally:
             self._began.set()
             self.link = None  # it belongs to a connection
@@ -190,14 +185,14 @@ class LinkedChannel(Relay):
         hello = {"version": VERSION, "token": self._token, "received": self.received}
         with contextlib.suppress(OSError):  # it ended already, and its stderr says why
             os.write(connection.link.write_fd, greeting(HELLO, hello))
-        self.loop.watch(connection.link.read_fd, lambda _events: self._read_greeting(connection))
+        self.loop.watch(connection.link.read_fd, lambda *_: self._read_greeting(connection))
         if connection.stderr >= 0:
-            self.loop.watch(connection.stderr, lambda _events: self._read_stderr(connection))
+            self.loop.watch(connection.stderr, lambda *_: self._read_stderr(connection))
         limit_s = _FIRST_S if self._first else _AGAIN_S
         why = f"no answer within {limit_s:g} s"
         if self._first:
             why += ": does something in ~/.bashrc there read standard input?"
-        self.loop.after("greeting", limit_s, lambda: self._drop(connection, why))
+        self.loop.after(limit_s, lambda: self._drop(connection, why), "greeting")
 
     def _read_stderr(self, connection: _Connection) -> None:
         if not connection.read_stderr():
@@ -260,7 +255,7 @@ class LinkedChannel(Relay):
         if self._first:
             self._lose(problem)
         else:
-            self.loop.after("attempt", self._retry_s, self._attempt)
+            self.loop.after(self._retry_s, self._attempt, "attempt")
             self._retry_s = min(2 * self._retry_s, _RETRY_MOST_S)
 
     # -- what the relay tells ---------------------------------------------------------------------------------------
@@ -276,7 +271,7 @@ class LinkedChannel(Relay):
             self._last = connection
             self._done = True
             return
-        self.loop.after("grace", self._grace_s, self._grace_is_over)
+        self.loop.after(self._grace_s, self._grace_is_over, "grace")
         self._attempt()
 
     def _grace_is_over(self) -> None:
@@ -298,9 +293,9 @@ class LinkedChannel(Relay):
             return
         self._ending = True
         self.say_end("")
-        self.loop.after("end", _END_S, self._finish)
+        self.loop.after(_END_S, self._finish, "end")
         # Where a file that takes long is in the way, the end of the stream says as much.
-        self.loop.after("flush", _FLUSH_S, self.end_writing)
+        self.loop.after(_FLUSH_S, self.end_writing, "flush")
 
     def _finish(self) -> None:
         self._done = True

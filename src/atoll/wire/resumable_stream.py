@@ -12,74 +12,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
+from atoll.wire.event_loop import READ, WRITE, EventLoop
 from atoll.wire.frames import Parser, WireError, close_all, receive, send_some
 from atoll.wire.resumable_protocol import END, PING, Arrived, RecordReceiver, RecordSender
 
-_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
-_BROKEN = select.EPOLLERR | select.EPOLLHUP
 _TICK_S: Final = 1.0
 _PING_S: Final = 2.0
 _QUIET_S: Final = 4.0  # two pings did not come
 _SILENT_S: Final = 6.0  # the link is given up
 _PIPE_BYTES: Final = 1 << 20
 _ACK_BYTES: Final = 1 << 20  # passed on since the last acknowledgement: time for another
-
-
-class Loop:
-    """Descriptors, what to wait for on each, and who hears of it; named timers."""
-
-    def __init__(self) -> None:
-        self._poll = select.epoll()
-        self._heard_by: dict[int, tuple[int, Callable[[int], None]]] = {}
-        self._timers: dict[str, tuple[float, Callable[[], None]]] = {}
-
-    def watch(self, fd: int, callback: Callable[[int], None], events: int = _READ) -> None:
-        """Call back with what happened; errors and hang-ups are always told."""
-        if fd in self._heard_by:
-            if self._heard_by[fd] != (events, callback):
-                self._poll.modify(fd, events)
-        else:
-            self._poll.register(fd, events)
-        self._heard_by[fd] = events, callback
-
-    def unwatch(self, fd: int) -> None:
-        """Forget it, before it is closed; does nothing where it is not watched."""
-        if self._heard_by.pop(fd, None) is not None:
-            self._poll.unregister(fd)
-
-    def after(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
-        """Act once; a timer of the same name is replaced."""
-        self._timers[name] = time.monotonic() + delay_s, action
-
-    def cancel(self, name: str) -> None:
-        """Take a timer back."""
-        self._timers.pop(name, None)
-
-    def step(self) -> None:
-        """Wait for the next thing, and handle everything that is due."""
-        left = min((when for when, _ in self._timers.values()), default=time.monotonic() + _TICK_S) - time.monotonic()
-        for fd, events in self._poll.poll(max(0.0, left)):
-            if fd in self._heard_by:
-                self._heard_by[fd][1](events)
-        now = time.monotonic()
-        for name, (when, action) in list(self._timers.items()):
-            if when <= now and self._timers.get(name) == (when, action):
-                del self._timers[name]
-                action()
-
-    def close(self) -> None:
-        """Forget everything."""
-        self._heard_by.clear()
-        self._timers.clear()
-        self._poll.close()
 
 
 class Link:
@@ -118,7 +66,7 @@ class Relay:
     """
 
     def __init__(self, local: socket.socket) -> None:
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.link: Link | None = None
         self._local: socket.socket | None = local
         local.setblocking(False)
@@ -132,7 +80,7 @@ class Relay:
         self._pinged_s = 0.0
         self._quiet = False
         self.loop.watch(local.fileno(), self._local_ready)
-        self.loop.after("tick", _TICK_S, self._tick)
+        self.loop.after(_TICK_S, self._tick, "tick")
 
     @property
     def silent_s(self) -> float:
@@ -206,7 +154,7 @@ class Relay:
         if done:
             self.loop.unwatch(link.write_fd)
         else:
-            self.loop.watch(link.write_fd, self._link_writable, _WRITE)
+            self.loop.watch(link.write_fd, self._link_ready, WRITE)
 
     def end_writing(self) -> None:
         """Write nothing more. What is written to us still counts, and then comes the end of the stream."""
@@ -224,10 +172,10 @@ class Relay:
         """Did the other side pass on everything that it was sent?"""
         return self._sender.empty
 
-    def _link_writable(self, _events: int) -> None:
+    def _link_ready(self, _readable: bool, _writable: bool) -> None:
         self.flush()
 
-    def _link_readable(self, _events: int) -> None:
+    def _link_readable(self, _readable: bool, _writable: bool) -> None:
         link = self.link
         if link is None:
             return
@@ -262,10 +210,10 @@ class Relay:
 
     # -- the local socket -----------------------------------------------------------------------------------------
 
-    def _local_ready(self, events: int) -> None:
-        if events & _WRITE:
+    def _local_ready(self, readable: bool, writable: bool) -> None:
+        if writable:
             self._deliver()
-        if not events & ~_WRITE or self._local is None or (self._sender.full and not events & _BROKEN):
+        if not readable or self._local is None:
             return
         try:
             data, fds = receive(self._local)
@@ -284,8 +232,8 @@ class Relay:
 
     def _watch_local(self) -> None:
         if self._local is not None:
-            events = (0 if self._sender.full else _READ) | (_WRITE if self._arrived else 0)
-            self.loop.watch(self._local.fileno(), self._local_ready, events)
+            mask = (0 if self._sender.full else READ) | (WRITE if self._arrived else 0)
+            self.loop.watch(self._local.fileno(), self._local_ready, mask)
 
     def _deliver(self) -> None:
         """Pass on what has arrived, as far as the local socket takes it."""
@@ -332,7 +280,7 @@ class Relay:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self.loop.after("tick", _TICK_S, self._tick)
+        self.loop.after(_TICK_S, self._tick, "tick")
         silent = self.silent_s
         if silent >= _QUIET_S and not self._quiet:
             self._quiet = True
