@@ -80,7 +80,7 @@ def test_two_hosts_train_and_the_results_can_be_fetched(lab: Testbed, project: P
     assert "preflight: 2 hosts are well" in said
     assert "finished: 4 of 4 steps" in said
     assert not (project / "outputs").exists()
-    assert "atoll train tiny.toml --nodes 2 --infra ssh/lab --train.steps 8 --allow-changes" in said
+    assert "atoll train tiny.toml --nodes 2 --infra ssh/lab --train.steps 8" in said
     assert "--nodes 4" not in said, "there are two"
     (fetch,) = (line.strip() for line in said.splitlines() if "scp -r" in line)
     # scp looks for ssh where it was built to, not on PATH
@@ -134,7 +134,7 @@ def test_ctrl_c_saves_on_the_hosts_and_the_same_command_goes_on(lab: Testbed, pr
     done = steps_in(folder / "outputs/tiny")[-1]
     assert not (folder / "outputs/tiny/stop").exists()
     assert f"step-{done:08}" in os.listdir(folder / "outputs/tiny/checkpoints")
-    again = train(project, *words, "--train.steps", str(done + 2), "--allow-changes")
+    again = train(project, *words, "--train.steps", str(done + 2))
     assert f"resumed at step {done}" in again
     assert f"finished: {done + 2} of {done + 2} steps" in again
     elsewhere = train(project, "tiny.toml", "--nodes", "2", "--no-resume", "--train.steps", "1")

@@ -80,7 +80,7 @@ def test_two_nodes_train_it(tmp_path: Path) -> None:
     assert "sample:\nElizabeth was" in shown
     (longer,) = (line for line in shown.splitlines() if "train longer" in line)
     assert f"atoll train {RECIPE} --nodes 2 " in longer
-    assert longer.endswith(" --train.steps 6 --allow-changes")
+    assert longer.endswith(" --train.steps 6")
     assert "--train.steps 3" not in longer
     assert "atoll generate" in shown
     assert "atoll export" in shown

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, UsageError
+from atoll.tasks.api import launch
 from atoll.tasks.entrypoint import Overrides, load_command, load_entrypoint, load_tasks
 from atoll.tasks.resources import Resources
 from atoll.tasks.spec import JobSpec
@@ -368,3 +369,23 @@ def test_a_task_survives_its_own_yaml(envs: dict[str, str], run: str | None, num
     again = Task.from_yaml_config(yaml.safe_load(text), secrets_overrides=task.secrets)
     assert again.job() == task.job()
     assert {**task.envs, **task.secrets} == envs
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("echo hi", "write sky.launch(sky.Task(run='echo hi'))"),
+        ("train.py", "write sky.launch(sky.Task(run='python train.py', workdir='.'))"),
+        ("nothere.py", "write sky.launch(sky.Task(run='nothere.py'))"),
+        (Path("a/task.yaml"), "write sky.launch(sky.Task.from_yaml('a/task.yaml'))"),
+        ({"run": "echo hi"}, "write sky.launch(sky.Task.from_yaml_config(config))"),
+        ([Task(run="echo hi")], "write sky.launch(task)"),
+        (None, "write sky.launch(sky.Task(run=...)), or sky.Task.from_yaml(path)"),
+    ],
+)
+def test_what_is_not_a_task_says_how_to_write_one(given, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match=r"sky.launch\(\) takes a sky.Task, not ") as raised:
+        launch(given)
+    assert hint in str(raised.value)

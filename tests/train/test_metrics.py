@@ -227,7 +227,7 @@ def commands(lines: list[str]) -> list[list[str]]:
 def test_next_steps_are_commands_that_a_shell_takes() -> None:
     lines = next_steps("my recipe.toml", "out/my run", nodes=2)
     assert commands(lines) == [
-        ["atoll", "train", "my recipe.toml", "--nodes", "2", "--train.steps", "N", "--allow-changes"],
+        ["atoll", "train", "my recipe.toml", "--nodes", "2", "--train.steps", "N"],
         ["atoll", "generate", "out/my run", "Once upon a time"],
         ["atoll", "export", "out/my run", "out/my run-hf"],
         ["atoll", "train", "my recipe.toml", "--nodes", "4", "--no-resume"],
@@ -238,9 +238,7 @@ def test_next_steps_are_commands_that_a_shell_takes() -> None:
 def test_next_steps_repeat_what_was_given() -> None:
     given = ["--nproc", "2", "--train.steps", "3", "--data.path", "a b.txt", "--train.tokens=5", "--allow-changes"]
     lines = next_steps("my.toml", "out", options=given)
-    assert commands(lines)[0][2:] == (
-        ["my.toml", "--nproc", "2", "--data.path", "a b.txt", "--train.steps", "N", "--allow-changes"]
-    )
+    assert commands(lines)[0][2:] == ["my.toml", "--nproc", "2", "--data.path", "a b.txt", "--train.steps", "N"]
     assert not any("export" in line for line in next_steps("my.toml", "out", exports=False))
 
 

@@ -46,8 +46,7 @@ def test_what_a_run_says_is_next_can_be_typed(
         done = CliRunner().invoke(app, words[1:])
         assert done.exit_code == 0, done.output
     longer, scale = found["train longer"], found["scale"]
-    assert longer[-1] == "--allow-changes"
-    assert run(longer[2], longer[3:-1], allow_changes=True, report=lambda event: None).step == 4
+    assert run(longer[2], longer[3:], report=lambda event: None).step == 4
     assert (scale[3:5], scale[-1]) == (["--nodes", "2"], "--no-resume")
     wider = run(scale[2], scale[5:-1], resume=False, report=lambda event: None)
     assert (wider.status, wider.step) == ("finished", 2)

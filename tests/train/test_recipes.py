@@ -480,6 +480,8 @@ def test_diff_and_what_may_change_when_resuming():
             "[metrics] profile.steps: none -> 3",
         ]
     )
+    assert harmful(old, recipe(old, "--train.steps", "1001")) == []
+    assert harmful(old, recipe(old, "--train.steps", "999")) == ["[train] steps: 1000 -> 999"]
     plain = recipe(old, "--model.rope_scaling", "none")
     assert plain.model.rope_scaling is None
     assert '[model] rope_scaling.kind: "llama3" -> none' in harmful(old, plain)

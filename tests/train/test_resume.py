@@ -146,17 +146,16 @@ def test_a_finished_run_says_so_and_still_knows_its_checkpoint(tmp_path: Path) -
     assert again.checkpoint == first.checkpoint is not None
     assert again.loss == first.loss
     notes = [event.text for event in events if type(event).__name__ == "Note"]
-    assert any("already finished: 3 of 3 steps" in note and "--allow-changes" in note for note in notes), notes
+    assert any("already finished: 3 of 3 steps; to train longer: --train.steps N" in note for note in notes), notes
     assert small.steps(tmp_path / "run") == before
 
 
-def test_more_steps_go_on_where_changes_are_allowed(tmp_path: Path) -> None:
+def test_more_steps_resume_and_fewer_are_refused(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, train__steps=3)
     small.train(tree)
-    longer = small.changed(tree, train__steps=5)
-    with pytest.raises(ConfigError, match=r"\[train\] steps: 3 -> 5[\s\S]*--allow-changes"):
-        small.train(longer)
-    result = small.train(longer, allow_changes=True)
+    with pytest.raises(ConfigError, match=r"\[train\] steps: 3 -> 2[\s\S]*--allow-changes"):
+        small.train(small.changed(tree, train__steps=2))
+    result = small.train(small.changed(tree, train__steps=5))
     assert (result.status, result.step) == ("finished", 5)
     assert [row["step"] for row in small.steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
 

@@ -103,9 +103,22 @@ def _check_task(call: str, task: object) -> None:
     from atoll.tasks.task import Task
 
     if not isinstance(task, Task):
-        is_path = isinstance(task, (str, Path))
-        made = f"sky.Task.from_yaml({str(task)!r})" if is_path else "sky.Task(run=...) or sky.Task.from_yaml(path)"
-        raise UsageError(f"sky.{call}() takes a sky.Task, not {type(task).__name__}: make one with {made}")
+        raise UsageError(f"sky.{call}() takes a sky.Task, not {type(task).__name__}: {_task_hint(call, task)}")
+
+
+def _task_hint(call: str, task: object) -> str:
+    if isinstance(task, dict):
+        return f"write sky.{call}(sky.Task.from_yaml_config(config))"
+    if isinstance(task, (list, tuple)):
+        return f"for each task of a pipeline, write sky.{call}(task); for a command, sky.Task(run='python train.py')"
+    if not isinstance(task, (str, Path)):
+        return f"write sky.{call}(sky.Task(run=...)), or sky.Task.from_yaml(path)"
+    text = str(task)
+    if text.lower().endswith((".yaml", ".yml")):
+        return f"write sky.{call}(sky.Task.from_yaml({text!r}))"
+    if text.endswith(".py") and Path(text).is_file():
+        return f"for a script, write sky.{call}(sky.Task(run={'python ' + text!r}, workdir='.'))"
+    return f"for a command, write sky.{call}(sky.Task(run={text!r}))"
 
 
 # ------------------------------------------------------------------------------------------ clusters afterwards

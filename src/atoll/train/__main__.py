@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from atoll.core.errors import AtollError
-from atoll.core.exit_codes import ExitCode
+from atoll.core.exit_codes import ExitCode, exit_code_of
 
 if TYPE_CHECKING:
     from atoll.train.events import Event
@@ -26,7 +26,7 @@ _HEAD_TELLS_S = 5.0  # rank 0 may have started later by that; a launcher ends th
 
 
 def main(arguments: list[str]) -> int:
-    """Train; returns the exit code: 0 finished, 100 failed, 101 stopped before the end, after saving."""
+    """Train; returns the exit code: 0 finished, 2 a mistake in the recipe, 100 failed, 101 saved and stopped early."""
     if "-h" in arguments or "--help" in arguments:
         print(_USAGE, end="")
         return 0
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
             print(" ".join(["atoll:", *(f"{each}:" for each in where), str(error)]), file=sys.stderr)
         else:
             time.sleep(_HEAD_TELLS_S)  # torchrun ends all ranks as soon as one has failed
-        return ExitCode.FAILED
+        return exit_code_of(error)
     except KeyboardInterrupt:
         return 130
     return 0 if result.status == "finished" else ExitCode.NOT_FINISHED

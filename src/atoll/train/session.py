@@ -93,7 +93,7 @@ def run(
         recipe: a shipped recipe's name, a file, a tree as TOML has it, or a ``Recipe``; None for ``CONFIG_FILE``.
         overrides: as on the command line: ``["--train.steps", "100"]``.
         resume: resume from the newest checkpoint in ``output_dir``; False starts over in a new folder.
-        allow_changes: go on although the recipe differs from that of the folder.
+        allow_changes: resume although the recipe differs from that of the folder.
         report: takes the events on rank 0, instead of the console.
 
     Raises:
@@ -234,7 +234,7 @@ class _Session:
             cursor, validated_step = load_state(checkpointer, found, engine, optimizer, source, about, self._note)
             if cursor.step >= length.steps:
                 done = f"already finished: {cursor.step} of {length.steps} steps"
-                self._note(f"{done}; to train longer: --train.steps N --allow-changes")
+                self._note(f"{done}; to train longer: --train.steps N")
         loader = Loader(
             corpus.dataset,
             source,

@@ -80,7 +80,7 @@ def next_steps(
         lines.append(("resume" if has_checkpoint else "start again", same))
     elif has_checkpoint:
         longer = _without(same, "--train.steps", "--train.tokens")
-        lines.append(("train longer", [*longer, "--train.steps", str(steps or "N"), "--allow-changes"]))
+        lines.append(("train longer", [*longer, "--train.steps", str(steps or "N")]))
     if has_checkpoint and generates:
         lines.append(("generate text", ["atoll", "generate", output_dir, "Once upon a time"]))
     if has_checkpoint and exports:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.keys import Path, flat, title
 from atoll.train.recipe.schema import Recipe
 
-# A run goes on under another value of these as if nothing had happened: any layout and any batch that a rank handles
-# at a time resumes, and the rest is about what is shown, kept and waited for. The length is not among them: schedules
-# depend on it.
+# A run resumes under another value of these as if nothing had happened: any layout and any batch that a rank handles
+# at a time, and what is shown, kept and waited for. The length is not among them, since schedules depend on it; but
+# whoever gives a larger one wants that.
 HARMLESS: frozenset[str] = frozenset(
     {
         "version",
@@ -56,12 +57,17 @@ def diff(old: Recipe, new: Recipe) -> list[str]:
 
 
 def harmful(old: Recipe, new: Recipe) -> list[str]:
-    """Those lines of ``diff`` whose change would make a run go on differently from how it began."""
+    """Those lines of ``diff`` whose change would make a run resume differently from how it began."""
+    harmless = HARMLESS | ({"train.steps", "train.tokens"} if _is_longer(old.train.length, new.train.length) else set())
     return [
         f"{title(path)}: {before} -> {after}"
         for path, before, after in _changes(old, new)
-        if not {path[0], f"{path[0]}.*", ".".join(path)} & HARMLESS
+        if not {path[0], f"{path[0]}.*", ".".join(path)} & harmless
     ]
+
+
+def _is_longer(old: Duration | None, new: Duration | None) -> bool:
+    return old is not None and new is not None and old.unit == new.unit and new.value > old.value
 
 
 def _changes(old: Recipe, new: Recipe) -> Iterator[tuple[Path, str, str]]:
