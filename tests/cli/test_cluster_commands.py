@@ -354,7 +354,7 @@ def test_a_cluster_grows_when_idle_and_says_so(atoll: Atoll) -> None:
     assert "atoll cancel t 3" in err
     code, _, err = atoll("exec", "t", "--num-nodes", "4", "true")
     assert code == 2
-    assert "has less than the task asks for (3 → 4 nodes): `atoll launch -c t TASK` resizes it" in err
+    assert "has less than the task needs (3 → 4 nodes): `atoll launch -c t TASK` resizes it" in err
     code, out, _ = atoll("exec", "t", "--num-nodes", "2", "echo beside it")
     assert code == 0
     assert out.count("beside it") == 2
@@ -374,7 +374,7 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
     assert atoll("start", "t-1")[1] == "Cluster t-1 is up; `atoll exec {name} TASK` runs on it\n".format(name="t-1")
     assert "kept" in atoll("exec", "t-1", "cat ~/file")[1]
     code, out, _ = atoll("launch", "-c", "t-2", "true")
-    assert "cluster t-2 was stopped and is taken up again" in out
+    assert "cluster t-2 was stopped and is restarted" in out
     assert atoll("down", "t-1", "absent")[0] == 102
     assert atoll("down", "t-1", "t-2", "-y")[0] == 0
     assert atoll("down", "t-1")[1].startswith("Cluster t-1 is down already; its jobs' logs are kept")
@@ -387,7 +387,7 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
     assert atoll("down", "t-2", "--purge")[1] == "Cluster t-2 is down and forgotten\n"
     assert not (home / "clusters/t-2").exists()
     assert atoll("logs", "t-2")[0] == 102
-    assert "made anew" in atoll("launch", "-c", "t-1", "true")[1]
+    assert "created again" in atoll("launch", "-c", "t-1", "true")[1]
 
 
 def test_autostop(atoll: Atoll, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -737,7 +737,7 @@ def test_down_tells_of_each(atoll: Atoll, three: Path) -> None:
     code, out, err = atoll("down", "a", "nope", "b")
     assert code == 102
     assert [line.split(";")[0] for line in out.splitlines()] == ["Cluster a is down", "Cluster b is down"]
-    assert err.splitlines() == ["atoll: no cluster 'nope'; `atoll status --all` lists all that there are"]
+    assert err.splitlines() == ["atoll: no cluster 'nope'; `atoll status --all` lists all clusters"]
     (three / "c/cluster.json").unlink()
     assert atoll("down", "c")[0] == 102
     assert atoll("down", "--purge", "c", "nope")[0] == 102
@@ -902,7 +902,7 @@ def test_a_folder_that_was_removed(atoll: Atoll, tmp_path: Path, monkeypatch: py
         (["launch", "--dryrun", "--gpus", "L4", "--gpus", "L4:2", "true"], 0, "the last one counts, --gpus L4:2"),
         (["launch", "--dryrun", "--gpus", "L4:0.5", "true"], 0, "L4:0.5: a job has whole accelerators"),
         (["launch", "--dryrun", "--gpus", "L4:5000", "true"], 2, "at most 1024 accelerators"),
-        (["launch", "--dryrun", "--gpus", "L44", "true"], 0, "did you mean L4? It is taken"),
+        (["launch", "--dryrun", "--gpus", "L44", "true"], 0, "did you mean L4? It is used"),
         (["launch", "--dryrun", "--num-nodes", "1001", "true"], 2, "1001 nodes on this machine alone"),
         (["run", "--nodes", "1001", "x.py"], 2, "1001 nodes on this machine alone"),
         (["run", "--gpus", "none", "--nproc", "2", "--", "true"], 0, "--nproc-per-node 2 has no effect"),

@@ -70,7 +70,7 @@ def test_a_script_is_copied_runs_on_both_hosts_and_finds_its_files_again(lab):
     out, err = atoll(*words, *given, "train.py")
     for host in ("h1", "h2"):
         assert out.count(f"{host} 4 from here yes 1 ****") == 2
-    assert "preflight: 2 hosts are well" in err
+    assert "preflight: 2 hosts OK" in err
     assert "✓ Job finished" in err
     assert "supervisor runs" not in err
     out, _ = atoll(*words, "--", "ls")
@@ -85,7 +85,7 @@ def test_a_mistake_is_told_before_anything_is_copied(lab):
     assert "trian.py: no such script" in atoll(*words, "trian.py", code=2)[1]
     assert "ssh/lab has 2 hosts" in atoll("run", "--infra", "ssh/lab", "--nodes", "3", "train.py", code=2)[1]
     asked = ("launch", "--infra", "ssh/lab", "--gpus", "L4:2", "true")
-    lacking = "atoll: L4:2 can't be had on h1: it has no GPU; --gpus none asks for none\n"
+    lacking = "atoll: L4:2 can't be had on h1: it has no GPU; --gpus none requests none\n"
     assert atoll(*asked, code=2)[1] == lacking
     assert "no cluster is up" in atoll("status", "-a")[0]
 
@@ -139,7 +139,7 @@ def test_check_and_gpus_say_what_hosts_have_and_which_cannot_be_used(lab):
     lines = out.splitlines()
     assert [line[:17] for line in lines[:2]] == ["✓ ssh/lab: h1: Py", "✓ ssh/lab: h2: Py"]
     assert "cores, no GPU, reached at" in lines[0]
-    assert lines[-1].startswith("✓ ssh/lab: preflight: 2 hosts are well")
+    assert lines[-1].startswith("✓ ssh/lab: preflight: 2 hosts OK")
     out, err = atoll("gpus", "--infra", "ssh/lab", "-o", "json")
     assert json.loads(out) == []
     assert "h1: no GPU" in err

@@ -77,7 +77,7 @@ def train(folder: Path, *words: str, code: int = 0) -> str:
 
 def test_two_hosts_train_and_the_results_can_be_fetched(lab: Testbed, project: Path) -> None:
     said = train(project, "tiny.toml", "--num-nodes", "2")
-    assert "preflight: 2 hosts are well" in said
+    assert "preflight: 2 hosts OK" in said
     assert "finished: 4 of 4 steps" in said
     assert not (project / "outputs").exists()
     assert "atoll train tiny.toml --nodes 2 --infra ssh/lab --train.steps 8" in said
@@ -110,7 +110,7 @@ def test_hosts_without_a_shared_folder_are_refused_at_the_start(make_bed: MakeBe
 def test_what_can_not_be_meant_is_refused_before_anything_is_sent(lab: Testbed, project: Path) -> None:
     assert "ssh/lab has 2 hosts" in train(project, "tiny.toml", "--nodes", "3", code=2)
     said = train(project, "tiny.toml", "--gpus", "L4:2", code=2)
-    assert "L4:2 can't be had on h1: it has no GPU; --gpus none asks for none" in said
+    assert "L4:2 can't be had on h1: it has no GPU; --gpus none requests none" in said
     assert "ssh/lob: no group of that name" in train(project, "tiny.toml", "--infra", "ssh/lob", code=2)
 
 

@@ -61,7 +61,7 @@ def test_packages_come_from_the_index_of_the_hosts_and_once(bed: Testbed, capfd:
     said = capfd.readouterr().err
     assert "installing atoll-r-below 2.0, atoll-r-top 1.5" in said
     assert said.count("installed 2 packages in") == 1  # their home is shared: one builds, the other waits
-    assert "preflight: 2 hosts are well" in said
+    assert "preflight: 2 hosts OK" in said
     for gone in there.iterdir():
         gone.unlink()
     with sky.ComputePool(sky.SSH(BOTH), image=image) as pool:

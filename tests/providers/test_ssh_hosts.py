@@ -53,12 +53,12 @@ def test_a_pattern_stands_for_the_hosts_it_fits() -> None:
 
 @pytest.mark.parametrize("spelling", ["", "-oProxyCommand=x", "a b", "a:0", "a:99999", "@", "ann@-x", 3])
 def test_what_is_no_host_is_refused(spelling: object) -> None:
-    with pytest.raises(ConfigError, match="is no host; expected"):
+    with pytest.raises(ConfigError, match="is not a host; expected"):
         targets([spelling])  # type: ignore[list-item]  # on purpose
 
 
 def test_a_pattern_that_fits_nothing_names_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"'tpu-\*' fits no Host .* it has gpu-3, gpu-1, gpu-2, login"):
+    with pytest.raises(ConfigError, match=r"'tpu-\*' matches no Host .* it has gpu-3, gpu-1, gpu-2, login"):
         targets(["tpu-*"])
 
 

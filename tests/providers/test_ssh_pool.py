@@ -304,7 +304,7 @@ def test_a_script_of_the_guide_runs_with_only_the_provider_changed(
     (tmp_path / "where.py").write_text(changed)
     done = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=110, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "preflight: 2 hosts are well" in done.stderr
+    assert "preflight: 2 hosts OK" in done.stderr
     assert said in done.stdout
 
 

@@ -144,7 +144,7 @@ def test_a_job_whose_answer_was_lost_on_its_way_is_added_once(home: Path) -> Non
         ({"status": ClusterStatus.STOPPED}, {}, "atoll start train"),
         ({"status": ClusterStatus.DOWN}, {}, "atoll launch -c train"),
         ({"num_nodes": 2}, {"num_nodes": 3}, "wants 3 nodes and cluster train has 2"),
-        ({"num_accelerators": 1}, {"num_accelerators": 2}, "wants 2 accelerators a node and cluster train has 1"),
+        ({"num_accelerators": 1}, {"num_accelerators": 2}, "needs 2 accelerators per node and cluster train has 1"),
     ],
 )
 def test_what_a_cluster_can_not_take(home: Path, cluster: dict[str, object], job: dict[str, int], message: str) -> None:
@@ -348,7 +348,7 @@ def test_a_supervisor_that_is_stopped_is_named(
     for follower in followers:
         follower.start()
     try:
-        line = f"nothing is heard of job {job}: its supervisor, process {pid}, is stopped: kill -CONT {pid}\n"
+        line = f"job {job} can't be followed: its supervisor, process {pid}, is stopped: kill -CONT {pid}\n"
         until(lambda: told(f"note: {line}"), "a word to a follower here")
         until(lambda: told(f"note: the head of cluster train: {line}"), "a word to a follower elsewhere")
         with pytest.raises(AtollError, match=rf"its supervisor, process {pid}, is stopped: kill -CONT {pid}"):

@@ -97,7 +97,7 @@ def test_two_jobs_of_a_node_see_different_gpus_and_one_without_sees_none(home: P
     assert {first, second} == set(gpus)
     log = cluster.run(TELL)[1]
     assert seen(log) == [""]
-    assert "this job asks for no GPU and sees none: --gpus L4:1 asks for one" in log
+    assert "this job requests no GPU and sees none: pass --gpus L4:1 for one" in log
 
 
 def test_a_run_that_waits_says_for_what_and_other_cards_are_no_answer(
@@ -160,7 +160,7 @@ def test_clusters_and_pools_of_a_machine_share_its_gpus(
         log = theirs.log(waits)
         assert f"(L4) is held by job {job} of cluster mine (pid {mine.supervisor_pid()} on " in log
         assert f"(L4) is held by pool {pool.id} (pid {os.getpid()} on " in log
-        with pytest.raises(sky.ProvisionError, match="GPUs asked for, 0 free: GPU 0") as caught:
+        with pytest.raises(sky.ProvisionError, match="GPUs requested, 0 free: GPU 0") as caught:
             sky.ComputePool(accelerator="L4:1", logs="quiet").up()
         assert f"held by pool {pool.id} (pid {os.getpid()}" in str(caught.value)
     mine.control.cancel([job])
@@ -215,7 +215,7 @@ def test_the_callers_devices_bound_what_is_leased(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with sky.ComputePool(accelerator="L4", env={"CUDA_VISIBLE_DEVICES": "2"}, logs="quiet") as pool:
         assert pool.run(os.getenv, "CUDA_VISIBLE_DEVICES") == [gpus[2]]
-    with pytest.raises(sky.ProvisionError, match="CUDA_VISIBLE_DEVICES='2' leaves 1 of its GPUs, and 2 are asked for"):
+    with pytest.raises(sky.ProvisionError, match="CUDA_VISIBLE_DEVICES='2' leaves 1 of its GPUs, and 2 are requested"):
         sky.ComputePool(accelerator="L4:2", env={"CUDA_VISIBLE_DEVICES": "2"}, logs="quiet").up()
 
 

@@ -165,7 +165,7 @@ def test_a_network_that_ended_is_made_anew_for_later_jobs(source: Callable[..., 
         new = [Talk(node.handle.channel) for node in later]
         notes = [note for talk in new for note in talk.next(frames.AGENT).meta["place"]["notes"]]
         assert len(notes) == 1
-        assert "the cluster's network was made anew: " in notes[0]
+        assert "the cluster's network was created again: " in notes[0]
         assert "was killed by SIGKILL; jobs that still run in the old one" in notes[0]
         ask = "readlink /proc/self/ns/net; ip -brief link show tap0 2>/dev/null | wc -l"
         said = [talk.run(ask).split() for talk in (old, *new)]
@@ -493,7 +493,7 @@ def test_a_home_whose_id_cannot_be_used_is_named_and_goes_down(
     assert f"{tmp_path / 'id'} can't be used: " in cluster.log(job)
     assert "Remove it, once no jobs run" in cluster.log(job)
     (line,) = cluster.control.remove_nodes()
-    assert "So nobody looked whether something of cluster train hangs" in line
+    assert "So it is not known whether processes of cluster train hang there" in line
     (tmp_path / "id").rmdir() if what == "folder" else (tmp_path / "id").unlink()
     assert cluster.run("echo again")[0] is JobStatus.SUCCEEDED
 

@@ -409,7 +409,7 @@ def test_a_node_lost_when_its_part_is_done_harms_nobody() -> None:
     hand = running(2)
     hand.end(0)
     assert kinds(hand.down(0)) == []
-    assert lines(hand.last) == ["head was lost: its agent went away; its part was done by then."]
+    assert lines(hand.last) == ["head was lost: its agent went away; its ranks had finished by then."]
     assert hand.down(0) == [], "it is said once"
     assert kinds(hand.end(1)) == ["StopNode 1", "SUCCEEDED"]
 

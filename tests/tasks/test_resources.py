@@ -58,7 +58,7 @@ def test_an_unknown_card_is_taken_with_a_remark() -> None:
     (line,) = Resources(accelerators="H10O:8").honours("local")
     assert "H10O" in line
     assert "did you mean H100?" in line
-    assert line.endswith("taken as it is written")
+    assert line.endswith("used as written")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_own_machines_cannot_honour() -> None:
     for infra in ("local", "ssh/lab"):
         lines = resources.honours(infra)
         assert len(lines) == 6
-        for named in ("use_spot", "disk_tier", "ports", "priority", "job_recovery.strategy", "asks for aws/us-east-1"):
+        for named in ("use_spot", "disk_tier", "ports", "priority", "job_recovery.strategy", "requests aws/us-east-1"):
             assert sum(named in line for line in lines) == 1
         assert all(infra in line for line in lines)
     assert resources.honours("aws/us-east-1") == []

@@ -105,7 +105,7 @@ def test_the_same_command_runs_on_hosts_with_only_the_infra_changed(lab, tmp_pat
     for rank, host in enumerate(("h1", "h2")):
         assert f"yes-really from here {host} {rank} of 2" in there
         assert f"set up on {host}" in there
-    assert "preflight: 2 hosts are well, over eth0, all-reduce of 4 MiB" in there
+    assert "preflight: 2 hosts OK, over eth0, all-reduce of 4 MiB" in there
     assert "✓ Job finished (status: SUCCEEDED)." in there
     assert "yes-really" in atoll("logs", "there")
     assert json.loads(atoll("queue", "there", "-o", "json"))[0]["status"] == "SUCCEEDED"
@@ -127,7 +127,7 @@ def test_a_head_that_can_log_in_to_the_others_supervises_and_this_machine_may_le
         "launch", "-d", "-c", "away", "--infra", "ssh/lab", "--num-nodes", "2",
         "until [ -e ~/go ]; do sleep 0.1; done; echo gone on",
     )  # fmt: skip
-    assert "the supervisor runs on h1: this machine may sleep or leave" in said
+    assert "the supervisor runs on h1: this machine may sleep or disconnect" in said
     subprocess.run(["ssh", "-O", "exit", "h1"], capture_output=True)
     assert json.loads(atoll("queue", "away", "-o", "json"))[0]["status"] in ("PENDING", "INIT", "RUNNING")
     lab.hosts[0].run("touch /home/sky/go")
@@ -158,14 +158,14 @@ def test_a_supervisor_stays_where_its_cluster_was_made(lab: Testbed) -> None:
     said = atoll(*two, "true", code=100)  # it could a moment ago, so nobody looked again
     assert "its host key is not known" in said
     assert "`ssh sky@10.77.0.12` once" in said
-    assert "to be typed on h1" in said
+    assert "Type that on h1" in said
     said = atoll(*two, "true", code=100)
-    assert "cluster c is supervised from h1, which can't go on: h1 can't log in to sky@10.77.0.12 (Host key" in said
-    assert "A supervisor does not move: mend that, or `atoll down c` and launch it again" in said
+    assert "cluster c is supervised from h1, which can't continue: h1 can't log in to sky@10.77.0.12 (Host key" in said
+    assert "A supervisor does not move: fix that, or `atoll down c` and launch it again" in said
     atoll("down", "c")
     said = atoll(*two, "true")
     assert "the supervisor runs on this machine, because h1 can't log in to sky@10.77.0.12" in said
-    assert "earlier jobs of cluster c and their logs stay on h1; numbers begin anew" in said
+    assert "earlier jobs of cluster c and their logs stay on h1; job numbers start again at 1" in said
     assert [row["job_id"] for row in json.loads(atoll("queue", "c", "-o", "json"))] == [1]
     known.with_name("kept").rename(known)
     assert "the supervisor runs on this machine. Keep it awake while jobs run" in atoll(*two, "true")
@@ -239,7 +239,7 @@ def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None
     assert ") the tool on h1\n" in said
     assert said.count(") mounted\n") == 2
     assert ") seen\n" in said
-    assert "ssh/lab has 2 hosts; ask for fewer" in refused(
+    assert "ssh/lab has 2 hosts; request fewer" in refused(
         "launch", "-c", "c", "--num-nodes", "3", str(task), cwd=tmp_path
     )
     (work / "gone").unlink()

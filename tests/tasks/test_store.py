@@ -290,7 +290,7 @@ def test_a_full_disk_loses_nothing_from_before(tmp_path: Path) -> None:
     )
     message, counts = finish(child(code, tmp_path)).splitlines()
     assert message.startswith(f"the job store {tmp_path}/jobs.db can't be written (")
-    assert message.endswith("is the disk full, or a quota used up? What it held before is still there")
+    assert message.endswith("is the disk full, or a quota used up? Its earlier contents are still there")
     written, seen = map(int, counts.split())
     assert written == seen >= 20
     assert len(consistent(tmp_path)) == written

@@ -109,11 +109,11 @@ def test_what_setup_writes_into_bashrc_is_known_to_run(home: Path) -> None:
     assert "noise" not in log
     assert status is FAILED
     _, log = cluster.run("echo on", setup="echo exec true >~/.bashrc")
-    assert "atoll: bash did not get through its start files such as ~/.bashrc" in log
+    assert "atoll: bash did not finish its startup files such as ~/.bashrc" in log
     assert ") on\n" in log
     blocks = "until [ -e ~/go ]; do sleep 0.1; done; export LATE=yes"
     job = cluster.submit("echo late: $LATE", setup=f"echo {shlex.quote(blocks)} >~/.bashrc", strict=True)
-    cluster.wait_for(job, "atoll: bash is still in its start files such as ~/.bashrc after 5 s, and the job waits")
+    cluster.wait_for(job, "atoll: bash still reads its startup files such as ~/.bashrc after 5 s, and the job waits")
     (cluster.folder / "nodes/0/home/go").touch()
     assert ") late: yes\n" in cluster.follow(job)[1]
 
@@ -258,7 +258,7 @@ def test_a_network_that_loses_its_way_out_is_told_while_the_job_runs(home: Path)
     if not helpers:
         pytest.skip("no network namespaces here")
     os.kill(helpers[0], signal.SIGKILL)
-    told = "slirp4netns was killed by SIGKILL: this job's nodes have no way out of their network any more"
+    told = "slirp4netns was killed by SIGKILL: this job's nodes can no longer reach other networks"
     cluster.wait_for(job, told)
     (cluster.folder / "nodes/0/home/sky_workdir/go").touch()
     status, log = cluster.follow(job)
@@ -320,7 +320,7 @@ def test_sigterm_cancels_and_ends(home: Path) -> None:
     cluster.wait_until_idle()
     for job in jobs:
         assert cluster.control.job(job).status is CANCELLED
-        assert "supervisor was told to end" in cluster.log(job)
+        assert "supervisor was asked to end" in cluster.log(job)
 
 
 def test_a_job_ends_with_the_process_it_belongs_to(home: Path) -> None:
@@ -454,7 +454,7 @@ def test_jobs_that_wait_for_a_cluster_made_anew_say_so(home: Path) -> None:
     cluster.wait_for(going, "going")  # though it can't be noted that the cluster is set up
     record.save(cluster.folder, anew)
     late = cluster.submit("echo next")
-    cluster.wait_for(late, f"waiting for the end of job {going}: the cluster was changed or made anew")
+    cluster.wait_for(late, f"waiting for the end of job {going}: the cluster was changed or created again")
     (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
     assert cluster.follow(late)[0] is SUCCEEDED
 

@@ -206,7 +206,7 @@ def test_outside_of_git_environments_stay(tmp_path):
     (source / "empty/inner").mkdir(parents=True)
     notes: list[str] = []
     assert sorted(list_files(source, notes.append)) == ["a.py", "empty/inner/"]
-    assert notes == ["not copied, made again on the node by setup where needed: .venv/, pkg/__pycache__/"]
+    assert notes == ["not copied; setup recreates them on the node if needed: .venv/, pkg/__pycache__/"]
     mirror(source, tmp_path / "dest")
     assert (tmp_path / "dest/empty/inner").is_dir()
 
@@ -421,7 +421,7 @@ def test_files_that_vanish_grow_and_shrink_meanwhile(tmp_path, carry):
     write(source, {"grown": "2" * 9, "shrunk": "4"})
     notes = sent(selection, dest) if carry is send else mirror(selection, dest)
     assert tree(dest) == {"grown": "2" * 9, "shrunk": "4", "still": "5"}
-    assert notes == [f"not copied, it went away meanwhile: {name}" for name in ("folder", "gone")]
+    assert notes == [f"not copied, it was removed in the meantime: {name}" for name in ("folder", "gone")]
     # And the next time brings what there is then.
     (source / "grown").write_text("whole")
     carry(source, dest)
@@ -430,7 +430,7 @@ def test_files_that_vanish_grow_and_shrink_meanwhile(tmp_path, carry):
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path):
     source = write(tmp_path / "src", {"log": "x" * 3_000_000})
-    with pytest.raises(ConfigError, match=r"log became shorter while it was copied: run the command again"):
+    with pytest.raises(ConfigError, match=r"log shrank while it was copied: run the command again"):
         mirror(source, tmp_path / "dest", lambda *_: os.truncate(source / "log", 10))
     assert tree(tmp_path / "dest") == {}
 

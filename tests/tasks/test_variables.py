@@ -142,7 +142,7 @@ def test_an_env_file(tmp_path: Path) -> None:
         ("A=1\n\nB='sesame\n", ":3: expected NAME=VALUE, VALUE bare or wholly in quotes"),
         ("B='sesame'x\n", ":1: expected NAME=VALUE"),
         ("a-b=sesame\n", ":1: a-b=…: expected a name"),
-        ("A=se\0same\n", ":1: A: the value holds a zero character"),
+        ("A=se\0same\n", ":1: A: the value contains a zero character"),
     ],
 )
 def test_mistakes_in_an_env_file(tmp_path: Path, content: str, message: str) -> None:

@@ -598,14 +598,14 @@ def refused(obj: Any, **options: Any) -> str:
 def test_the_message_has_path_type_and_next_step() -> None:
     cfg = {"opts": Config(lock=threading.Lock())}
     message = refused(cfg, what="argument 'cfg'")
-    assert message.startswith("argument 'cfg' → ['opts'] → .lock (a _thread.lock) cannot travel between processes")
+    assert message.startswith("argument 'cfg' → ['opts'] → .lock (a _thread.lock) can't be sent to another process")
     assert message.endswith("Create the lock inside the function")
 
 
 def test_paths_start_at_the_named_roots() -> None:
     cfg = [Pair(1, (x for x in [1]))]
     message = refused(((cfg,), {}), what="the arguments of f", roots=lambda: [("argument 'cfg'", cfg)])
-    assert message.startswith("argument 'cfg' → [0] → .right (a generator) cannot travel")
+    assert message.startswith("argument 'cfg' → [0] → .right (a generator) can't be sent")
 
 
 def test_open_files_sockets_and_threads_are_refused(tmp_path: Path) -> None:
@@ -667,7 +667,7 @@ def test_a_culprit_that_no_reference_leads_to_is_still_named() -> None:
             raise RuntimeError("hostile")
 
     message = refused({Hiding(): 1}, what="argument 'x'")
-    assert message.startswith("argument 'x', somewhere inside it a _thread.lock, cannot travel")
+    assert message.startswith("argument 'x', somewhere inside it a _thread.lock, can't be sent")
 
 
 def test_any_error_of_an_objects_own_reduction_is_reported() -> None:

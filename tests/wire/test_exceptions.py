@@ -199,7 +199,7 @@ def test_one_that_holds_what_cannot_travel_comes_as_its_type_without_that() -> N
     assert back.args[2].startswith("<unlocked _thread.lock")
     assert not hasattr(back, "array")
     assert back.__notes__[0] == "while loading"
-    assert back.__notes__[1].startswith("what it holds could not travel and was left out: the value")
+    assert back.__notes__[1].startswith("its attributes could not be sent and were left out: the value")
     assert "a _thread.lock" in back.__notes__[1]
 
 

@@ -392,5 +392,5 @@ def test_garbage_ends_the_link_and_nothing_else(ends: tuple[End, End]) -> None:
     deadline = time.monotonic() + 60
     while not second.lost and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert second.lost == ["bytes that are no record came over the link"]
+    assert second.lost == ["bytes that are not a record came over the link"]
     send_all(second.user, pack(frames.LOG))  # its local side goes on

@@ -104,4 +104,4 @@ def _open(gpu: str) -> int:
 
 def _holder(fd: int) -> str:
     said = os.pread(fd, _MOST_BYTES, 0).decode(errors="replace")
-    return "".join(each for each in said if each.isprintable()) or "somebody who is just starting"
+    return "".join(each for each in said if each.isprintable()) or "a process that is just starting"

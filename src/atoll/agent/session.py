@@ -174,7 +174,7 @@ class Session(Relay):
                 f"the host speaks version {VERSION} of the link, the driver {version}: use the same Atoll on both",
             )
         elif self._token and not hmac.compare_digest(token, self._token):
-            self._refuse(front, "the session is another driver's")
+            self._refuse(front, "the session belongs to another driver")
         elif self._agent is None and (problem := self._start_agent()):
             self._refuse(front, problem)
             self._done = True

@@ -54,7 +54,7 @@ class UsageError(AtollError, TypeError):
 
 
 class SerializationError(AtollError, TypeError):
-    """A function, argument or result that cannot travel between processes; the message names it."""
+    """A function, argument or result that can't be sent to another process; the message names it."""
 
 
 class ProvisionError(AtollError):
@@ -223,7 +223,7 @@ class HangError(AtollError, TimeoutError):
         self.waiting = tuple(waiting)
         self.stacks = dict(stacks)
         self.why = why
-        named = f"{name_ranks(missing)} did not arrive" if missing else "which rank holds the others up can't be told"
+        named = f"{name_ranks(missing)} did not arrive" if missing else "the rank that holds the others up is not known"
         what = f"no progress for hang_timeout={hang_timeout_s:g} s: {named}"
         if waiting:
             what += f", {name_ranks(waiting)} waiting in a collective"

@@ -59,7 +59,7 @@ def current_folder() -> str:
         return os.getcwd()
     except FileNotFoundError:
         raise ConfigError(
-            "the current folder is gone: it was removed after this process went into it, and ranks start there. "
+            "the current folder is gone: it was removed after this process entered it, and ranks start there. "
             "Go to one that exists, with cd or os.chdir(...)"
         ) from None
 

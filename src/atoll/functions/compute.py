@@ -312,7 +312,7 @@ def _no_attribute(call: Pending[Any], name: str) -> str:
     if name == "local":
         return f"{call} is a pending call: {str(call).removesuffix('(...)')}.local(...) runs it here"
     if name in ("result", "done", "cancel"):
-        return f"{call} is a pending call: `{call} >> pool` gives its result, `{call}.submit(pool).{name}()` goes on"
+        return f"{call} is a pending call: `{call} >> pool` gives its result, `{call}.submit(pool).{name}()` continues"
     return f"{call} is a pending call, which has no {name!r}; dispatch it first: `{call} >> pool`"
 
 

@@ -64,8 +64,8 @@ def _refuse_other_python(nodes: Sequence[NodePlan], own: str) -> None:
     if other:
         raise ProvisionError(
             f"{', '.join(f'{node.host} has Python {node.minor}' for node in other)}, this process {own}: functions "
-            f"travel between equal minor versions only. Name a Python {own} there with SSH(python=...), have it looked "
-            f'for there with image=Image(python="{own}"), or run this with {other[0].minor}',
+            f"travel between equal minor versions only. Name a Python {own} there with SSH(python=...), let Atoll find "
+            f'one with image=Image(python="{own}"), or run this with {other[0].minor}',
             node=other[0].node,
         )
 
@@ -82,7 +82,7 @@ def included_files(includes: Sequence[str | os.PathLike[str]]) -> list[tuple[str
     if size > _MOST_BYTES:
         raise ConfigError(
             f"Image(includes=) has {size >> 20} MiB in {len(files)} files: name the modules rather than the folder "
-            f"they are in; data is passed as an argument, or lies on the hosts already"
+            f"they are in; data is passed as an argument, or is already on the hosts"
         )
     return files
 

@@ -103,7 +103,7 @@ def _keep(source: Path, context: CallContext, sharded: bool) -> Path:
         if others and not sharded and number == attempt.name:
             raise UsageError(
                 f"rank {context.rank} reported a checkpoint, and so did rank {others[0]}: where every rank reports its "
-                f"own part, say report(..., sharded=True); else report it on one rank only"
+                f"own part, pass report(..., sharded=True); otherwise report it on one rank only"
             )
     _forget_old(attempt.parent, context)
     return target

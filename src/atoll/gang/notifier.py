@@ -122,7 +122,7 @@ class Notifier:
                 self._changed.notify_all()
             if dropped:
                 self._logs.note(
-                    f"{dropped:,} bytes of output and events were not shown: nobody took them for {_STALL_S:g} s. The "
+                    f"{dropped:,} bytes of output and events were not shown: nothing read them for {_STALL_S:g} s. The "
                     f"files in the pool's log_dir have all output"
                 )
 

@@ -142,7 +142,7 @@ def _hidden(interpreter: Interpreter, pins: Sequence[Pin]) -> list[str]:
         # Half-removed packages leave metadata without a version behind.
         own = next((each.version for each in found if each.metadata["Version"]), pin.version)
         if own != pin.version:
-            changed.append(f"{pin.name} {pin.version} (there {own})")
+            changed.append(f"{pin.name} {pin.version} (installed: {own})")
     return [f"ranks see other versions than {interpreter.python} has: {', '.join(changed)}"] if changed else []
 
 
@@ -171,7 +171,7 @@ def _venv(store: Path, work: Path, base: Interpreter, progress: Progress) -> Int
     """A bare virtual environment of another Python; packages come on top as an overlay, as for the running one."""
     folder = store / f"venv-{_digest(base.python, base.version)}"
     if not _is_built(folder):
-        progress(f"making an environment of Python {base.version} ({base.python})")
+        progress(f"creating an environment with Python {base.version} ({base.python})")
         make_venv(base, work / "venv")
         _publish(work / "venv", folder, {"version": base.version, "packages": []})
     packages = folder / f"lib/python{base.minor}/site-packages"

@@ -35,20 +35,20 @@ TARGETS = "mounts.json"  # beside a home: paths at which its jobs see files that
 _POLL_S, _POLL_MOST_S = 0.05, 5.0
 
 OWN_MACHINES: Mapping[str, str] = {
-    "use_spot": "no machine of yours is a spot machine",
-    "instance_type": "your machines are what they are",
+    "use_spot": "your own machines are not spot machines",
+    "instance_type": "your own machines have no instance types",
     "disk_size": "the disk is the machine's own",
     "disk_tier": "the disk is the machine's own",
     "local_disk": "the disk is the machine's own",
     "network_tier": "the network is the machine's own",
-    "image_id": "scripts run on the machine's own system, in no image",
+    "image_id": "scripts run on the machine's own system, not in an image",
     "max_hourly_cost": "your machines have no price",
-    "priority": "jobs start in the order in which they came",
-    "priority_class": "jobs start in the order in which they came",
-    "labels": "nothing is rented that could carry them",
-    "accelerator_args": "accelerators are taken as they are",
-    "ports": "nothing is opened: what listens is reached as far as the machine's own firewall lets it",
-    "volumes": "volumes are a cloud's",
+    "priority": "jobs start in the order in which they were submitted",
+    "priority_class": "jobs start in the order in which they were submitted",
+    "labels": "nothing is rented that could be labelled",
+    "accelerator_args": "accelerators are used as they are",
+    "ports": "no port is opened: the machine's own firewall decides who can connect",
+    "volumes": "only clouds have volumes",
     "hooks": "no cloud stops the machine",
 }
 """What tasks can ask of resources in vain where the machines are there already, and why."""
@@ -63,7 +63,7 @@ class AcceleratorsLacking(ConfigError):
     """
 
     def __init__(self, asked: str, why: str, *, can_simulate: bool = False) -> None:
-        step = ", ask for less, or let Local(simulate=True) run it on CPU" if can_simulate else " to use what is there"
+        step = ", request fewer, or let Local(simulate=True) run it on CPU" if can_simulate else " to use what is there"
         super().__init__(f"accelerator={asked} {why}; leave accelerator= out{step}")
         self.asked, self.why, self.can_simulate = asked, why, can_simulate
 
@@ -192,7 +192,7 @@ class Allocation:
             values["nodes"] = tuple(AllocatedNode(**node) for node in values["nodes"])
             found = cls(**values)
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"allocation: {str(data)[:40]!r} can't be one ({error})") from None
+            raise ValueError(f"allocation: invalid value {str(data)[:40]!r} ({error})") from None
         texts = [*(text for node in found.nodes for text in dataclasses.astuple(node)), found.infra, found.site]
         if not all(isinstance(text, str) for text in texts) or not isinstance(found.settings, dict):
             raise ValueError("allocation: it has values of other types")
@@ -636,7 +636,7 @@ class Provider(abc.ABC):
         Raises:
             ConfigError: nobody can log in there.
         """
-        raise ConfigError(f"nobody can log in to nodes of {allocation.infra}")
+        raise ConfigError(f"logging in to nodes is not possible on {allocation.infra}")
 
     def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
         """Copy a path of a node elsewhere to ``here``, or ``up`` from there; why that failed, else nothing.

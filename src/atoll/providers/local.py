@@ -110,7 +110,7 @@ class Local(Provider):
         if not (self.simulate and request.simulate):
             raise AcceleratorsLacking(asked, f"can't be had: {have}", can_simulate=True)
         if len(gpus) >= count * nodes:
-            line = f"{asked} was asked for; {have}, which are used instead"
+            line = f"{asked} was requested; {have}, which are used instead"
             found = self._plan(request, gpus, count, gpus[0].name, (line,))
             return dataclasses.replace(found, accelerator=name)
         return self._plan(request, (), count, name, (f"{asked} simulated on CPU: {have}",), simulated=True)
@@ -149,7 +149,7 @@ class Local(Provider):
                 yield False, f"{tool} is missing, and {why}: apt-get install {tool}"
         own = isolation()
         if own.refused is None:
-            yield True, "nodes have processes, host name and /tmp of their own"
+            yield True, "nodes have their own processes, host name and /tmp"
         else:
             shared = "processes" if own.command else "processes, host name and /tmp"
             yield True, f"nodes share {shared} with this machine: {own.refused}"
@@ -157,7 +157,10 @@ class Local(Provider):
             Network.start("(check)").close()
             yield True, "clusters are network-isolated: two can use the same port, and they reach each other"
         except NetworkUnavailable as error:
-            yield True, f"clusters share this machine's network, jobs with equal ports queue: {error}"
+            yield (
+                True,
+                f"clusters share this machine's network, so jobs with the same port wait for each other: {error}",
+            )
         report = gpu_report()
         names = ", ".join(f"{gpu.name} ({gpu.memory_gb:.0f} GB)" for gpu in report.gpus)
         yield True, f"GPUs: {names}" if names else f"no GPU ({report.reason}); they are simulated"
@@ -332,7 +335,7 @@ def _first_granted(options: tuple[str, ...], *as_user: str) -> tuple[tuple[str, 
     """The ``unshare`` command with these options, for root or for a user; or nothing, and what the kernel said."""
     unshare = shutil.which("unshare")
     if unshare is None:
-        return (), "there is no unshare program; it comes with util-linux"
+        return (), "unshare is not installed; it is part of util-linux"
     said = ""
     for command in ((unshare, *options), (unshare, *options, *_AS_USER, *as_user)):
         probe = subprocess.run(

@@ -137,7 +137,7 @@ class LocalSession(Session):
         """That a process behind the job's network has ended."""
         _, network = self._networks.get(job_id, (0, None))
         fault = None if network is None else network.fault
-        return fault and f"{fault}: this job's nodes have no way out of their network any more, and reach each other"
+        return fault and f"{fault}: this job's nodes can no longer reach other networks, only each other"
 
     def _network_for(self, job_id: int, attempt: int) -> tuple[Network | None, tuple[str, ...]]:
         """The network of a job's attempt, and a line where it had to be made anew."""
@@ -154,8 +154,8 @@ class LocalSession(Session):
                 self._worn.append(self._network)
                 self._network = fresh
                 notes.append(
-                    f"the cluster's network was made anew: {fault}; jobs that still run in the old one may have no way "
-                    f"out, and don't reach this one"
+                    f"the cluster's network was created again: {fault}; jobs that still run in the old one can't "
+                    f"reach this one, and may not reach other networks"
                 )
             self._networks[job_id] = attempt, self._network
             return self._network, tuple(notes)

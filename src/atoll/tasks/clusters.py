@@ -49,7 +49,7 @@ def check_name(name: str) -> str:
         return name
     cluster, slash, node = name.partition("/")
     if slash and is_name(cluster) and cluster in all_names():
-        raise ConfigError(f"{name!r} is a node: this takes its cluster, {cluster} ({node!r} is for ssh and cp)")
+        raise ConfigError(f"{name!r} is a node: this command needs its cluster, {cluster} ({node!r} is for ssh and cp)")
     raise ConfigError(
         f"cluster name {name!r}: expected letters and digits with '.', '_' or '-' between them, "
         f"at most {LONGEST_NAME}, as in my-cluster"
@@ -92,7 +92,7 @@ def matching(patterns: Sequence[str]) -> list[str]:
             hits = [each for each in fnmatch.filter(all_names(), pattern) if not _is_down(each)]
             if not hits:
                 raise UnknownCluster(
-                    f"no cluster matches {pattern!r}; `atoll status --all` lists all, those that are down too"
+                    f"no cluster matches {pattern!r}; `atoll status --all` lists all clusters, also those that are down"
                 )
             found.update(dict.fromkeys(hits))
         else:
@@ -119,7 +119,7 @@ def load(name: str, *, to_run: bool = False) -> ClusterSpec:
     """
     found = find(name) if to_run or "/" in name or is_name(name) else None
     if found is None:
-        makes = f"`{_launches(name)}` makes it" if to_run else "`atoll status --all` lists all that there are"
+        makes = f"`{_launches(name)}` makes it" if to_run else "`atoll status --all` lists all clusters"
         hint = nearest(name, all_names()) or f"; {makes}"
         raise UnknownCluster(f"no cluster {name!r}{hint}")
     return found
@@ -133,7 +133,7 @@ def up_or_stopped(name: str) -> ClusterSpec:
     """
     cluster = load(name)
     if cluster.status is ClusterStatus.DOWN:
-        raise UnknownCluster(f"cluster {name} is down; `{_launches(name)}` makes it anew")
+        raise UnknownCluster(f"cluster {name} is down; `{_launches(name)}` creates it again")
     return cluster
 
 
@@ -327,7 +327,8 @@ def make_ready(cluster: ClusterSpec, say: Callable[[str], None], *, from_here: b
     cluster = provision(cluster, before, owner_of(folder), say, here=from_here)
     site = _site_text(cluster)
     if before is not None and is_new and _site_text(before) != site:
-        say(f"earlier jobs of cluster {cluster.name} and their logs stay on {_site_text(before)}; numbers begin anew")
+        stays = f"earlier jobs of cluster {cluster.name} and their logs stay on {_site_text(before)}"
+        say(f"{stays}; job numbers start again at 1")
     if cluster.allocation.supervised_here:
         return cluster
     from atoll.tasks import head

@@ -347,18 +347,18 @@ def _failed(row: JobRow) -> JobRow:
 def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
     name, launch = cluster.name, ("atoll", "launch", "-c", cluster.name)
     if cluster.status is ClusterStatus.DOWN:
-        raise ConfigError(f"cluster {name} is down: make it anew with `{command_line(*launch, 'TASK')}`")
+        raise ConfigError(f"cluster {name} is down: create it again with `{command_line(*launch, 'TASK')}`")
     if cluster.status is ClusterStatus.STOPPED:
-        raise ConfigError(f"cluster {name} is stopped: take it up again with `{command_line('atoll', 'start', name)}`")
+        raise ConfigError(f"cluster {name} is stopped: restart it with `{command_line('atoll', 'start', name)}`")
     if spec.num_nodes > cluster.num_nodes:
         raise ConfigError(
-            f"the job wants {spec.num_nodes} nodes and cluster {name} has {cluster.num_nodes}: ask for less, or resize "
+            f"the job needs {spec.num_nodes} nodes and cluster {name} has {cluster.num_nodes}: ask for less, or resize "
             f"it with `{command_line(*launch, '--num-nodes', spec.num_nodes, 'TASK')}`"
         )
     if spec.num_accelerators > cluster.num_accelerators:
         raise ConfigError(
             f"the job needs {spec.num_accelerators} accelerators per node and cluster {name} has "
-            f"{cluster.num_accelerators}: ask for less, or resize it with "
+            f"{cluster.num_accelerators}: request less, or resize it with "
             f"`{command_line(*launch, '--gpus', f'{spec.accelerator}:{spec.num_accelerators}', 'TASK')}`"
         )
 
@@ -411,7 +411,7 @@ def _request() -> dict[str, Any]:
         for message in Parser().feed(sys.stdin.buffer.read()):
             if isinstance(message, dict) and "cluster" in message:
                 return message
-    raise AtollError("what it was asked arrived damaged: does something in ~/.bashrc there read standard input?")
+    raise AtollError("the request arrived damaged: does something in ~/.bashrc there read standard input?")
 
 
 def _trouble(error: OSError | sqlite3.Error, folder: Path) -> str:
@@ -439,8 +439,9 @@ def _answer() -> dict[str, Any]:
         folder = atoll_home() / "clusters" / name
         if operation not in ("create", "end") and not (folder / record.RECORD).exists():
             raise NothingLeft(
-                f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and their "
-                f"logs. `{command_line('atoll', 'launch', '-c', name, 'TASK')}` makes it anew, {record.removes(name)}"
+                f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and "
+                f"their logs. `{command_line('atoll', 'launch', '-c', name, 'TASK')}` creates it again, "
+                f"{record.removes(name)}"
             )
         control = LocalControl(folder, lambda line: _send({"note": line}), hang_up=1)
         args, kwargs = arguments(message, _send)

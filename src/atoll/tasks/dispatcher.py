@@ -221,7 +221,7 @@ class Dispatcher:
             return
         why = "cancelled"
         if self._told_to_end:
-            why = "the supervisor was told to end"
+            why = "the supervisor was asked to end"
         elif job.id in self._owners and _has_ended(self._owners[job.id]):
             why = f"the process that started it, {job.spec.owner_pid}, ended"
         runner.cancel(why, number)
@@ -258,7 +258,9 @@ class Dispatcher:
         if nodes is None:
             ids = ", ".join(map(str, self._runners))
             for job in pending:
-                self._wait(job, f"waiting for the end of job {ids}: the cluster was changed or made anew meanwhile")
+                self._wait(
+                    job, f"waiting for the end of job {ids}: the cluster was changed or created again in the meantime"
+                )
             return
         # One that has ended may not be gone yet.
         running = [(runner.job, runner.nodes) for runner in self._runners.values()]

@@ -156,7 +156,7 @@ def _missing(file: Path, shown: str) -> str:
     if file.is_dir():
         return f"{shown} is a folder: expected a task file"
     if file.is_symlink() and not file.exists():
-        return f"{shown} is a link that leads nowhere: to {os.readlink(file)}"
+        return f"{shown} is a broken link to {os.readlink(file)}"
     if file.exists():
         return f"{shown} is a pipe, a socket or a device: expected a task file"
     folder = file.parent

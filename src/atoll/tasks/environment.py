@@ -157,11 +157,11 @@ if {condition}; then
         bash -ic 'unset -v "$@"; {{ export -p; declare -fp; }} >"$0"' "$_atoll" {names} </dev/null >/dev/null 2>&1 || :
     }} | {{
         read -rt {slow_s}; [ $? -le 128 ] ||
-            echo "atoll: bash is still in its start files such as ~/.bashrc after {slow_s} s, and the job waits" >&2
+            echo "atoll: bash still reads its startup files such as ~/.bashrc after {slow_s} s, and the job waits" >&2
         read -r
     }} || :
     if [ -s "$_atoll" ]; then . "$_atoll"; else
-        echo "atoll: bash did not get through its start files such as ~/.bashrc: nothing of them is known here" >&2
+        echo "atoll: bash did not finish its startup files such as ~/.bashrc, so nothing from them is set here" >&2
     fi
     rm -f -- "$_atoll"
 fi

@@ -73,7 +73,7 @@ class JobMachine:
     ) -> None:
         if not 1 <= spec.num_nodes <= num_cluster_nodes:
             raise ConfigError(
-                f"num_nodes={spec.num_nodes}: the cluster has {num_cluster_nodes}; ask for less, or launch a larger one"
+                f"num_nodes={spec.num_nodes}: the cluster has {num_cluster_nodes}: request fewer or launch a larger one"
             )
         self.status = JobStatus.PENDING
         self.attempt = 0
@@ -249,7 +249,7 @@ class JobMachine:
             down = Log("node_down", node=event.node, data=data)
             return [down, *self._lost_instead(lost, was_silent), *self._stop_if_quiet(now)]
         if not needed:
-            return [Log("node_down", f"{lost.reason}; its part was done by then.", event.node, data=data)]
+            return [Log("node_down", f"{lost.reason}; its ranks had finished by then.", event.node, data=data)]
         down = Log("node_down", node=event.node, data=data)
         if self._failed_setups:
             return [down, *self._setups_failed(now)]
@@ -321,7 +321,7 @@ class JobMachine:
         if not other.telling:
             return []
         self._cause = other
-        return [_told(other, f"{other.reason}, at the same time: likelier the cause.")]
+        return [_told(other, f"{other.reason}, at the same time: the more likely cause.")]
 
     def _lost_instead(self, lost: Cause, was_silent: bool) -> list[Action]:
         """A node was lost after a process elsewhere failed: that came of the loss, if the node was going by then."""
@@ -331,7 +331,7 @@ class JobMachine:
         if not was_silent and lost.at_s - cause.at_s > LOST_SETTLE_S:
             return []
         self._cause = lost
-        return [_told(lost, f"{lost.reason}: likelier the cause.")]
+        return [_told(lost, f"{lost.reason}: the more likely cause.")]
 
     def _stop_if_quiet(self, now: float) -> list[Action]:
         return [] if self._living else self._finish(now)

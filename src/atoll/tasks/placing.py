@@ -75,7 +75,7 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
         return _new(name, have, wish)
     if wish.infra is not None and wish.infra != have.infra:
         raise ConfigError(
-            f"cluster {name} is on {have.infra}, --infra {wish.infra} was asked for: use another name (-c), "
+            f"cluster {name} is on {have.infra}, not on {wish.infra} (--infra): use another name (-c), "
             f"or `{command_line('atoll', 'down', name)}` first"
         )
     chosen = next((kind for kind in wish.accelerators or () if _fits(have, kind)), None)
@@ -91,7 +91,7 @@ def decide(name: str, have: ClusterSpec | None, wish: Wish, busy: Sequence[JobRo
     )
     stopped = have.status is ClusterStatus.STOPPED
     if not changes:
-        lines = [f"cluster {name} was stopped and is taken up again"] if stopped else []
+        lines = [f"cluster {name} was stopped and is restarted"] if stopped else []
         return _decision(dataclasses.replace(have, status=ClusterStatus.UP), wanted, lines, changed=stopped)
     if busy:
         ids, first = ", ".join(str(job.id) for job in busy), (name, busy[0].id)
@@ -134,7 +134,7 @@ def _new(name: str, have: ClusterSpec | None, wish: Wish) -> Decision:
     cluster = place(made, wish.accelerators, wish.simulate, wish.files_in)
     lines = list(cluster.notes)
     if have is not None:
-        lines.insert(0, f"cluster {name} was down and is made anew; its old jobs' logs are kept")
+        lines.insert(0, f"cluster {name} was down and is created again; its old jobs' logs are kept")
     mine = (cluster.accelerator, cluster.num_accelerators) if cluster.accelerator else None
     return _decision(cluster, mine, lines)
 
@@ -159,9 +159,9 @@ def place(
     try:
         plan = resolve(cluster.infra).plan(request)
     except AcceleratorsLacking as error:
-        step = ". Leave --no-simulate out to run on CPU instead, or ask for less (--gpus none: for none)"
+        step = ". Drop --no-simulate to run on CPU instead, or request fewer (--gpus none for none)"
         raise ConfigError(
-            f"{error.asked} {error.why}{step if error.can_simulate else '; --gpus none asks for none'}"
+            f"{error.asked} {error.why}{step if error.can_simulate else '; --gpus none requests none'}"
         ) from None
     return dataclasses.replace(
         cluster,

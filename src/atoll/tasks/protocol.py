@@ -35,7 +35,7 @@ class NothingLeft(AtollError, LookupError):
 
 
 class Damaged(AtollError):
-    """What came is no message."""
+    """What came is not a message."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -74,7 +74,7 @@ class Parser:
         """Adds what was received; returns every message that is whole now.
 
         Raises:
-            Damaged: it is no message.
+            Damaged: it is not a message.
         """
         self._data += data
         found: list[Message] = []
@@ -82,7 +82,7 @@ class Parser:
         while len(self._data) - at >= _HEADER.size:
             length, kind = _HEADER.unpack_from(self._data, at)
             if kind not in (_JSON, _DATA) or length > _MOST_BYTES:
-                raise Damaged(f"{bytes(self._data[at : at + 40])!r} is no message")
+                raise Damaged(f"{bytes(self._data[at : at + 40])!r} is not a message")
             if len(self._data) < (end := at + _HEADER.size + length):
                 break
             body = bytes(self._data[at + _HEADER.size : end])
@@ -98,7 +98,7 @@ def _object(body: bytes) -> dict[str, Any]:
             return message
     except ValueError:
         pass
-    raise Damaged(f"{body[:40]!r} is no message")
+    raise Damaged(f"{body[:40]!r} is not a message")
 
 
 # ------------------------------------------------------------------------------------------------------- values

@@ -72,8 +72,8 @@ def _id_of(home: Path) -> str:
             os.close(fd)
     except OSError as error:
         raise ConfigError(
-            f"{path} can't be used: {error.strerror or error}. Remove it, once no jobs run: another one is made, which "
-            f"does not know processes that were left before"
+            f"{path} can't be used: {error.strerror or error}. Remove it, once no jobs run: a new one is made, which "
+            f"does not know of processes that were left before"
         ) from None
 
 
@@ -100,7 +100,7 @@ def end_all(folder: Path) -> list[str]:
     try:
         left, lines = end_on_nodes(cluster, folder)
     except ConfigError as error:
-        return [f"{error}. So nobody looked whether something of cluster {cluster.name} hangs"]
+        return [f"{error}. So it is not known whether processes of cluster {cluster.name} hang there"]
     if left:
         raise AtollError(f"cluster {cluster.name}: not even SIGKILL ends {', '.join(left)}: {ADVICE}")
     return lines

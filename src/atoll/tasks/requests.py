@@ -102,7 +102,7 @@ def reason_not_together(requests: Sequence[JobRequest]) -> str | None:
         if mounts.setdefault(target, source) != source:
             return f"they mount different things at {target}"
     kinds = {each.resources.accelerators[0][0] for each in requests if each.resources.accelerators}
-    return f"they ask for different accelerators ({', '.join(sorted(kinds))})" if len(kinds) > 1 else None
+    return f"they request different accelerators ({', '.join(sorted(kinds))})" if len(kinds) > 1 else None
 
 
 def variants_of(sweep: Sequence[str]) -> list[dict[str, str]]:
@@ -180,7 +180,7 @@ def kept_files_in(folder: Path) -> str:
     """
     if folder in (Path.home(), Path("/")):
         raise ConfigError(
-            f"{folder} would be copied to the hosts whole: start in the folder of your project, or name it (--workdir)"
+            f"{folder} would be copied to the hosts as a whole: start in your project's folder, or name it (--workdir)"
         )
     who = f"{user_name()}@{socket.gethostname()}:{os.path.realpath(folder)}"
     name = re.sub(r"[^\w.-]+", "-", folder.name) or "workdir"

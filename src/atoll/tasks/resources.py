@@ -66,14 +66,14 @@ def _plain(value: float) -> str:
 def _cpus(value: Any) -> str:
     found = re.fullmatch(rf"{_AMOUNT}(\+?)", _number_text(value))
     if found is None or float(found[1]) == 0:
-        raise Expected('a number of CPUs, or at least so many: 4 or "4+"')
+        raise Expected('a number of CPUs, or a minimum: 4 or "4+"')
     return _plain(float(found[1])) + found[2]
 
 
 def _memory(value: Any) -> str:
     found = re.fullmatch(rf"{_SIZE}(x?)(\+?)", _number_text(value), re.I)
     if found is None or float(found[1]) == 0 or (found[3] and found[2]):
-        raise Expected('GB of memory, at least so many, or so many for each CPU: 32, "32+", "32GB" or "4x"')
+        raise Expected('GB of memory, a minimum, or GB per CPU: 32, "32+", "32GB" or "4x"')
     return _plain(float(found[1]) * _GB[found[2].upper()]) + found[3].lower() + found[4]
 
 
@@ -353,9 +353,9 @@ class Resources(_Alternative):
         given = tuple(key for key, value in taken.config.items() if value is not False)
         lines = registry.lacking(infra, given)
         if taken.infra not in (None, infra):
-            lines.append(f"the task asks for {taken.infra} and runs on {infra}")
+            lines.append(f"the task requests {taken.infra} and runs on {infra}")
         if taken.job_recovery is not None and taken.job_recovery.strategy:
-            lines.append(f"job_recovery.strategy has no effect on {infra}: a lost node is started anew where it was")
+            lines.append(f"job_recovery.strategy has no effect on {infra}: a lost node is restarted on the same host")
         if taken.autostop is not None and taken.autostop.wait_for != "jobs":
             lines.append(f"autostop.wait_for={taken.autostop.wait_for} has no effect on {infra}: it waits for jobs")
         odd = [_canonical(each.name)[1] for each in taken.requested]

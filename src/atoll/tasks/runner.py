@@ -456,7 +456,7 @@ class JobRunner:
             where = "this machine" if shared else "a node"
             raise ConfigError(
                 f"{len(self.nodes)} × {self.job.spec.accelerator or 'GPU'}:{self._num_gpus} can't be had: {where} has "
-                f"{fewest} of them{bound_text(visible)}; ask for less (--gpus)"
+                f"{fewest} of them{bound_text(visible)}; request fewer (--gpus)"
             )
 
     def _has_answered(self, node: int) -> bool:

@@ -259,7 +259,7 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs say nothing of it
         if getattr(event, "tag", None) not in (None, "!"):
             raise yaml.composer.ComposerError(
-                None, None, f"the tag {event.tag}: values have none here, and quotes make text", event.start_mark
+                None, None, f"the tag {event.tag}: tags are not supported here; text needs quotes", event.start_mark
             )
         node = super().compose_node(parent, index)
         is_key = index is None and isinstance(parent, yaml.MappingNode)
@@ -307,7 +307,7 @@ def read_documents(path: Path, label: str) -> list[tuple[Any, Document]]:
         raise ConfigError(f"{label}{line}: not YAML: {problem}{hint}") from None
     except yaml.reader.ReaderError as error:
         line = f":{content.count(chr(10), 0, error.position) + 1}"
-        raise ConfigError(f"{label}{line}: not YAML: a character that text may not hold") from None
+        raise ConfigError(f"{label}{line}: not YAML: a character that is not allowed in text") from None
     except RecursionError:
         raise ConfigError(f"{label}: its values are nested too deeply") from None
     except ValueError as error:
@@ -322,12 +322,12 @@ def _refuse_mistakes(node: yaml.Node, label: str, sizes: dict[int, int]) -> int:
     """
     if (size := sizes.get(id(node))) is not None:
         if not size:
-            raise ConfigError(f"{label}:{node.start_mark.line + 1}: these values hold themselves")
+            raise ConfigError(f"{label}:{node.start_mark.line + 1}: these values contain themselves")
         return size
     sizes[id(node)] = 0
     size = 1
     if isinstance(node, yaml.ScalarNode) and (wrong := unsendable(node.value)) is not None:
-        raise ConfigError(f"{label}:{node.start_mark.line + 1}: the text holds {wrong}")
+        raise ConfigError(f"{label}:{node.start_mark.line + 1}: the text contains {wrong}")
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -341,6 +341,6 @@ def _refuse_mistakes(node: yaml.Node, label: str, sizes: dict[int, int]) -> int:
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_refuse_mistakes(child, label, sizes) for child in node.value)
     if size > _MOST_VALUES:
-        raise ConfigError(f"{label}:{node.start_mark.line + 1}: more than {_MOST_VALUES:,} values, aliases counted out")
+        raise ConfigError(f"{label}:{node.start_mark.line + 1}: more than {_MOST_VALUES:,} values, aliases expanded")
     sizes[id(node)] = size
     return size

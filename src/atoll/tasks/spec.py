@@ -275,7 +275,7 @@ class ClusterSpec:
         values = {key: value for key, value in data.items() if key in known}
         for key, type_name in _RECORD_TYPES.items():
             if key in values and not isinstance(values[key], type_name):
-                raise ConfigError(f"{key}: {values[key]!r:.40} can't be one")
+                raise ConfigError(f"{key}: invalid value {values[key]!r:.40}")
         if not is_name(values.get("name", "")):
             raise ConfigError("it has no name")
         if "allocation" in values:  # those of this machine had none

@@ -330,7 +330,7 @@ def _what_is_wrong(error: sqlite3.Error | OSError, path: Path) -> str:
     if path.is_dir():
         return f"is a folder, not a file. {_advice(path)}"
     if _is_full(error):
-        return f"can't be written ({error}): is the disk full, or a quota used up? What it held before is still there"
+        return f"can't be written ({error}): is the disk full, or a quota used up? Its earlier contents are still there"
     if isinstance(error, OSError):
         return f"can't be used: {error}"
     name = getattr(error, "sqlite_errorname", "")
@@ -350,7 +350,7 @@ def _damaged(error: Exception, path: Path) -> str:
 def _advice(path: Path) -> str:
     folder = shlex.quote(str(path.parent))
     return (
-        f"Jobs' logs are files beside it and not concerned: {removes(path.parent.name)}; to begin a new store, which "
+        f"Jobs' logs are separate files and not affected: {removes(path.parent.name)}; to begin a new store, which "
         f"ends jobs that still run, move this one away: mkdir -p {folder}/damaged && mv {folder}/{path.name}* "
         f"{folder}/damaged"
     )

@@ -102,7 +102,7 @@ def reach(folder: Path) -> socket.socket:
             return sock
     raise AtollError(
         f"the supervisor of cluster {folder.name}, process {pid_of(folder)}, can't be reached: it runs on another "
-        f"machine that shares {folder}, or does not come to its end"
+        f"machine that shares {folder}, or does not finish"
     )
 
 
@@ -129,7 +129,7 @@ def _start(folder: Path) -> socket.socket | None:
         return None
     if not said:
         ours.close()
-        why = f"{last_line(folder) or 'it said nothing'} (see {log})"
+        why = f"{last_line(folder) or 'it printed nothing'} (see {log})"
         raise ProvisionError(f"the supervisor of cluster {folder.name} did not start: {why}")
     return ours
 
@@ -161,7 +161,7 @@ def fail_orphans(store: Store, folder: Path) -> None:
         return
     reason = "its supervisor was killed, or the machine restarted"
     if line := last_line(folder):
-        reason += f"; what the supervisor said last, in {folder / LOG}: {line}"
+        reason += f"; the supervisor's last message, in {folder / LOG}: {line}"
     with contextlib.suppress(OSError, AtollError):  # the next job, which needs it, tells
         if left := remains.end_left(folder, folder / LOG):
             reason += f"; not even SIGKILL ends {', '.join(left)}"

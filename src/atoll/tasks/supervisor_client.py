@@ -79,7 +79,7 @@ class Hindrance:
         """Notes once what is found at two looks in a row: it may be over in an instant."""
         why = stopped_supervisor(self._folder)
         if why is None and (line := supervisor.last_line(self._folder)):
-            why = f"its supervisor says, in {self._folder / supervisor.LOG}: {line}"
+            why = f"its supervisor reports, in {self._folder / supervisor.LOG}: {line}"
         waits = self._job.status is JobStatus.PENDING and not self._job.reason
         if why is None and waits and time.monotonic() - self._began > _IDLE_S:
             with Store(self._folder) as store:
@@ -88,7 +88,7 @@ class Hindrance:
                 why = state_of_supervisor(self._folder)
         if why is not None and why == self._found != self._noted:
             self._noted = why
-            self._note(f"nothing is heard of job {self._job.id}: {why}")
+            self._note(f"job {self._job.id} can't be followed: {why}")
         self._found = why
 
 

@@ -68,7 +68,7 @@ def _name(value: str) -> str:
 def _script(text: str) -> str:
     wrong = unsendable(text)
     if wrong is not None:
-        raise Refused(f"the script holds {wrong}")
+        raise Refused(f"the script contains {wrong}")
     return text
 
 
@@ -88,7 +88,7 @@ def _variable_text(value: Any) -> str | None:
     if value is not None and not isinstance(value, (str, bool, int, float)):
         raise Refused("expected text or a number; put anything else in quotes")
     if value is not None and (wrong := unsendable(str(value))) is not None:
-        raise Refused(f"the value holds {wrong}")
+        raise Refused(f"the value contains {wrong}")
     return None if value is None else str(value)
 
 
@@ -184,7 +184,7 @@ def _moved_up(document: Document, config: Any) -> tuple[Any, list[str]]:
             "keep one of the two"
         )
     kept = {key: value for key, value in resources.items() if key != "num_nodes"}
-    note = f"{inside} belongs beside resources: taken from there"
+    note = f"{inside} belongs next to resources, not in it; it is used anyway"
     return {**config, "num_nodes": num_nodes, "resources": kept}, [note]
 
 
@@ -377,7 +377,7 @@ class Task:
             for name in OF_PLACE
             if name in self.envs or name in self.secrets
         ]
-        lines += [f"volumes.{mount} has no effect on {infra}: volumes are a cloud's" for mount in self.volumes]
+        lines += [f"volumes.{mount} has no effect on {infra}: only clouds have volumes" for mount in self.volumes]
         for target, source in self.file_mounts.items():
             mode = source.get("mode", "MOUNT") if isinstance(source, dict) else "COPY"
             if mode != "COPY":

@@ -25,7 +25,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _ONLY_COMMENT = re.compile(r"=[ \t]+#.*\s*\Z")
-NAME_RULE = "a name of letters, digits and _ that starts with no digit"
+NAME_RULE = "a name of letters, digits and _ that does not start with a digit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Given:
 def unsendable(text: str) -> str | None:
     """What of ``text`` no program could be given, as a clause; None where all of it can be."""
     if "\0" in text:
-        return "a zero character, which no program can be given"
+        return "a zero character, which can't be passed to a program"
     half = _HALF.search(text)
     if half is not None:
         return f"\\u{ord(half[0]):04x}, which is half a character: write the whole one itself"
@@ -168,5 +168,5 @@ def substitute(value: Any, variables: Mapping[str, str]) -> Any:
 def _checked_text(where: str, value: str) -> str:
     wrong = unsendable(value)
     if wrong is not None:
-        raise ConfigError(f"{where}: the value holds {wrong}")
+        raise ConfigError(f"{where}: the value contains {wrong}")
     return value

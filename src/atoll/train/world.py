@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from atoll.core.errors import AtollError, ConfigError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 
 _POLL_S = 0.05
 _PATIENCE_S = 3.0
@@ -199,7 +199,7 @@ def _make_group(
         dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout, **options)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         why = str(error).splitlines()[0]
-        raise ConfigError(
+        raise ProvisionError(
             f"the {size} ranks could not meet at {place} within {timeout.total_seconds():g} s: {why} (MASTER_ADDR and "
             f"MASTER_PORT say where rank 0 is; [train] hang_timeout_s is how long they wait)"
         ) from None

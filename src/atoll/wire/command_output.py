@@ -65,7 +65,7 @@ def never_began(host: str, came: bytes, said: bytes) -> ProvisionError:
     shown = _shown(came) or _shown(said)
     return ProvisionError(
         f"{host}: a login there ended before it ran a command{f', and printed {shown}' if shown else ''}. May this "
-        f"user run commands there, or does a start file such as ~/.bashrc end the shell?"
+        f"user run commands there, or does a startup file such as ~/.bashrc end the shell?"
     )
 
 

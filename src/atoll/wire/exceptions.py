@@ -134,13 +134,13 @@ def _pickle(exc: BaseException, chain: Payload, notes: list[str]) -> tuple[bytes
     try:
         return piece((type(exc), group.message, _fields(exc)) if group else exc)
     except Exception as problem:  # noqa: BLE001 - reduction code of any object runs here
-        notes.append(f"what it holds could not travel and was left out: {problem}")
+        notes.append(f"its attributes could not be sent and were left out: {problem}")
     try:
         args, extra = _arguments(exc)
         shown = tuple(arg if type(arg) in _PLAIN else brief(arg) for arg in (*args, *extra))
         return piece((type(exc), group.message, {}) if group else _Bare(type(exc), shown))
     except Exception as problem:  # noqa: BLE001 - nor can its class; it arrives as a RemoteError
-        notes.append(f"its class could not travel: {problem}")
+        notes.append(f"its class could not be sent: {problem}")
     return None
 
 
@@ -328,7 +328,7 @@ def new_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseExcept
     """Used in payloads: an instance whose class's own ``__init__`` has not run, but the builtin one below it has."""
     exc = cls.__new__(cls, *args)
     if not isinstance(exc, BaseException):
-        raise TypeError(f"{cls.__qualname__}.__new__ returned a {type(exc).__name__}, which is no exception")
+        raise TypeError(f"{cls.__qualname__}.__new__ returned a {type(exc).__name__}, which is not an exception")
     try:
         _builtin_base(cls).__init__(exc, *args)
     except (TypeError, ValueError):  # arguments it cannot take, such as text that stands for a value

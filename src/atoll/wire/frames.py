@@ -31,7 +31,7 @@ SPENT: Final = 8
 _LENGTH: Final = struct.Struct("<I")
 _SMALLEST: Final = HEADER.size + _LENGTH.size
 _MAX_FDS: Final = 64
-_MAX_BODY_BYTES: Final = 1 << 28  # large payloads travel in memory files: a body beyond this is no frame of ours
+_MAX_BODY_BYTES: Final = 1 << 28  # large payloads travel in memory files: a body beyond not a frame of ours
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * 4)
 _CHUNK: Final = 1 << 16  # a larger buffer would be mapped and unmapped by the allocator at every read
 
@@ -253,7 +253,7 @@ class Parser:
             if kind not in KINDS or num_fds > _MAX_FDS or length > _MAX_BODY_BYTES:
                 if frames:
                     break
-                raise WireError(f"kind {kind}, {num_fds} descriptors, {length} bytes: this is no frame")
+                raise WireError(f"kind {kind}, {num_fds} descriptors, {length} bytes: not a frame")
             end = offset + HEADER.size + length
             if len(buffer) < end:
                 break

@@ -33,7 +33,7 @@ def refusal(exc: Exception, culprit: object, starts: list[tuple[str, object]]) -
     what = starts[-1][0]
     if isinstance(exc, RecursionError) or isinstance(exc.__cause__, RecursionError):
         return SerializationError(
-            f"{what} cannot travel between processes: its objects are nested too deeply for pickle. "
+            f"{what} can't be sent to another process: its objects are nested too deeply for pickle. "
             "Flatten it (for example a list with indices instead of linked objects), or raise sys.setrecursionlimit"
         )
     where = locate(culprit, starts)
@@ -41,7 +41,7 @@ def refusal(exc: Exception, culprit: object, starts: list[tuple[str, object]]) -
         reason = str(exc)
     else:
         reason = f"{type(exc).__name__}: {message_of(exc)}".rstrip(".") + f". {_next_step(culprit)}"
-    return SerializationError(f"{where} cannot travel between processes: {reason}")
+    return SerializationError(f"{where} can't be sent to another process: {reason}")
 
 
 def _next_step(culprit: object) -> str:

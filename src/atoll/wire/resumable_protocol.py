@@ -103,7 +103,7 @@ class Greeter:
         except (ValueError, RecursionError) as error:
             raise WireError(f"the greeting is not JSON: {error}") from error
         if not isinstance(meta, dict):
-            raise WireError("the greeting is no object")
+            raise WireError("the greeting is not an object")
         self.rest = self._data[start + length :]
         return kind, meta
 
@@ -341,7 +341,7 @@ class RecordReceiver:
     def _header(self, at: int) -> tuple[int, bool, int, int, int]:
         kind, keeps, num_files, mark, number, length = _HEADER.unpack_from(self._data, at)
         if mark != _MARK or keeps > 1 or not PING <= kind <= END:
-            raise WireError("bytes that are no record came over the link")
+            raise WireError("bytes that are not a record came over the link")
         if kind != PING and number != self.received + 1:
             raise WireError(f"record {number} came over the link where {self.received + 1} was expected")
         if kind != FILE and length > _MAX_FRAMES_BYTES:

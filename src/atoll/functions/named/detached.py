@@ -158,7 +158,7 @@ def result(job_id: str, timeout: float | None = None) -> Any:
     """
     if not exists(job_id):
         raise ConfigError(
-            f"no detached call {job_id!r} under {atoll_home()}: expected what submit(..., detach=True) gave"
+            f"no detached call {job_id!r} under {atoll_home()}: expected the id that submit(..., detach=True) returned"
         )
     folder = folder_of(job_id)
     about = json.loads((folder / "job.json").read_text())

@@ -274,7 +274,7 @@ class Server:
             try:
                 self._handle(client, raw.parsed())
             except _NOT_OURS as error:  # another Atoll's: not this pool's end
-                print(f"a client sent what is no frame of ours: {type(error).__name__}: {error}", file=sys.stderr)
+                print(f"a client sent an unknown frame: {type(error).__name__}: {error}", file=sys.stderr)
                 self._gone(client)
                 return
 

@@ -26,7 +26,7 @@ class LoginDenied(ProvisionError):
 def explain(target: Target, said: str, ssh: str) -> ProvisionError:
     """The error for what ``ssh`` wrote before it gave up on a host."""
     text = said.replace("\r", "")
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
     jump = (target.jump or _behind(target, ssh)) if re.search(_NEVER_MADE, text) else None
     if jump is not None:
         return ProvisionError(f"{target}: its jump host can't be used: {_why_not(jump.split(',')[0], ssh)}")
@@ -45,7 +45,7 @@ def explain(target: Target, said: str, ssh: str) -> ProvisionError:
 
 
 _CAUSES = (
-    (r"banner exchange", "hangs at login: it takes connections, but its sshd says nothing. Is the host frozen?"),
+    (r"banner exchange", "hangs at login: it accepts connections, but its sshd does not answer. Is the host frozen?"),
     (r"Connection refused", "refuses connections: does sshd run there, and on this port?"),
     (r"No route to host|Network is unreachable", "can't be reached: is it up, and are you on its network or VPN?"),
     (r"timed out|not responding", "does not answer: is it up, and does a firewall let ssh through?"),
@@ -122,13 +122,16 @@ def _host_key(target: Target, said: str, ssh: str) -> ProvisionError:
     entry = name if port == "22" else f"[{name}]:{port}"
     given = re.findall(r"SHA256:[\w+/=]+", said)
     offered = given or ([] if via else _scan(name, port))
-    shown = "its fingerprint is " + ", ".join(dict.fromkeys(offered)) if offered else "its fingerprint could not be had"
+    shown = (
+        "its fingerprint is " + ", ".join(dict.fromkeys(offered)) if offered else "its fingerprint could not be read"
+    )
     if "IDENTIFICATION HAS CHANGED" in said:
         where = re.search(r"Offending .* key in (\S+)", said)
         known = f" (known: {where[1]})" if where else ""
         return ProvisionError(
-            f"{target}: its host key has CHANGED{known}: {shown}. Somebody may be in between: ask its administrator. "
-            f"If the host was made anew: `{command_line('ssh-keygen', '-R', entry)}`, then `{target.command}` once"
+            f"{target}: its host key has CHANGED{known}: {shown}. Somebody may be intercepting the connection: ask "
+            f"its administrator. If the host was reinstalled: `{command_line('ssh-keygen', '-R', entry)}`, then "
+            f"`{target.command}` once"
         )
     file = (facts.get("userknownhostsfile") or "~/.ssh/known_hosts").split()[0]
     scan = f", or `{command_line('ssh-keyscan', '-p', port, name)} >> {file}`" if not via else ""

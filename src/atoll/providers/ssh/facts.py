@@ -194,7 +194,7 @@ def _no_python(connection: Connection, python: str, said: str) -> str:
     version = re.search(r"^Python ((\d+)\.(\d+)\S*)", (shown.stdout + shown.stderr).decode(errors="replace"), re.M)
     if version is not None and (int(version[2]), int(version[3])) < LEAST_PYTHON:
         return _too_old(version[1], python)
-    last = (said.strip().splitlines() or ["it said nothing"])[-1]
+    last = (said.strip().splitlines() or ["it printed nothing"])[-1]
     return f"its {python} ({version[1]}) failed: {last}" if version is not None else f"has no {python} ({last}): {_HOW}"
 
 

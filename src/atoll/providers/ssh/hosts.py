@@ -163,7 +163,7 @@ def targets(
             names = fnmatch.filter(known, host)
             if not names:
                 have = f"it has {', '.join(known[:8])}" if known else "it has no Host, or is not there"
-                raise ConfigError(f"{spelling!r} fits no Host of ~/.ssh/config{nearest(host, known)}: {have}")
+                raise ConfigError(f"{spelling!r} matches no Host of ~/.ssh/config{nearest(host, known)}: {have}")
         found += [Target(user + each.strip("[]"), port, key, jump, python) for each in names]
     twice = next((each for each in found if found.count(each) > 1), None)
     if twice is not None:

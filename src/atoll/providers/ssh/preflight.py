@@ -53,7 +53,7 @@ def check_hosts(
         with on_hosts(targets, plans) as hosts:
             over, summed = _together(hosts, findings, say)
     remember("well", plans)
-    say(f"preflight: {_counted(len(plans))} well{over}{summed} ({time.monotonic() - began:.1f} s)")
+    say(f"preflight: {_counted(len(plans))} OK{over}{summed} ({time.monotonic() - began:.1f} s)")
 
 
 def _together(hosts: Sequence[Host], findings: list[Finding], say: Callable[[str], object]) -> tuple[str, str]:
@@ -125,7 +125,7 @@ def _all_reduce(hosts: Sequence[Host], interfaces: Sequence[str], port: int, thr
     wrong = [f"{host.plan.host}: {each['error']}" for host, each in zip(hosts, said, strict=True) if "error" in each]
     if wrong:
         raise ProvisionError(
-            "hosts can reach the head, but not add numbers up together: open TCP 1024-65535 between all of them, or "
+            "hosts can reach the head, but an all-reduce over them fails: open TCP 1024-65535 between all of them, or "
             "name the interface they share with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME:\n"
             + "\n".join(f"  {line}" for line in wrong)
         )
@@ -140,7 +140,7 @@ def _refuse(findings: Sequence[Finding], say: Callable[[str], object]) -> None:
     if len(fatal) == 1:
         raise ProvisionError(str(fatal[0]))
     if fatal:
-        raise ProvisionError(f"{len(fatal)} things are in the way:\n" + "\n".join(f"  {each}" for each in fatal))
+        raise ProvisionError(f"{len(fatal)} problems:\n" + "\n".join(f"  {each}" for each in fatal))
 
 
 def passed_lately(what: str, plans: Sequence[NodePlan]) -> bool:
@@ -175,4 +175,4 @@ def _key(what: str, plans: Sequence[NodePlan]) -> str:
 
 
 def _counted(num_hosts: int) -> str:
-    return "1 host is" if num_hosts == 1 else f"{num_hosts} hosts are"
+    return "1 host" if num_hosts == 1 else f"{num_hosts} hosts"

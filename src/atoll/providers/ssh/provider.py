@@ -241,13 +241,13 @@ class SSH(Provider):
             why = why_not if have.head.name == head.host else f"{head.host} is its head now"
             raise ProvisionError(
                 f"cluster {request.id} is supervised from {have.head.name}, which can't continue: {why}. A supervisor "
-                f"does not move: mend that, or `{command_line('atoll', 'down', request.id)}` and launch it again"
+                f"does not move: fix that, or `{command_line('atoll', 'down', request.id)}` and launch it again"
             )
         where = "client" if why_not is not None else "head"
         if where == "client":
             report(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
             return plan.allocation
-        report(f"the supervisor runs on {head.host}: this machine may sleep or leave meanwhile")
+        report(f"the supervisor runs on {head.host}: this machine may sleep or disconnect in the meantime")
         return dataclasses.replace(
             plan.allocation,
             site=where,
@@ -369,7 +369,7 @@ class SSH(Provider):
             except ProvisionError as error:
                 name = allocation.nodes[at].name
                 why = str(error).removeprefix(f"{one.head.reach}: ").removesuffix(".")
-                return [], [f"{name}: {why}. So nobody looked whether something of cluster {cluster} hangs there"]
+                return [], [f"{name}: {why}. So it is not known whether processes of cluster {cluster} hang there"]
 
         try:
             with ThreadPoolExecutor(max(1, len(allocation.nodes) - first)) as threads:
@@ -424,7 +424,7 @@ class _Group(SSH):
     def _too_few(self, num_nodes: int, num_hosts: int) -> str:
         return (
             f"--num-nodes {num_nodes}: {self.infra} has {num_hosts} host{'s' if num_hosts != 1 else ''}; "
-            f"ask for fewer, or declare more in config.toml under ATOLL_HOME"
+            f"request fewer, or declare more in config.toml under ATOLL_HOME"
         )
 
 
@@ -473,7 +473,7 @@ def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
     """What an error says; of a login from a head to another of its hosts also on which machine its remedy helps."""
     if found[0].host != HERE or "`ssh" not in str(error):
         return str(error)
-    return f"{error}. That is to be typed on {socket.gethostname()}, from where the supervisor logs in"
+    return f"{error}. Type that on {socket.gethostname()}, where the supervisor logs in from"
 
 
 def node_plan(host: Facts, node: int, code: Bundle, *, num_ranks: int, grace_s: float) -> NodePlan:

@@ -91,7 +91,7 @@ def fetch_git(url: str, ref: str | None, dest: Path) -> str:
     except GitError as error:
         raise ConfigError(
             f"workdir: {redact(url)} could not be fetched: {error}. "
-            "Check the URL, and that `git ls-remote` of it works in this shell without asking"
+            "Check the URL, and that `git ls-remote` of it works in this shell without a prompt"
         ) from None
     return commit
 

@@ -51,7 +51,7 @@ class HostDisk:
 
     def put(self, source: Selection | Mount, dest: str, link: str | None, progress: Progress | None) -> list[str]:
         """Make a folder there what was selected here, and link it where jobs are to see it; lines for the user."""
-        assert isinstance(source, Selection), "what a URL names is fetched before"
+        assert isinstance(source, Selection), "a URL is fetched before this"
         host, lines = self._remote.plan.host, []
         with tempfile.TemporaryFile() as stderr:
             links = () if link is None else (link,)

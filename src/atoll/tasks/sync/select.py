@@ -194,7 +194,7 @@ def _walk(folder: Path, note: Note, is_ignored: Callable[[str], bool] = lambda p
             else:
                 parents.append(path)
     if left_out:
-        note(f"not copied, made again on the node by setup where needed: {_some(left_out)}")
+        note(f"not copied; setup recreates them on the node if needed: {_some(left_out)}")
     secret = [path for path in found if path.rpartition("/")[2] == ".env"]
     if secret:
         note(f"copied too: {_some(secret)}; list it in {_SKYIGNORE} to keep it here")

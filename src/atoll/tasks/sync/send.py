@@ -80,7 +80,7 @@ class _Content:
     def read(self, size: int = BUFFER_BYTES, /) -> bytes:
         piece = self._file.read(min(size, self._left))
         if not piece and self._left:
-            raise ConfigError(f"{printable(self._path)} became shorter while it was copied: run the command again")
+            raise ConfigError(f"{printable(self._path)} shrank while it was copied: run the command again")
         self._left -= len(piece)
         self._count(len(piece))
         return piece
@@ -101,7 +101,7 @@ def _send_files(
         path = below(source.root, entry.path)
         file = _open(path)
         if file is None:
-            notes.append(f"not copied, it went away meanwhile: {printable(entry.path)}")
+            notes.append(f"not copied, it was removed in the meantime: {printable(entry.path)}")
             continue
         with file:
             num_bytes = os.fstat(file.fileno()).st_size

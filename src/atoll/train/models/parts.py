@@ -185,7 +185,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelSection, blocks: list[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self.config = config
-        self.make: Callable[[int], nn.Module] | None = None  # of a user's function: makes it anew, its weights set
+        self.make: Callable[[int], nn.Module] | None = None  # of a user's function: creates it again, its weights set
         self.embed: nn.Embedding | None = nn.Embedding(config.vocabulary, config.dim)
         self.learned_positions: nn.Embedding | None = None
         self.rope: Positions | None = Positions(config.size_of_head, config.rope_theta, config.rope_scaling)
