@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pools import eventually
 from tests.talking import Talk
 
 from atoll.core import events
-from atoll.core.errors import WorkerDied
+from atoll.core.errors import NodeLost, WorkerDied
 from atoll.gang import messages as m
 from atoll.gang.call import Request, Shipped
 from atoll.gang.futures import CallFuture
@@ -23,7 +26,7 @@ from atoll.providers.base import Allocation, Boot, NodePlan, NodeRequest, Plan, 
 from atoll.wire import frames
 from atoll.wire.codec import dumps
 from atoll.wire.exceptions import pack_exception
-from atoll.wire.frames import HEADER, close_all, pack, send_all
+from atoll.wire.frames import HEADER, close_all, pack, pack_payload, send_all
 from atoll.wire.payloads import Arena, Encoded
 
 DIED: dict[str, Any] = {"exit_code": 3, "signal": None, "oom": False, "tail": [], "killed": False, "fault": None}
@@ -82,6 +85,9 @@ class Agents(Provider):
         encoded = Arena().encode(pack_exception(error))
         data = pack(frames.ERROR, rank, call, {"payload": encoded.table}, encoded.inline)
         send_all(self.rank(rank).channel, data)
+
+    def returns(self, rank: int, call: int, value: object) -> None:
+        send_all(self.rank(rank).channel, pack_payload(frames.RESULT, rank, call, dumps(value).head))
 
     def hang_up(self) -> None:
         self._theirs.close()
@@ -155,9 +161,7 @@ def test_a_result_that_lies_in_the_channel_of_a_dead_rank_counts(played: Callabl
     gang = played(1)
     future, number = gang.call()
     rank = gang.agents.rank(0)
-    payload = dumps("the last word")
-    data = pack(frames.RESULT, 0, number, {"payload": {"head": len(payload.head)}}, [payload.head])
-    send_all(rank.channel, data)
+    gang.agents.returns(0, number, "the last word")
     rank.channel.close()
     gang.agents.send(frames.EXIT, 0, 0, DIED)
     assert future.result(30) == ["the last word"]
@@ -179,3 +183,67 @@ def test_a_rank_that_breaks_its_channel_is_killed_with_the_reason(played: Callab
     gang.agents.send(frames.EXIT, 0, 0, {**DIED, "fault": fault})
     with pytest.raises(WorkerDied, match="its channel to Atoll"):
         future.result(30)
+
+
+def in_a_thread(future: CallFuture[Any], timeout: float | None = None) -> tuple[threading.Thread, list[Any]]:
+    """Ask for its result in a thread; what comes of it. Returns once that thread reads the rank's channel itself."""
+    came: list[Any] = []
+
+    def ask() -> None:
+        try:
+            came.append(future.result(timeout))
+        except BaseException as error:
+            came.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    eventually(lambda: future.call.reader == thread.ident, "it reads the channel itself")
+    return thread, came
+
+
+def test_who_waits_for_a_call_on_one_rank_reads_its_answer(played: Callable[[int], Gangs]) -> None:
+    gang = played(1)
+    completed_in: list[int | None] = []
+    asked_in: list[int | None] = []
+    for value in range(2):
+        future, number = gang.call()
+        future.when_done(lambda _: completed_in.append(threading.get_ident()))
+        thread, came = in_a_thread(future)
+        gang.agents.returns(0, number, value)
+        thread.join(30)
+        assert came == [[value]]
+        asked_in.append(thread.ident)
+    assert completed_in == asked_in, "no other thread had to be woken"
+
+
+def test_the_reader_goes_on_where_one_who_waited_stops(played: Callable[[int], Gangs]) -> None:
+    gang = played(1)
+    future, number = gang.call()
+    thread, came = in_a_thread(future, 0.2)
+    thread.join(30)
+    assert isinstance(came[0], TimeoutError)
+    completed_in: list[int] = []
+    future.when_done(lambda _: completed_in.append(threading.get_ident()))
+    gang.agents.returns(0, number, "late")
+    eventually(lambda: completed_in, "the answer is read")
+    assert future.result(30) == ["late"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "its rank died", "its node was lost"])
+def test_who_reads_an_answer_hears_of_an_end_that_another_thread_decided(
+    played: Callable[[int], Gangs], how: str
+) -> None:
+    gang = played(1)
+    future, _number = gang.call()
+    thread, came = in_a_thread(future)
+    match how:
+        case "cancelled":
+            future.cancel()
+        case "its rank died":
+            gang.agents.send(frames.EXIT, 0, 0, DIED)
+        case _:
+            gang.agents.hang_up()
+    thread.join(10)
+    assert not thread.is_alive()
+    expected = {"cancelled": CancelledError, "its rank died": WorkerDied}.get(how, NodeLost)
+    assert isinstance(came[0], expected), came

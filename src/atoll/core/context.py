@@ -71,14 +71,18 @@ class CallContext(InstanceInfo):
 
 
 _current: CallContext | None = None
+_make_current: Callable[[], CallContext] | None = None
 
 
 def current() -> CallContext | None:
     """The context of the call running in this process, or None outside a pool."""
+    global _current, _make_current
+    if _make_current is not None:
+        _current, _make_current = _make_current(), None
     return _current
 
 
-def set_current(context: CallContext | None) -> None:
-    """Set by the worker around each call."""
-    global _current
-    _current = context
+def set_current(context: CallContext | None, make: Callable[[], CallContext] | None = None) -> None:
+    """Set by the worker around each call: the context, or how to make it once the call looks at it."""
+    global _current, _make_current
+    _current, _make_current = context, make

@@ -21,7 +21,7 @@ import zipimport
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 from atoll.gang.call import Shipped
 from atoll.wire.codec import Payload, dumps, is_plain
@@ -70,21 +70,26 @@ def unwrap(function: Any) -> Callable[..., Any]:
 
 
 def serialize_call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena, modules: ByValueModules
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena, modules: ByValueModules
 ) -> tuple[Shipped, Encoded]:
     """Make a function and its arguments ready to send.
 
     Raises:
         SerializationError: something can't travel; names it.
     """
-    cached = _pure.get(function) if type(function) is FunctionType else None
-    if cached is not None and cached.is_as_it_was(cast("FunctionType", function)):
+    pure = _pure.get(function) if type(function) is FunctionType else None
+    if (
+        pure is not None
+        and pure.state == (function.__code__, function.__defaults__, function.__kwdefaults__)
+        and function.__globals__.keys().isdisjoint(pure.names)
+        and not function.__dict__
+    ):
         if not args and not kwargs:
-            return cached.shipped, _NO_ARGUMENTS
+            return pure.shipped, _NO_ARGUMENTS
         if is_plain((args, kwargs)):
             head = pickle.dumps((args, kwargs), protocol=5)
             if len(head) <= _INLINE_BYTES:
-                return cached.shipped, Encoded({"head": len(head)}, [head])
+                return pure.shipped, Encoded({"head": len(head)}, [head])
     with modules.by_value():
         arguments = pack_arguments(function, args, kwargs)  # before anything is laid out that has to be released
         away = modules.are_remote and modules.covers(getattr(function, "__module__", None))
@@ -93,16 +98,14 @@ def serialize_call(
 
 @dataclass(slots=True)
 class PureFunction:
-    """A function that holds nothing a call could change, ready to send, with what it was made of."""
+    """A function that holds nothing a call could change, ready to send, with what it was made of.
+
+    It is serialised again where that differs, or where a global that it names has been defined since.
+    """
 
     shipped: Shipped
-    state: tuple[Any, ...]
+    state: tuple[CodeType, Any, Any]
     names: frozenset[str]
-
-    def is_as_it_was(self, function: FunctionType) -> bool:
-        """Would serialising it again give the same? A global that it names may be defined after the first call."""
-        state = (function.__code__, function.__defaults__, function.__kwdefaults__)
-        return state == self.state and self.names.isdisjoint(function.__globals__) and not function.__dict__
 
 
 def ship(function: Callable[..., Any], arena: Arena, *, by_value: bool = False) -> Shipped:

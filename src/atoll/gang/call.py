@@ -117,6 +117,7 @@ class Call:
         ranks: those it was sent to; ``ended`` are those of them that are through with it, however.
         error: decided by the gang: cancelled, timed out, hung, pool closed.
         kept: some rank still maps the arguments.
+        reader: the thread that waits for it and reads its rank's channel meanwhile, else 0.
     """
 
     def __init__(self, request: Request, sink: Sink) -> None:
@@ -126,7 +127,7 @@ class Call:
         self.attempt = 0
         self.kept = self.done = self.warned = False
         self.error: BaseException | None = None
-        self.number = 0
+        self.number = self.reader = 0
         self.ranks: tuple[int, ...] = ()
         self.results: dict[int, Frame] = {}
         self.failures: list[Failure] = []

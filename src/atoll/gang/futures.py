@@ -26,6 +26,7 @@ from atoll.wire.payloads import decode_parts
 R = TypeVar("R")
 _CREDIT_EVERY = 8
 _SMALL_BYTES = 4096
+_RUNNING, _FINISHED = "RUNNING", "FINISHED"  # as concurrent.futures calls it
 
 
 class Backend(Protocol):
@@ -36,6 +37,7 @@ class Backend(Protocol):
     @property
     def audience(self) -> Audience: ...
     def handle(self, event: m.CallerEvent) -> None: ...
+    def read_answer(self, call: Call, timeout_s: float | None) -> float | None: ...
 
 
 class RankResults(list[R], Generic[R]):
@@ -96,13 +98,15 @@ class CallFuture(Future[R], Generic[R]):
         self._streamed = False  # its value is streams: it has one long before the call ends
         self._decoded: tuple[Any, BaseException | None] | None = None
         self._decode_lock = threading.Lock()
-        self.set_running_or_notify_cancel()
+        self._state = _RUNNING  # nobody else knows of it yet
 
     # -- the caller's side ----------------------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> R:
         """The value, or for a broadcast the list of values by rank; raises what the call raised."""
-        raw: Any = super().result(timeout)
+        if not self.call.done:
+            timeout = self._backend.read_answer(self.call, timeout)
+        raw: Any = self._result if self._state == _FINISHED else super().result(timeout)
         audience = self._backend.audience
         if audience.num_put != audience.num_done:
             audience.catch_up()

@@ -1,7 +1,8 @@
 """The shell of a gang: feeds what happens to its state machine and performs what that decides.
 
-One thread reads every channel; calls are sent from whichever thread makes them. Under ``_lock`` only the state machine
-runs and frames are given to sockets that don't block: code of the user's, and what takes a while, runs elsewhere.
+One thread reads every channel, but for the rank whose answer a caller waits for: that one reads itself. Calls are sent
+from whichever thread makes them. Under ``_lock`` only the state machine runs and sockets that don't block are used:
+code of the user's, and what takes a while, runs elsewhere.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import contextlib
 import functools
 import math
 import os
+import select
 import socket
 import struct
 import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fcntl import ioctl
 from typing import Any
 
@@ -24,6 +26,7 @@ from atoll.agent.rank import Output, last_lines
 from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed, ProvisionError, name_ranks
 from atoll.gang import messages as m
+from atoll.gang.call import Call
 from atoll.gang.members import GangSpec, node_setup
 from atoll.gang.nodes import NodeChannel, Nodes
 from atoll.gang.notifier import Audience
@@ -32,7 +35,7 @@ from atoll.gang.state import GangState
 from atoll.providers.base import Node
 from atoll.wire import frames
 from atoll.wire.channel import Channel, Sender
-from atoll.wire.event_loop import LONGEST_S, WRITE, EventLoop
+from atoll.wire.event_loop import LONGEST_S, READ, WRITE, EventLoop
 from atoll.wire.frames import Frame, RawFrame, WireError, close_all, pack
 from atoll.wire.payloads import Arena
 from atoll.worker.folder_locks import hold_folder
@@ -44,18 +47,38 @@ _NOTHING = bytes(4)  # what lies in a pipe, by FIONREAD
 
 
 class RankChannel(Sender):
-    """This side of what connects a rank on this machine: its channel, and what it prints."""
+    """This side of what connects a rank on this machine: its channel, and what it prints.
+
+    Attributes:
+        waiting: the call whose caller reads the channel itself, and then closes it too.
+        poll: waits until there is something to read, or for ``wake_fd``.
+    """
 
     def __init__(
         self, rank: int, sock: socket.socket, loop: EventLoop, lock: contextlib.AbstractContextManager[object]
     ) -> None:
         super().__init__(sock, loop, lock)
         self.rank = rank
+        self.fd = sock.fileno()
         self.outputs: list[Output] = []
+        self.waiting: Call | None = None
+        self.wake_fd = -1
+        self._poll = select.poll()
+        self.poll = self._poll.poll
+
+    def prepare_poll(self) -> bool:
+        """Get ready for a caller that reads it, as few ranks of a large pool have; False if no descriptor is left."""
+        with contextlib.suppress(OSError):
+            self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._poll.register(self.sock, select.POLLIN)
+            self._poll.register(self.wake_fd, select.POLLIN)
+        return self.wake_fd >= 0
 
     def close(self) -> None:
         """Close all of it, and descriptors that nobody took."""
         super().close()
+        if self.wake_fd >= 0:
+            os.close(self.wake_fd)
         self.sock.close()
         for output in self.outputs:
             output.close()
@@ -88,6 +111,7 @@ class Gang:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._events: deque[m.Event] = deque()
+        self._actions: Iterator[m.Action] = iter(())  # those that are still to be performed
         self._is_handling = self._leaving = self._may_be_full = False
         self._sleeps_until = -math.inf
         self._loop = EventLoop()
@@ -177,10 +201,10 @@ class Gang:
         return not self._reader.is_alive()
 
     def _close(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
+        with self._lock:
+            for rank in list(self._channels):
+                self._close_channel(rank)
         self._loop.close()
-        self._channels.clear()
         self.arena.close()
         if self._log_files is not None:
             self._log_files.close()
@@ -205,17 +229,63 @@ class Gang:
                     return
                 self._is_handling = True
                 try:
-                    while self._events:
-                        for action in self.state.handle(self._events.popleft(), time.monotonic()):
+                    while True:
+                        for action in self._actions:
                             self._performers[type(action)](action)
+                        if not self._events:
+                            break
+                        self._actions = iter(self.state.handle(self._events.popleft(), time.monotonic()))
                 finally:
                     self._is_handling = False
         except BaseException as error:
             if isinstance(event, m.Submit):  # Ctrl-C between two lines: its ranks may count as busy and not know it
                 self.handle(m.Cancel(event.call, error))
+            elif isinstance(event, Frame):  # what it left undone may be another caller's
+                self.handle(m.TimerFired())
             raise
         if self.state.next_due < self._sleeps_until:
             self._loop.wake()
+
+    def read_answer(self, call: Call, timeout_s: float | None) -> float | None:
+        """Read what the call's only rank sends in the thread that waits for it, where nothing else depends on that.
+
+        Passing an answer from one thread to another costs more than all else of a call. Returns once there is one, or
+        where the reader has to do it, with the seconds that are left.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        channel = None
+        try:
+            with self._lock:
+                if len(call.ranks) != 1 or self.state.queue or self._is_handling:
+                    return timeout_s
+                found = self._channels.get(call.ranks[0])
+                if found is None or found.fd not in self._loop.watched:
+                    return timeout_s
+                if found.waiting is not None or found.num_bytes or not (found.wake_fd >= 0 or found.prepare_poll()):
+                    return timeout_s
+                channel = found
+                self._loop.modify(channel.fd, 0)
+                channel.waiting, call.reader = call, threading.get_ident()
+            while not (call.done or call.streaming):
+                if deadline_s is not None:
+                    timeout_s = max(0.0, deadline_s - time.monotonic())
+                for fd, _ in channel.poll(None if timeout_s is None else timeout_s * 1e3):
+                    if fd == channel.wake_fd:
+                        os.eventfd_read(fd)
+                with self._lock:
+                    is_open = self._channels.get(channel.rank) is channel and channel.fd in self._loop.watched
+                    if not is_open or timeout_s == 0.0:
+                        break
+                    self._read_rank(channel, True, False)
+        finally:
+            if channel is not None:
+                with self._lock:
+                    channel.waiting, call.reader = None, 0
+                    if self._channels.get(channel.rank) is not channel:
+                        channel.close()
+                    elif channel.fd in self._loop.watched:
+                        self._loop.modify(channel.fd, READ | WRITE if channel.num_bytes else READ)
+        return timeout_s
 
     def _send_call(self, action: m.SendCall) -> None:
         request, header = action.call.request, action.header
@@ -261,10 +331,11 @@ class Gang:
         self._drop_channel(rank)
         log = os.path.join(self.spec.log_dir, f"rank{rank}")
         try:
-            with contextlib.ExitStack() as given:
+            with contextlib.ExitStack() as given, contextlib.ExitStack() as failed:
                 ours, theirs = socket.socketpair()
                 given.callback(theirs.close)
-                channel = self._channels[rank] = RankChannel(rank, ours, self._loop, self._lock)
+                channel = RankChannel(rank, ours, self._loop, self._lock)
+                failed.callback(channel.close)
                 fds = [theirs.fileno()]
                 for path, is_stderr in ((f"{log}.out", False), (f"{log}.err", True)):
                     output, writer = Output.piped(path, is_stderr)
@@ -272,10 +343,12 @@ class Gang:
                     given.callback(os.close, writer)
                     fds.append(writer)
                 node.send(pack(frames.SPAWN, rank, num_fds=len(fds)), fds)
+                failed.pop_all()
         except OSError as error:
             self._events.append(m.Broken(ProvisionError(f"rank {rank} could not be started: {error}")))
             return
-        self._loop.watch(ours.fileno(), functools.partial(self._read_rank, channel))
+        self._channels[rank] = channel
+        self._loop.watch(channel.fd, functools.partial(self._read_rank, channel))
         for output in channel.outputs:
             self._loop.watch(output.reader, functools.partial(self._read_output, channel, output))
 
@@ -284,6 +357,8 @@ class Gang:
             action.call.sink.frame(action.frame, action.frame.rank, action.node)
         except Exception as error:  # noqa: BLE001 - out of descriptors or memory, say
             self._events.append(m.Cancel(action.call, error))
+        if action.call.reader and action.call.reader != threading.get_ident():
+            self._wake_caller(action.call)
 
     def _resolve(self, action: m.Resolve) -> None:
         call = action.call
@@ -293,6 +368,14 @@ class Gang:
             call.sink.done(call.results, call.failures, action.error)
         except Exception as problem:  # noqa: BLE001 - as above: whoever waits has to hear of it
             call.sink.done({}, [], AtollError(f"the call ended, and its results could not be taken: {problem}"))
+        if call.reader and call.reader != threading.get_ident():
+            self._wake_caller(call)
+
+    def _wake_caller(self, call: Call) -> None:
+        """Have the caller that reads its rank's channel see that another thread heard of its end."""
+        channel = self._channels.get(call.ranks[0])
+        if channel is not None and channel.waiting is call:
+            os.eventfd_write(channel.wake_fd, 1)
 
     def _show_log(self, action: m.ShowLog) -> None:
         frame, self._may_be_full = action.frame, True
@@ -367,41 +450,43 @@ class Gang:
 
     def _read_rank(self, channel: RankChannel, readable: bool, writable: bool, *, is_last: bool = False) -> bool:
         """Take what there is to read from a rank; False where there is nothing more."""
-        if writable:
-            channel.flush()
-        if not readable:
-            return False
-        try:
-            received = channel.parser.receive(channel.sock)
-            for frame in received or ():
-                if frame.rank != channel.rank or frame.kind not in frames.FROM_RANK:
-                    raise WireError("no frame of this rank's")
-                if frame.kind == frames.RESULT or frame.kind == frames.ERROR:
-                    for output in channel.outputs:  # what the call printed is shown before it returns
-                        if ioctl(output.reader, termios.FIONREAD, _NOTHING) != _NOTHING:
-                            self._drain_outputs(channel)
-                self.handle(frame)
-        except BlockingIOError:
-            return False
-        except OSError:
-            received = None
-        except WireError:
-            self._loop.unwatch(channel.sock.fileno())
-            self.handle(m.ChannelBroken(channel.rank))
-            return False
-        if received is None and not is_last:
-            self._loop.unwatch(channel.sock.fileno())
-            self.handle(m.ChannelClosed(channel.rank))
-        return received is not None
+        with self._lock:  # the reader and a caller that waits may both come here
+            if writable:
+                channel.flush()
+            if not readable:
+                return False
+            try:
+                received = channel.parser.receive(channel.sock)
+                for frame in received or ():
+                    if frame.rank != channel.rank or frame.kind not in frames.FROM_RANK:
+                        raise WireError("no frame of this rank's")
+                    if frame.kind == frames.RESULT or frame.kind == frames.ERROR:
+                        for output in channel.outputs:  # what the call printed is shown before it returns
+                            if ioctl(output.reader, termios.FIONREAD, _NOTHING) != _NOTHING:
+                                self._drain_outputs(channel)
+                    self.handle(frame)
+            except BlockingIOError:
+                return False
+            except OSError:
+                received = None
+            except WireError:
+                self._loop.unwatch(channel.fd)
+                self.handle(m.ChannelBroken(channel.rank))
+                return False
+            if received is None and not is_last:
+                self._loop.unwatch(channel.fd)
+                self.handle(m.ChannelClosed(channel.rank))
+            return received is not None
 
     def _read_output(self, channel: RankChannel, output: Output, _readable: bool, _writable: bool) -> None:
-        if self._channels.get(channel.rank) is not channel:  # it was closed in this very round
-            return
-        data = output.read()
-        if data:
-            self._log(channel.rank, output, data)
-        elif data is not None:
-            self._loop.unwatch(output.reader)
+        with self._lock:
+            if self._channels.get(channel.rank) is not channel:  # it was closed in this very round
+                return
+            data = output.read()
+            if data:
+                self._log(channel.rank, output, data)
+            elif data is not None:
+                self._loop.unwatch(output.reader)
 
     def _drain_outputs(self, channel: RankChannel) -> None:
         for output in channel.outputs:
@@ -419,11 +504,17 @@ class Gang:
         while self._read_rank(channel, True, False, is_last=True):
             pass
         self._drain_outputs(channel)
-        for fd in (channel.sock.fileno(), *(output.reader for output in channel.outputs)):
+        for fd in (channel.fd, *(output.reader for output in channel.outputs)):
             self._loop.unwatch(fd)
-        del self._channels[rank]
-        channel.close()
+        self._close_channel(rank)
         return last_lines(channel.outputs)
+
+    def _close_channel(self, rank: int) -> None:
+        channel = self._channels.pop(rank)
+        if channel.waiting is None:
+            channel.close()
+        else:  # its caller closes it: a descriptor that is closed under a poll may be another file's by then
+            os.eventfd_write(channel.wake_fd, 1)
 
     def _on_agent_frame(self, node: NodeChannel, raw: RawFrame) -> None:
         if not 0 <= raw.rank < self.world_size:

@@ -114,6 +114,7 @@ class GangState:
 
     Attributes:
         running: calls that run, by number.
+        queue: calls that wait for ranks, in order.
         broken: what ended the gang.
         next_due: when ``TimerFired`` has to come at the latest.
     """
@@ -132,6 +133,7 @@ class GangState:
         self.ranks = [RankState(rank, node) for rank, node in enumerate(node_of)]
         self.nodes = [NodeState(node, each) for node, each in enumerate(deaf_s)]
         self.running: dict[int, Call] = {}
+        self.queue: dict[Call, None] = {}  # one that is cancelled is found at once
         self.broken: BaseException | None = None
         self.closing = False
         self.next_due = math.inf
@@ -140,7 +142,6 @@ class GangState:
         self._start_timeout_s = start_timeout_s
         self._wants_events = wants_events
         self._hangs = HangWatch(hang_timeout_s)
-        self._queue: dict[Call, None] = {}  # one that is cancelled is found at once
         self._numbers = itertools.count(1)
         self._timers: dict[tuple[object, str], tuple[float, Callable[[], None]]] = {}
         self._now = 0.0
@@ -172,12 +173,12 @@ class GangState:
         }
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
-        """What to do about an event at this moment, in this order."""
+        """What to do about an event at this moment, in this order; first what is left of one that Ctrl-C ended."""
         self._now = now
-        self._actions = []
         kind = type(event)
         self._handlers[event.kind if kind is Frame else kind](event)  # type: ignore[union-attr]
-        return self._actions
+        actions, self._actions = self._actions, []
+        return actions
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -212,6 +213,7 @@ class GangState:
             if when <= self._now and (timer := self._timers.pop(key, None)) is not None:
                 timer[1]()
         self.next_due = min((when for when, _ in self._timers.values()), default=math.inf)
+        self._start_calls()
 
     # -- calls: starting ----------------------------------------------------------------------------------------------
 
@@ -220,15 +222,15 @@ class GangState:
             event.call.error = self.refusal
             self._end(event.call, event.call.error)
             return
-        self._queue[event.call] = None
+        self.queue[event.call] = None
         if _HANGS not in self._timers:
             self._after("gang", "hangs", self._hangs.period_s, self._look_for_hangs)
         self._start_calls()
 
     def _start_calls(self) -> None:
         """Start what can be started now. This is where it is decided whether a rank can take a call."""
-        while self._queue:
-            call = next(iter(self._queue))
+        while self.queue:
+            call = next(iter(self.queue))
             chosen = []
             for rank in self.ranks:
                 if rank.phase is Phase.READY and rank.call is None:
@@ -248,7 +250,7 @@ class GangState:
             all_have_torch = all_have_torch or rank.has_torch
         call.begin(next(self._numbers), tuple(numbers), self._now)
         self.running[call.number] = call
-        self._queue.pop(call, None)
+        self.queue.pop(call, None)
         request, function, whole_gang = call.request, call.request.function, call.whole_gang
         same: dict[tuple[bool, bool, str | None], m.SendCall] = {}
         for rank in ranks:
@@ -317,7 +319,7 @@ class GangState:
         if call.done:
             return
         call.error = call.error or error
-        self._queue.pop(call, None)
+        self.queue.pop(call, None)
         if call.number:
             self._stop_ranks(call, soft_s=0.0)
         else:
@@ -396,7 +398,7 @@ class GangState:
         text = f"{call.request.name}: {reason}; starting again, {call.attempt} of {call.request.retries} retries"
         self._actions.append(m.Note(text, None))
         call.begin(0, (), self._now)  # what the ranks sent is closed: nobody may take it where it never starts again
-        self._queue = {call: None, **self._queue}
+        self.queue = {call: None, **self.queue}
         self._start_calls()
 
     # -- ranks --------------------------------------------------------------------------------------------------------
@@ -457,7 +459,7 @@ class GangState:
                 self._end(call, call.error)
             else:
                 self._rank_ended(call, number)
-        if self._queue:
+        if self.queue:
             self._start_calls()
 
     def _on_started(self, frame: Frame) -> None:
@@ -539,7 +541,7 @@ class GangState:
                     by_node.setdefault(self.ranks[rank].node, []).append(rank)
                 for node, ranks in by_node.items():
                     self._ask_stacks(self.nodes[node], call, ranks)
-        waiting = next(iter(self._queue), None)
+        waiting = next(iter(self.queue), None)
         line = unread_streams(waiting, running.values())
         if line is not None:
             self._actions.append(m.Note(line, None))
@@ -634,7 +636,7 @@ class GangState:
 
     def _break(self, error: BaseException) -> None:
         self.broken = self.broken or error
-        waiting, self._queue = list(self._queue), {}
+        waiting, self.queue = list(self.queue), {}
         for call in [*self.running.values(), *waiting]:
             if not call.failures:
                 call.error = call.error or error
@@ -644,7 +646,7 @@ class GangState:
     def _close(self, event: m.Close) -> None:
         self.closing = True
         closed = self.broken or PoolClosed("the pool was shut down before the call finished")
-        waiting, self._queue = list(self._queue), {}
+        waiting, self.queue = list(self.queue), {}
         for call in waiting:
             self._end(call, call.error or closed)
         for call in self.running.values():

@@ -23,13 +23,13 @@ class EventLoop:
     """Runs in one thread; only ``post`` and ``wake`` may be called from others, and from signal handlers.
 
     Attributes:
-        poll: as ``select.epoll``'s, for a loop that spares ``turn``.
+        poll, modify: as ``select.epoll``'s, for what is on every call's path.
         watched: the callback of each descriptor.
     """
 
     def __init__(self) -> None:
         self._poll = select.epoll()
-        self.poll = self._poll.poll
+        self.poll, self.modify = self._poll.poll, self._poll.modify
         self.watched: dict[int, Ready] = {}
         self._masks: dict[int, int] = {}
         self._timers: dict[object, tuple[float, Callable[[], object]]] = {}

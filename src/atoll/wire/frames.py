@@ -11,6 +11,7 @@ descriptors (memory files that hold large buffers) travel beside the first byte 
 from __future__ import annotations
 
 import array
+import functools
 import json
 import os
 import socket
@@ -133,11 +134,14 @@ class CallHeader:
 
     def to_wire(self, call: int, rest: Sequence[bytes | memoryview], num_fds: int) -> bytearray:
         """The frame, for rank 0; fields that say nothing are left out."""
-        fields = {"job_id": self.job_id, "function": self.function, "arguments": self.arguments}
-        for name in self.__slots__[3:]:
-            if value := getattr(self, name):
-                fields[name] = value
-        text = _encode_json(fields).encode()
+        if self.function_payload or self.forget or self.path or len(self.arguments) > 1:
+            fields = {name: value for name in self.__slots__ if (value := getattr(self, name))}
+            text = _encode_json(fields).encode()
+        else:
+            rest_text = _warm_call_text(
+                self.function, self.arguments["head"], self.broadcast, self.head_port, self.all_have_torch, self.is_pure
+            )
+            text = b'{"job_id":"%b",%b' % (self.job_id.encode(), rest_text)
         size = _LENGTH.size + len(text)
         for part in rest:
             size += len(part)
@@ -157,6 +161,28 @@ class CallHeader:
 # Made once: json.dumps would make an encoder a frame, and json.loads would look for encodings and white space.
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 _decode_json = json.JSONDecoder().raw_decode
+
+
+@functools.lru_cache(256)
+def _warm_call_text(
+    function: str, head: int, broadcast: bool, head_port: int, all_have_torch: bool, is_pure: bool
+) -> bytes:
+    """What the JSON of a call has after its id, where the rank has the function: the same for most calls."""
+    header = CallHeader("", function, {"head": head}, broadcast, head_port, all_have_torch, is_pure)
+    fields = {name: value for name in header.__slots__ if (value := getattr(header, name))}
+    return _encode_json(fields).encode()[1:]
+
+
+@functools.lru_cache(256)
+def _payload_text(head: int) -> bytes:
+    return _encode_json({"payload": {"head": head}}).encode()
+
+
+def pack_payload(kind: int, rank: int, call: int, data: bytes) -> bytearray:
+    """A frame of a small payload with nothing beside it: most results are."""
+    text = _payload_text(len(data))
+    length = _LENGTH.size + len(text) + len(data)
+    return bytearray().join((HEADER.pack(length, kind, 0, 0, rank, call), _LENGTH.pack(len(text)), text, data))
 
 
 def name_of(kind: int) -> str:

@@ -150,6 +150,8 @@ def decode_parts(
 
     Takes ownership of the descriptor.
     """
+    if len(table) == 1:
+        return rest[: table["head"]], [], None
     sizes = [table["head"], *table.get("buffers", ())]
     if not table.get("file"):
         # Frames are immutable bytes; buffers are copied so that arrays built on them can be written to.

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from atoll.agent.process_tree import PR_SET_PDEATHSIG, prctl
 from atoll.agent.rank import CHANNEL_FD, CONTROL_FD
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.wire import definitions, frames
-from atoll.wire.codec import Payload, dumps, loads
+from atoll.wire.codec import Payload, dumps, is_plain, loads
 from atoll.wire.frames import CallHeader, Frame, Parser, close_all, pack, send_all
 from atoll.wire.payloads import Arena, decode_parts
 from atoll.worker import probe
@@ -31,6 +32,7 @@ from atoll.worker.streams import is_stream, send_stream
 _CANCEL_SIGNAL = signal.SIGRTMIN + 1  # from this process to its own main thread
 _EXIT_S = 0.5  # for exit handlers
 _ASK_AGAIN_S = 0.02
+_SMALL_BYTES = 1 << 16  # results up to this are sent without looking at what they are made of again
 
 
 class Cancelled(BaseException):
@@ -170,10 +172,12 @@ class Worker:
         if is_stream(result):
             send_stream(self, result)
             result = None
-        payload = dumps(result, what="the result")
-        del result
-        data, fds = self._encode(frames.RESULT, payload)
-        del payload, args, kwargs, function
+        head = pickle.dumps(result, protocol=5) if is_plain(result) else b""
+        if 0 < len(head) <= _SMALL_BYTES:
+            data, fds = frames.pack_payload(frames.RESULT, self.setup["rank"], self.call, head), list[int]()
+        else:
+            data, fds = self._encode(frames.RESULT, dumps(result, what="the result"))
+        del result, args, kwargs, function
         kept = any(mapping() is not None for mapping in mappings)
         data[frames.FLAGS_AT] |= frames.KEPT * kept | frames.HAS_TORCH * ("torch" in sys.modules)
         return data, fds
@@ -226,7 +230,8 @@ class Worker:
                 MASTER_PORT=str(port),
             )
         set_current(
-            CallContext(
+            None,
+            lambda: CallContext(
                 job_id=header.job_id,
                 node=setup["node"],
                 total_nodes=setup["total_nodes"],
@@ -245,7 +250,7 @@ class Worker:
                 # A folder for each attempt, in order.
                 checkpoint_dir=f"{setup['job_dir']}/{header.job_id}/checkpoints/{call:08d}",
                 send_report=self._report,
-            )
+            ),
         )
 
     def _report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import types
 from typing import TYPE_CHECKING, Any
 
 from atoll.wire import frames
@@ -16,12 +16,12 @@ WINDOW = 16  # values a rank may be ahead of its consumer
 
 def is_stream(result: Any) -> bool:
     """A generator, or an iterator made by one: something whose values come one by one."""
-    return inspect.isgenerator(result) or inspect.isasyncgen(result)
+    return isinstance(result, (types.GeneratorType, types.AsyncGeneratorType))
 
 
 def send_stream(worker: Worker, values: Any) -> None:
     """Send every value; wait while the consumer is behind; close the generator if it stops early."""
-    if inspect.isasyncgen(values):
+    if isinstance(values, types.AsyncGeneratorType):
         values = _drive(values)
     worker.send(frames.STREAM)
     credit = WINDOW
