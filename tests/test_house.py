@@ -474,6 +474,7 @@ def run_inner(folder: Path, **tests: str) -> tuple[dict[str, str], str]:
     return errors, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_every_kind_of_leak_is_caught_and_the_next_test_is_not_blamed(tmp_path):
     errors, output = run_inner(tmp_path, inner=INNER)
     port = (tmp_path / "port").read_text()

@@ -174,6 +174,7 @@ def test_a_value_may_stand_in_the_same_word_as_its_flag():
     assert "--redirects 3 is not needed" in err
 
 
+@pytest.mark.long
 def test_a_module_a_program_and_a_command_once_a_node():
     Path("package").mkdir()
     Path("package/work.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])\n")

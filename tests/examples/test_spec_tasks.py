@@ -286,6 +286,7 @@ def symphony(repository: Path, fixed_ports: None) -> Path:
     return repository
 
 
+@pytest.mark.long
 def test_symphony_learns_lighthouse_and_workers(symphony: Path) -> None:
     atoll("launch", "-c", "lighthouse", "skypilot/lighthouse.yaml", "-d")
     ip = atoll("status", "--ip", "lighthouse").strip()

@@ -24,6 +24,7 @@ SMALL = (
 
 
 # ---------------------------------------------------------------------------------------------------------- torchrun
+@pytest.mark.long
 def test_torchrun_told_who_is_who(examples: Path) -> None:
     said = atoll("launch", "-c", "train", TRAIN, "--gpus", "L4:1", "--env", "STEPS=10")
     assert "2 × L4:1 simulated on CPU: this machine has no GPU" in said

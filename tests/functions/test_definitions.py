@@ -33,6 +33,7 @@ def test_so_do_fresh_interpreters_that_ranks_start(start: str, tmp_path: Path) -
     run("plain_pickle.py", str(tmp_path), start)
 
 
+@pytest.mark.long
 def test_ordinary_things_of_a_script_travel_or_say_why_not() -> None:
     run("ordinary.py")
 

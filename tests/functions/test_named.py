@@ -437,6 +437,7 @@ def test_two_that_start_at_once_share_one(home: Path, tmp_path: Path) -> None:
     assert len(named_pools()) == 1
 
 
+@pytest.mark.long
 def test_clients_at_once_do_not_cross(home: Path, tmp_path: Path) -> None:
     text = """
     tag = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ["TAG"])
@@ -522,6 +523,7 @@ def test_idle_needs_a_name() -> None:
         sky.ComputePool(idle=5)
 
 
+@pytest.mark.long
 def test_imports_see_the_path_and_folder_of_the_attaching_process(home: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
         text = f"""
@@ -618,6 +620,7 @@ def test_a_killed_client_takes_its_call_along(home: Path, tmp_path: Path) -> Non
         assert pool.submit(double, 1, everywhere=True).result(30) == [(2, 0), (2, 1)]
 
 
+@pytest.mark.long
 def test_a_client_that_stops_reading_blocks_nobody(home: Path, tmp_path: Path) -> None:
     text = """
     @sky.compute
@@ -730,6 +733,7 @@ SLOW_START = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.long
 def test_a_client_that_leaves_while_the_pool_starts(home: Path, tmp_path: Path, number: signal.Signals) -> None:
     client = start(
         tmp_path / "a",

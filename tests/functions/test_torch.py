@@ -36,6 +36,7 @@ def has_torch() -> bool:
 
 
 # -- undecorated ------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_cold_ranks_then_warm_ones() -> None:
     with sky.ComputePool(nodes=2, logs="quiet") as pool:
         assert pool.run(has_torch) == [False, False]
@@ -52,6 +53,7 @@ def test_cold_ranks_then_warm_ones() -> None:
         assert total() @ pool == [(True, 3.0, 2)] * 2
 
 
+@pytest.mark.long
 def test_one_rank_warmed_before_and_one_restarted() -> None:
     with sky.ComputePool(nodes=2, logs="quiet") as pool:
         assert total() >> pool == (False, 0.0, 0)
@@ -93,6 +95,7 @@ def test_ddp_gives_equal_parameters(pool: sky.ComputePool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.long
 def test_only_some_ranks_import_torch() -> None:
     @sky.compute
     def some() -> bool | None:
@@ -212,6 +215,7 @@ def test_a_function_that_makes_destroys_and_makes_groups(pool: sky.ComputePool) 
     assert pool.run(make) == [[(3.0, 2, rank)] * 3 for rank in (0, 1)]
 
 
+@pytest.mark.long
 def test_making_it_twice_is_still_the_callers_error(pool: sky.ComputePool) -> None:
     def twice() -> None:
         own(backend="gloo")
@@ -259,6 +263,7 @@ def test_decorated_above_and_below(pool: sky.ComputePool, function: Any) -> None
     assert function() @ pool == [(True, 3.0, 2)] * 2
 
 
+@pytest.mark.long
 def test_decorated_in_a_cold_world_of_one_and_a_method(pool: sky.ComputePool) -> None:
     class Trainer:
         def __init__(self, add: float) -> None:
@@ -274,6 +279,7 @@ def test_decorated_in_a_cold_world_of_one_and_a_method(pool: sky.ComputePool) ->
     assert Trainer(0.5).fit() @ pool == [3.5, 3.5]
 
 
+@pytest.mark.long
 def test_nccl_without_a_gpu_for_each_rank() -> None:
     import torch
 
@@ -322,6 +328,7 @@ def test_a_rank_that_raises_while_the_other_sits_in_a_barrier(pool: sky.ComputeP
     assert total() @ pool == [(True, 3.0, 2)] * 2
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_while_the_other_imports_torch() -> None:
     @sky.compute
     def uneven(folder: Path) -> None:
@@ -438,6 +445,7 @@ def test_nccl_socket_timeout_set_late_bounds_the_first_collective() -> None:
     assert results[0].startswith("ended"), results[0]
 
 
+@pytest.mark.long
 def test_a_rank_whose_group_was_left_half_made_is_replaced() -> None:
     def half() -> None:
         import datetime

@@ -99,6 +99,7 @@ DEATHS = [
     ("segfault", None, signal.SIGSEGV),
     ("abort", None, signal.SIGABRT),
 ]
+IN_MAKE_TEST = {"sys.exit message", "_exit 3", "SIGKILL", "segfault"}
 
 
 @pytest.fixture
@@ -108,7 +109,10 @@ def pool(mode: str) -> Iterator[sky.ComputePool]:
         yield started
 
 
-@pytest.mark.parametrize(("how", "exit_code", "number"), DEATHS, ids=[how for how, *_ in DEATHS])
+@pytest.mark.parametrize(
+    ("how", "exit_code", "number"),
+    [pytest.param(*case, id=case[0], marks=[pytest.mark.long] * (case[0] not in IN_MAKE_TEST)) for case in DEATHS],
+)
 def test_a_rank_dies(pool: sky.ComputePool, how: str, exit_code: int | None, number: int | None) -> None:
     began = time.monotonic()
     with pytest.raises(sky.WorkerDied) as caught:
@@ -127,11 +131,11 @@ def test_a_rank_dies(pool: sky.ComputePool, how: str, exit_code: int | None, num
     "how",
     [
         "close the channel",
-        "close the channel and return",
-        "close everything",
+        pytest.param("close the channel and return", marks=pytest.mark.long),
+        pytest.param("close everything", marks=pytest.mark.long),
         "write garbage",
-        "write a frame of garbage",
-        "write another rank's frame",
+        pytest.param("write a frame of garbage", marks=pytest.mark.long),
+        pytest.param("write another rank's frame", marks=pytest.mark.long),
         "write half a frame and descriptors",
     ],
 )
@@ -151,6 +155,7 @@ def test_a_world_of_one_dies(pool: sky.ComputePool) -> None:
     assert_usable(pool)
 
 
+@pytest.mark.long
 def test_every_rank_dies_at_once(mode: str) -> None:
     @sky.compute
     def die_all() -> None:
@@ -166,6 +171,7 @@ def test_every_rank_dies_at_once(mode: str) -> None:
         assert_usable(pool)
 
 
+@pytest.mark.long
 def test_a_rank_is_killed_while_idle(mode: str) -> None:
     seen: list[events.Event] = []
     with sky.ComputePool(nodes=2, on_event=seen.append) as pool:
@@ -281,6 +287,7 @@ def leave_children(marker: str, then: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.long
 def test_a_dead_ranks_children_are_killed(pool: sky.ComputePool) -> None:
     marker = f"marker-{pool.id}"
     with pytest.raises(sky.WorkerDied):
@@ -349,6 +356,7 @@ def test_a_rank_that_can_not_come_back_ends_the_pool(mode: str, tmp_path: Path) 
             pool.run(lambda: None)
 
 
+@pytest.mark.long
 def test_sigterm_to_the_agent_ends_its_ranks(pool: sky.ComputePool) -> None:
     agent = agent_pid(pool, 0)
     os.kill(agent, signal.SIGTERM)

@@ -210,6 +210,7 @@ def busy():
 """
 
 
+@pytest.mark.long
 def test_dataloader_children_of_a_killed_driver(tmp_path: Path) -> None:
     driver = Driver(tmp_path, before=LOADERS.format(ready=str(tmp_path / "ready-")), env={"OMP_NUM_THREADS": "1"})
     assert sum("worker.call_loop" in " ".join(command(pid)) for pid in of_pool(driver.pool_id)) >= 6
@@ -313,6 +314,7 @@ def test_down_from_its_own_callback() -> None:
     eventually(lambda: not of_pool(pool_id), "a pool that ended")
 
 
+@pytest.mark.long
 def test_a_forgotten_pool_ends() -> None:
     pool = sky.ComputePool(nodes=1).up()
     pool_id = pool.id
@@ -350,6 +352,7 @@ def test_ttl(busy: bool) -> None:
             ranks_answer() >> pool
 
 
+@pytest.mark.long
 def test_an_agent_that_does_not_answer_is_ended_by_force(mode: str) -> None:
     with sky.ComputePool(nodes=2) as pool:
         os.kill(agent_pid(pool, 1), signal.SIGSTOP)
@@ -394,6 +397,7 @@ def _interpreter_for_others() -> tuple[str, str]:
     pytest.skip(f"user nobody can run no {version} here that reads this checkout")
 
 
+@pytest.mark.long
 def test_as_an_ordinary_user(mode: str) -> None:
     """Root's namespaces need no user namespace; everybody else's do, or fall back to the subreaper."""
     if os.geteuid() != 0:

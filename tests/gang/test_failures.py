@@ -204,6 +204,7 @@ def import_torch() -> bool:
     return dist.is_initialized()
 
 
+@pytest.mark.long
 def test_one_rank_raises_while_the_other_is_in_a_barrier() -> None:
     with sky.ComputePool(nodes=2) as pool:
         assert import_torch() @ pool == [True, True]

@@ -52,7 +52,7 @@ LATE = "rank 0 entered a collective that rank 1 did not"
 @pytest.mark.parametrize(
     ("how", "proof", "stack"),
     [
-        ("sleeps", LATE, "the_culprit"),
+        pytest.param("sleeps", LATE, "the_culprit", marks=pytest.mark.long),
         ("is stopped inside", "rank 1 stopped by a signal", "stopped by a signal (pid "),
         pytest.param("loops", LATE, "the_culprit", marks=pytest.mark.long),
         pytest.param("holds the GIL", LATE, "native code holds the GIL", marks=pytest.mark.long),
@@ -128,6 +128,7 @@ def silent_work(how: str, seconds: float) -> str:
     return how
 
 
+@pytest.mark.long
 def test_slow_is_no_hang() -> None:
     seen: list[events.Event] = []
     ways = ["prints", "report", "every rank prints", "one line", "collectives"]
@@ -149,6 +150,7 @@ def sleeps_in_c() -> list[int]:
     return [libc.sleep(2), libc.poll(None, 0, 2000), libc.usleep(900_000)]
 
 
+@pytest.mark.long
 def test_nobody_feels_the_looking() -> None:
     with sky.ComputePool(nodes=1, hang_timeout=6) as pool:  # looked at every 0.3 s
         assert pool.run(sleeps_in_c) == [[0, 0, 0]], "no sleep was cut short, and poll got no EINTR"

@@ -138,6 +138,7 @@ def test_an_exception_in_the_waiting_thread_cancels_the_call() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.long
 def test_unread_results_hold_no_descriptors() -> None:
     done = run_script("""
         import resource
@@ -153,6 +154,7 @@ def test_unread_results_hold_no_descriptors() -> None:
     assert done.stdout == "fine\n", done.stderr
 
 
+@pytest.mark.long
 def test_calls_that_wait_with_large_arguments_leave_descriptors_for_others() -> None:
     done = run_script("""
         import resource

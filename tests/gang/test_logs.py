@@ -104,6 +104,7 @@ def test_progress_bars_bytes_and_open_ends() -> None:
     assert raw == b"10%\r20%\r30%\r\nbad \xff\xfe bytes\nsplit line\r\nopen end"
 
 
+@pytest.mark.long
 def test_fifty_megabytes_every_byte_once() -> None:
     lines = 400_000
     counts: dict[int, int] = defaultdict(int)

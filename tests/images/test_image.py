@@ -204,6 +204,7 @@ def test_another_version_than_the_environments_hides_it_and_says_so(home: Path, 
 
 
 @pytest.mark.parametrize("how", ["lines", "file", "variable"])
+@pytest.mark.long
 def test_constraints_hold(home: Path, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     for number in ("1.0", "2.0"):
         make_wheel(wheels, "atoll_t_pin", number)
@@ -231,6 +232,7 @@ def test_a_constraints_file_that_is_not_there_is_named(home: Path) -> None:
         resolve(Image(pip=["pytest"], constraints="no-such.txt"), has_gpu=False)
 
 
+@pytest.mark.long
 def test_a_changed_local_package_is_built_again(home: Path, wheels: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -243,6 +245,7 @@ def test_a_changed_local_package_is_built_again(home: Path, wheels: Path, tmp_pa
     seen_by_ranks(second, "import atoll_t_local, atoll_t_added")
 
 
+@pytest.mark.long
 def test_a_repository_is_built_at_the_commit_that_was_found(
     home: Path, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +269,7 @@ def test_a_repository_is_built_at_the_commit_that_was_found(
     assert seen_by_ranks(environment, "import atoll_t_repo; print(atoll_t_repo.__version__)") == "1.0"
 
 
+@pytest.mark.long
 def test_images_go_when_nobody_uses_them(home: Path, wheels: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = {}
     for name in ("atoll_t_old", "atoll_t_new", "atoll_t_held"):
@@ -300,6 +304,7 @@ def test_a_rank_holds_its_image(home: Path, wheels: Path) -> None:
     assert [each.folder for each in prune_images(0.0)] == [image.folder]
 
 
+@pytest.mark.long
 def test_variables_that_send_pip_elsewhere_are_ignored(
     home: Path, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +341,7 @@ def test_a_network_that_is_not_there_is_said(home: Path, wheels: Path, monkeypat
         resolve(Image(pip=["atoll-t-far"]), has_gpu=False)
 
 
+@pytest.mark.long
 def test_a_build_that_fails_halfway_leaves_nothing(home: Path, wheels: Path) -> None:
     wheel = make_wheel(wheels, "atoll_t_torn", "1.0")
     told: list[str] = []
@@ -403,6 +409,7 @@ _RESOLVE_SLOW = """
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_during_a_build_ends_it_and_leaves_nothing(home: Path, wheels: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     _slow_sdist(wheels, "atoll_t_slow", begun)
@@ -414,6 +421,7 @@ def test_ctrl_c_during_a_build_ends_it_and_leaves_nothing(home: Path, wheels: Pa
     assert leftovers(home) == []
 
 
+@pytest.mark.long
 def test_a_killed_driver_takes_its_installer_along_and_the_next_build_clears_up(
     home: Path, wheels: Path, tmp_path: Path
 ) -> None:
@@ -450,6 +458,7 @@ def test_two_processes_that_need_the_same_build_it_once(home: Path, wheels: Path
     assert leftovers(home) == []
 
 
+@pytest.mark.long
 def test_a_second_builder_waits_and_says_so(home: Path, wheels: Path) -> None:
     make_wheel(wheels, "atoll_t_wait", "1.0")
     waiting = threading.Event()
@@ -498,6 +507,7 @@ def test_without_a_gpu_a_cuda_extra_becomes_the_cpu_package(asked: str, becomes:
     assert without_cuda([asked]) == ([becomes], lines)
 
 
+@pytest.mark.long
 def test_the_cuda_extra_is_installed_where_there_is_a_gpu_and_not_elsewhere(home: Path, wheels: Path) -> None:
     make_wheel(wheels, "jax", "99.0", requires=["atoll_t_cuda; extra == 'cuda12'"], extras=["cuda12"])
     make_wheel(wheels, "atoll_t_cuda", "1.0")
@@ -513,6 +523,7 @@ def test_the_cuda_extra_is_installed_where_there_is_a_gpu_and_not_elsewhere(home
 # ----------------------------------------------------------------------------------------------- installers and Pythons
 
 
+@pytest.mark.long
 def test_an_interpreter_without_pip_uses_the_one_that_python_ships(wheels: Path, tmp_path: Path) -> None:
     make_wheel(wheels, "atoll_t_bare", "1.0", requires=["atoll_t_dep; extra == 'x'"], extras=["x"])
     for number in ("1.0", "2.0"):
@@ -551,6 +562,7 @@ def test_the_running_python_by_its_version_is_the_running_interpreter(home: Path
     assert resolve(Image(python=MINOR), has_gpu=False).python == sys.executable
 
 
+@pytest.mark.long
 def test_another_python_gets_an_environment_with_cloudpickle_and_the_packages(
     home: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

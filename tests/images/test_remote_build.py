@@ -71,6 +71,7 @@ def test_packages_come_from_the_index_of_the_hosts_and_once(bed: Testbed, capfd:
     assert left == [".lock"]
 
 
+@pytest.mark.long
 def test_wheels_are_sent_to_hosts_without_a_network(
     make_bed: MakeBed, index: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +88,7 @@ def test_wheels_are_sent_to_hosts_without_a_network(
         assert said.count(f"{host}: no package index can be reached from there: wheels are sent") == 1
 
 
+@pytest.mark.long
 def test_a_wheel_of_this_machine_is_sent_and_again_when_it_changed(bed: Testbed, index: Path, tmp_path: Path) -> None:
     own_index(bed)
     path = make_wheel(tmp_path, "atoll_r_mine", "1.0")
@@ -98,6 +100,7 @@ def test_a_wheel_of_this_machine_is_sent_and_again_when_it_changed(bed: Testbed,
         assert pool.run(version_of, "atoll_r_more") == [("h1", "more")]
 
 
+@pytest.mark.long
 def test_what_can_not_be_installed_is_told_with_the_host(bed: Testbed, index: Path) -> None:
     own_index(bed)
     with pytest.raises(ImageError, match=r"(?s)^h1, h2: pip could not install 'atoll_r_none'.*Check the name"):
@@ -110,6 +113,7 @@ def test_what_can_not_be_installed_is_told_with_the_host(bed: Testbed, index: Pa
         sky.ComputePool(sky.SSH("h1"), image=sky.Image(python="3.19")).up()
 
 
+@pytest.mark.long
 def test_the_python_of_this_process_is_looked_for_on_hosts_with_another(bed: Testbed) -> None:
     other = "/root/.pyenv/versions/3.12.1/bin/python3"
     if not os.path.exists(other) or sys.version_info[:2] == (3, 12):

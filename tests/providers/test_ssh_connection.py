@@ -74,6 +74,7 @@ def test_what_takes_long_to_send_arrives_whole(bed: Testbed, connect: Connect) -
     assert connect("h1").run("wc -c", bytes(2 << 20), limit_s=60).stdout.split() == [b"2097152"]
 
 
+@pytest.mark.long
 def test_the_last_user_of_a_login_ends_it(connect: Connect) -> None:
     one, two = connect(), connect()
     assert one.run("hostname").stdout == two.run("hostname").stdout == b"h1\n"
@@ -147,6 +148,7 @@ def test_an_address_that_nobody_has(connect: Connect) -> None:
     assert "can't be reached: is it up" in refusal(connect("10.77.0.99"))
 
 
+@pytest.mark.long
 def test_a_frozen_host_hangs_at_login(bed: Testbed, connect: Connect) -> None:
     bed.hosts[0].freeze()
     started = time.monotonic()

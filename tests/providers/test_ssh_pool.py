@@ -106,6 +106,7 @@ def test_a_rank_that_is_killed_is_named_and_replaced(bed: Testbed) -> None:
         assert [host for host, *_ in whereabouts(1) @ pool] == BOTH
 
 
+@pytest.mark.long
 def test_torch_trains_over_two_hosts(bed: Testbed) -> None:
     def total() -> float:
         import torch
@@ -119,6 +120,7 @@ def test_torch_trains_over_two_hosts(bed: Testbed) -> None:
         assert pool.run(total) == [3000.0, 3000.0]
 
 
+@pytest.mark.long
 def test_modules_of_this_machine_travel_by_value_or_as_included(
     bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_another_minor_version_of_python_is_refused(bed: Testbed) -> None:
         sky.ComputePool(sky.SSH("h1", python=other)).up()
 
 
+@pytest.mark.long
 def test_a_named_pool_stays_up_for_the_next(bed: Testbed) -> None:
     def pool() -> sky.ComputePool:
         return sky.ComputePool(sky.SSH(BOTH), name="bed", idle=30)
@@ -186,6 +189,7 @@ def test_a_named_pool_stays_up_for_the_next(bed: Testbed) -> None:
     second.down()
 
 
+@pytest.mark.long
 def test_hosts_with_homes_of_their_own(make_bed: MakeBed) -> None:
     bed = make_bed(3, shared_home=False)
     with sky.ComputePool(sky.SSH("h[13]")) as pool:
@@ -193,6 +197,7 @@ def test_hosts_with_homes_of_their_own(make_bed: MakeBed) -> None:
     assert bed.hosts[2].run("ls /home/sky/.atoll/bundle").endswith(".zip\n")
 
 
+@pytest.mark.long
 def test_a_cut_shorter_than_the_grace_kills_nothing(bed: Testbed) -> None:
     with sky.ComputePool(sky.SSH(BOTH, grace_s=30)) as pool:
         call = pool.submit(nap, 1.0, everywhere=True)
@@ -221,6 +226,7 @@ def test_a_cut_that_breaks_the_connection_kills_nothing_either(bed: Testbed, cap
     assert "h2 (node 1) answers again" in said
 
 
+@pytest.mark.long
 def test_a_host_that_loses_power_is_named_in_time(bed: Testbed) -> None:
     lost(bed.hosts[1], Host.power_off)
 
@@ -242,6 +248,7 @@ def lost(host: Host, happens: object) -> None:
         assert pool.submit(os.getpid).result(60) > 0  # the other one still works
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed_leaves_nothing(bed: Testbed, tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(
@@ -262,6 +269,7 @@ def test_a_driver_that_is_killed_leaves_nothing(bed: Testbed, tmp_path: Path) ->
         ended(host, 20)  # and not only after the grace
 
 
+@pytest.mark.long
 def test_ctrl_c_while_nodes_start_ends_everything(bed: Testbed) -> None:
     slow_python(bed.hosts[1], "agent.session", 17)
     with pytest.raises(KeyboardInterrupt), interrupted_when(lambda: "sleep 17" in bed.hosts[1].command_lines()):
@@ -269,6 +277,7 @@ def test_ctrl_c_while_nodes_start_ends_everything(bed: Testbed) -> None:
     bed.hosts[1].run("pkill -f '^sleep 17$'")  # what waits for it sees then that nobody is there
 
 
+@pytest.mark.long
 def test_a_host_whose_python_starts_late_can_be_reached(bed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's port stays open for as long as the others may take to ask for it."""
     monkeypatch.setattr(preflight, "_REACH_S", 0.5)
@@ -308,6 +317,7 @@ def test_a_script_of_the_guide_runs_with_only_the_provider_changed(
     assert said in done.stdout
 
 
+@pytest.mark.long
 def test_gather_streams_and_calls_that_are_tried_again(bed: Testbed) -> None:
     @sky.compute
     def count(num: int) -> Iterator[int]:

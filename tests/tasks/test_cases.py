@@ -70,6 +70,7 @@ def test_a_shell_that_kills_itself(atoll: Atoll) -> None:
 
 
 @pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.long
 def test_one_ends_well_at_once_and_the_other_fails_later(atoll: Atoll, early: int) -> None:
     script = f"[ $SKYPILOT_NODE_RANK = {early} ] && exit 0; sleep 0.7; exit 5"
     code, out, _ = atoll("launch", "-c", "t", "--nodes", "2", script)
@@ -98,6 +99,7 @@ def test_setup_alone(atoll: Atoll, tmp_path: Path) -> None:
     assert re.search(r"^\(setup pid=\d+\) only this$", out, re.M)
 
 
+@pytest.mark.long
 def test_the_last_command_decides_unless_strict(atoll: Atoll) -> None:
     script = "false; echo after"
     assert atoll("launch", "-c", "t", script)[0] == 0
@@ -118,6 +120,7 @@ def test_memory_that_ran_out_is_told_apart(atoll: Atoll, memory_limit: Callable[
 
 
 # ------------------------------------------------------------------------------------------------ nothing is left
+@pytest.mark.long
 def test_cancel_reaches_those_that_hide(atoll: Atoll, both_ways: str) -> None:
     away, bare, forked = sleeps(), sleeps(), sleeps()
     script = f"setsid {away} & env -i setsid bash -c '({forked} &) ; exec {bare}' & echo begun; wait"
@@ -129,6 +132,7 @@ def test_cancel_reaches_those_that_hide(atoll: Atoll, both_ways: str) -> None:
     eventually(lambda: not any(with_marker(word) for word in words), "nothing of it left")
 
 
+@pytest.mark.long
 def test_a_killed_torchrun_leaves_no_worker(atoll: Atoll, both_ways: str) -> None:
     word = sleeps().split()[1]
     script = (
@@ -149,6 +153,7 @@ def _command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
+@pytest.mark.long
 def test_pkill_hits_nobody_else(atoll: Atoll, both_ways: str) -> None:
     """Neither its own shell, nor its peer, nor another cluster; in a cluster that is called so itself."""
     sleeping = sleeps()
@@ -191,6 +196,7 @@ def test_two_clusters_with_one_port_side_by_side(atoll: Atoll) -> None:
     assert row_of(atoll, "one")["status"] == "RUNNING"
 
 
+@pytest.mark.long
 def test_two_clusters_with_one_port_take_turns(atoll: Atoll, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_NETWORK_NAMESPACE", "0")
     port = free_port()
@@ -252,6 +258,7 @@ run: |
 
 
 # -------------------------------------------------------------------------------------------- terminals, supervisors
+@pytest.mark.long
 def test_a_terminal_that_closes(atoll: Atoll) -> None:
     """Its master side goes, and the kernel hangs up on the whole session."""
     ours, theirs = os.openpty()

@@ -30,6 +30,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a sm
 
 
 # -------------------------------------------------------------------------------------------------------- files
+@pytest.mark.long
 def test_a_workdir_with_rules_links_and_a_large_file(atoll: Atoll, tmp_path: Path) -> None:
     work = tmp_path / "work"
     for name in ("dataset/large", "dataset/keep.txt", "build/object", "src/build/kept", "main.py"):
@@ -51,6 +52,7 @@ def test_a_workdir_with_rules_links_and_a_large_file(atoll: Atoll, tmp_path: Pat
     assert lines[7:10] == ["main.py", "nowhere", str(64 << 20)]
 
 
+@pytest.mark.long
 def test_a_file_that_vanishes_while_it_is_copied(atoll: Atoll, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
@@ -84,6 +86,7 @@ def outside() -> Iterator[Path]:
     shutil.rmtree(where, ignore_errors=True)
 
 
+@pytest.mark.long
 def test_mounts_outside_of_the_home_are_the_nodes_own(
     atoll: Atoll, tmp_path: Path, both_ways: str, outside: Path
 ) -> None:
@@ -131,6 +134,7 @@ run: |
 
 
 # --------------------------------------------------------------------------------------------------------- logs
+@pytest.mark.long
 def test_a_quiet_job_shows_what_it_said(atoll: Atoll) -> None:
     atoll("launch", "-c", "t", "-d", "seq 20; printf 'Continue? '; sleep 60")
     wait_for_log(atoll, "t", "20\n")
@@ -194,6 +198,7 @@ def test_whatever_a_job_prints(atoll: Atoll) -> None:
     assert b") after\n" in shown
 
 
+@pytest.mark.long
 def test_the_end_of_a_large_log_is_shown_at_once(atoll: Atoll) -> None:
     atoll("launch", "-c", "t", "-d", "yes 'a line of forty characters, as they come.' | head -c 100000000; echo; seq 3")
     assert atoll("logs", "t", "--tail", "1")[0] == 0

@@ -46,6 +46,7 @@ def is_free(host: Host, gpu: str) -> bool:
     return host.run(f"flock -n -s /dev/shm/atoll-gpus/{gpu} echo free || true") == "free\n"
 
 
+@pytest.mark.long
 def test_jobs_clusters_and_pools_share_the_gpus_of_a_host(make_bed: MakeBed) -> None:
     (host,) = make_bed(1).hosts
     gpus = host.give_gpus(2)

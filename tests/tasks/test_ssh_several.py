@@ -27,7 +27,7 @@ def statuses(cluster: str) -> list[str]:
     return [row["status"] for row in json.loads(atoll("queue", cluster, "-o", "json"))]
 
 
-@pytest.mark.parametrize("supervised", [HERE, HEAD])
+@pytest.mark.parametrize("supervised", [pytest.param(HERE, marks=pytest.mark.long), HEAD])
 def test_jobs_that_start_together_all_run(lab: Testbed, supervised: str) -> None:
     if supervised == HEAD:
         trust(lab)
@@ -54,6 +54,7 @@ def test_what_setup_writes_into_bashrc_is_known_to_the_first_launch_and_to_run(l
     atoll("down", "c")
 
 
+@pytest.mark.long
 def test_paths_with_spaces_percents_and_backslashes(
     lab: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_paths_with_spaces_percents_and_backslashes(
     atoll("down", "c")
 
 
+@pytest.mark.long
 def test_clusters_of_one_host_run_beside_each_other(lab: Testbed, tmp_path: Path) -> None:
     for number in ("1", "2"):
         words = ("--infra", "ssh/lab", "--workdir", str(tmp_path), "--env", f"N={number}")
@@ -98,6 +100,7 @@ def test_clusters_of_one_host_run_beside_each_other(lab: Testbed, tmp_path: Path
     atoll("down", "c1", "c2")
 
 
+@pytest.mark.long
 def test_a_fixed_port_is_waited_for_on_its_host_and_no_other(lab: Testbed, tmp_path: Path) -> None:
     config = "".join(f'[ssh.{host.name}]\nhosts = ["{host.name}"]\npython = "{PYTHON}"\n' for host in lab.hosts)
     Path(os.environ["ATOLL_HOME"], "config.toml").write_text(config)

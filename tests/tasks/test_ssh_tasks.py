@@ -121,6 +121,7 @@ def test_a_failing_rank_is_named_and_the_others_end(lab):
     assert "my last words" in said
 
 
+@pytest.mark.long
 def test_a_head_that_can_log_in_to_the_others_supervises_and_this_machine_may_leave(lab):
     trust(lab)
     said = atoll(
@@ -148,6 +149,7 @@ def test_a_head_that_can_log_in_to_the_others_supervises_and_this_machine_may_le
     assert "gone on" in atoll("logs", "away", "1")
 
 
+@pytest.mark.long
 def test_a_supervisor_stays_where_its_cluster_was_made(lab: Testbed) -> None:
     """The head can no longer log in to the other host; so the cluster has to be made anew, and is supervised here."""
     trust(lab)
@@ -176,6 +178,7 @@ def test_a_supervisor_stays_where_its_cluster_was_made(lab: Testbed) -> None:
     assert lab.hosts[0].run("ls /home/sky/.atoll/clusters 2>/dev/null || true") == ""
 
 
+@pytest.mark.long
 def test_looking_at_a_copy_of_the_state_folder_ends_nothing(lab: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor's lock is free, and its records name the hosts and what runs there."""
     home = Path(os.environ["ATOLL_HOME"])
@@ -197,6 +200,7 @@ def test_looking_at_a_copy_of_the_state_folder_ends_nothing(lab: Testbed, monkey
     atoll("down", "c")
 
 
+@pytest.mark.long
 def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
     task = tmp_path / "task.yaml"
     task.write_text(
@@ -288,6 +292,7 @@ def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None
     assert "cluster c is down" in refused("exec", "c", "true")
 
 
+@pytest.mark.long
 def test_a_password_is_typed_once_a_host_and_a_launch(lab: Testbed, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("from here\n")
     for host in lab.hosts:

@@ -96,6 +96,7 @@ USES_BASHRC = (
 )
 
 
+@pytest.mark.long
 def test_what_setup_writes_into_bashrc_is_known_to_run(home: Path) -> None:
     cluster = LocalCluster.make(home)
     status, log = cluster.run(USES_BASHRC + "\nnonsense-command", setup=WRITES_BASHRC, env={"GIVEN": "by the user"})
@@ -763,6 +764,7 @@ def test_a_supervisor_whose_store_was_removed_ends_its_jobs(home: Path) -> None:
     assert cluster.control.queue() == []
 
 
+@pytest.mark.long
 def test_a_supervisor_that_does_not_end_is_killed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_END_S", 0.5)
     cluster = LocalCluster.make(home)

@@ -340,7 +340,7 @@ MESHES: dict[int, list[dict[str, int]]] = {
 @pytest.mark.parametrize(
     ("world", "shape"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.long),
         pytest.param(2, {"shard": 2}, marks=pytest.mark.long),
         pytest.param(2, {"tensor": 2}, marks=pytest.mark.long),
         pytest.param(4, {"shard": 4}, marks=pytest.mark.long),

@@ -72,6 +72,7 @@ def test_save_load_and_retention(store):
     assert puts[-1].endswith("manifest.json")
 
 
+@pytest.mark.long
 def test_a_step_is_replaced_without_a_moment_in_which_there_is_none(store):
     ranks.run(2, save_and_load, ROOT, [1], env=store.environment)
     whole: list[bool] = []
@@ -93,6 +94,7 @@ def test_a_step_is_replaced_without_a_moment_in_which_there_is_none(store):
     assert all(whole)
 
 
+@pytest.mark.long
 def test_damage(store):
     ranks.run(1, save_and_load, ROOT, [1, 2, 3], env=store.environment)
     store.delete(f"{SHARED}step-00000003/__0_0.distcp")
@@ -153,6 +155,7 @@ def test_a_first_save_that_was_killed_is_a_fresh_start(store):
     assert store.names() == []
 
 
+@pytest.mark.long
 def test_a_slow_server(store):
     store.gate = lambda method, path: 0.04
     assert ranks.run(1, save_and_load, ROOT, [1], env=store.environment)[0] == (1, [1], [])
@@ -306,12 +309,14 @@ def check_claims(found: dict[str, Any], root: str) -> None:
     assert [re.findall(r"\(run \w+\)", note) for note in found["notes"]] == [["(run one)"], ["(run three)"]]
 
 
+@pytest.mark.long
 def test_one_writer_a_prefix(store):
     (found,) = ranks.run(1, claim_twice, ROOT, 0.2, env=store.environment)
     check_claims(found, ROOT)
     assert [name for name in store.names("runs/one/") if name.startswith(".writer")] == []
 
 
+@pytest.mark.long
 def test_of_writers_at_once_one_stays_where_writes_are_conditional(store):
     outcomes = ranks.run(4, claim_at_once, ROOT, env=store.environment)
     assert sorted(each is None for each in outcomes) == [False, False, False, True], outcomes
@@ -331,6 +336,7 @@ def claim_at_once(root: str) -> str | None:
     return refusal
 
 
+@pytest.mark.long
 def test_one_writer_also_where_the_store_knows_no_conditional_writes(store):
     """Such a store answers that it does not implement the header."""
     (found,) = ranks.run(1, without_conditions, ROOT, env=store.environment)
@@ -364,6 +370,7 @@ def train_where_another_does(folder: str) -> str:
     return "it trained"
 
 
+@pytest.mark.long
 def test_a_run_is_refused_where_another_keeps_its_checkpoints(store, tmp_path):
     small.tree(tmp_path)
     for said in ranks.run(2, train_where_another_does, str(tmp_path), env=store.environment, timeout=120):

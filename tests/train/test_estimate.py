@@ -112,6 +112,7 @@ def test_activations_in_bf16_are_as_measured():
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch hides its own, which errors would forestall
+@pytest.mark.long
 def test_activations_of_compiled_blocks_are_as_measured(mode):
     wanted = recipe(
         model=SMALL,
@@ -168,6 +169,7 @@ def shares(wanted, layout):
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), Layout(tensor=2), Layout(shard=2, tensor=2)], ids=str)
+@pytest.mark.long
 def test_a_ranks_share_of_the_weights_is_as_measured(layout):
     wanted = recipe(model=SMALL, train={"seq_len": 128}, precision={"compute": "fp32"})
     told = estimate(wanted, layout, recompute="none", device="cpu")

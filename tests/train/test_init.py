@@ -261,6 +261,7 @@ def _float8(expected: dict[str, Tensor]) -> int:
     return wrapped
 
 
+@pytest.mark.long
 def test_float8_weights() -> None:
     assert ranks.run(2, _float8, _whole(UNEVEN)) == [14, 14]
 

@@ -156,6 +156,7 @@ def test_srun(reference: Path, tmp_path: Path) -> None:
     small.assert_same_run(reference / "run", tmp_path / "run")
 
 
+@pytest.mark.long
 def test_slurms_notice_to_all_tasks_saves(reference: Path, tmp_path: Path) -> None:
     run = _srun(tmp_path, *[_endless(reference, tmp_path)] * 2)
     _wait_for_steps(tmp_path)
@@ -166,6 +167,7 @@ def test_slurms_notice_to_all_tasks_saves(reference: Path, tmp_path: Path) -> No
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_ctrl_c_that_comes_twice_saves(reference: Path, tmp_path: Path) -> None:
     """The terminal sends it to the whole process group, and torchrun sends it to its ranks once more."""
     with _as_under_torchrun(tmp_path, *_endless(reference, tmp_path)) as run:
@@ -225,6 +227,7 @@ def test_a_mistake_is_told_once(reference: Path, tmp_path: Path) -> None:
     assert "/nowhere.txt" in first[1]
 
 
+@pytest.mark.long
 def test_a_mistake_is_told_once_although_the_store_goes_with_rank_0(reference: Path, tmp_path: Path) -> None:
     wrong = [str(reference / "tree.toml"), *_to(tmp_path), "--data.path", "/nowhere.txt"]
     first, second = _srun(tmp_path, wrong, wrong).finish()
@@ -233,6 +236,7 @@ def test_a_mistake_is_told_once_although_the_store_goes_with_rank_0(reference: P
     assert "atoll: " not in second[1], "torch may say that the store went with rank 0"
 
 
+@pytest.mark.long
 def test_what_one_rank_alone_finds_wrong_is_told_once(reference: Path, tmp_path: Path) -> None:
     good = [str(reference / "tree.toml"), *_to(tmp_path)]
     first, second = _srun(tmp_path, good, [*good, "--model.python", "nowhere_at_all:build"]).finish()
@@ -249,6 +253,7 @@ def test_a_broken_environment_of_one_rank_is_told_by_it(reference: Path, tmp_pat
     assert said == "atoll: on rank 1: LOCAL_RANK='one' in the environment: expected a whole number\n"
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_meet_say_where(reference: Path, tmp_path: Path) -> None:
     arguments = [str(reference / "tree.toml"), *_to(tmp_path), "--train.hang_timeout_s", "1"]
     with _unserved() as port:
@@ -289,6 +294,7 @@ def build(config):
         ("raise RuntimeError('out of ideas')", 1, "RuntimeError: out of ideas"),
     ],
 )
+@pytest.mark.long
 def test_a_rank_that_hangs_or_raises_ends_atoll_train(tmp_path: Path, what: str, num_ranks: int, said: str) -> None:
     (tmp_path / "a_bad_model.py").write_text(HANGS.format(what=what, rank=num_ranks - 1))
     tree = small.tree(tmp_path, model__python="a_bad_model:build", train__hang_timeout_s=6.0)

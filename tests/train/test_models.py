@@ -365,7 +365,10 @@ def _vocabulary_parallel(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), *torch.autograd.grad(3 * loss, (hidden, mine))
 
 
-@pytest.mark.parametrize(("world", "vocabulary"), [(2, 24), (2, 23), (3, 23), (4, 5)])
+@pytest.mark.parametrize(
+    ("world", "vocabulary"),
+    [(3, 23), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 24), (2, 23), (4, 5)))],
+)
 def test_each_rank_has_a_slice_of_the_vocabulary(world: int, vocabulary: int) -> None:
     results = ranks.run(world, _vocabulary_parallel, vocabulary)
     loss, grad_hidden, grad_weight = _plain(*_problem(vocabulary=vocabulary))

@@ -286,7 +286,11 @@ def sharded(section, sizes):
     ],
     ids=lambda section: section.kind,
 )
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 3, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 2, 2), *(pytest.param(each, marks=pytest.mark.long) for each in ((1, 2, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1)))],
+    ids=str,
+)
 def test_a_mesh_moves_weights_as_one_process_does(section, sizes):
     expected, _ = train(section)
     for weights in ranks.run(sizes[0] * sizes[1] * sizes[2], sharded, section, sizes):

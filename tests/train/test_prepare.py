@@ -94,6 +94,7 @@ def test_empty_documents_are_left_out_and_counted(ready: Any, told: Told, tmp_pa
     assert any("2 empty documents of" in line for line in told.notes)
 
 
+@pytest.mark.long
 def test_learnt_tokens_give_the_text_back_and_are_those_of_the_library(ready: Any) -> None:
     prepared = ready(AUSTEN, tokenizer="bpe:512")
     ((shards, _),) = prepared.train
@@ -426,6 +427,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         each.communicate()
 
 
+@pytest.mark.long
 def test_several_processes_at_once_make_it_once(runs: Runs, tmp_path: Path) -> None:
     (one, *others) = [runs.result(run) for run in [runs.start(tokenizer="bpe:300") for _ in range(4)]]
     assert [each[:2] for each in others] == [one[:2]] * 3

@@ -29,7 +29,9 @@ def whole(tmp_path: Path) -> dict[str, Any]:
     return small.tree(tmp_path, train__output_dir=str(tmp_path / "whole"), train__steps=14)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.long), "fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("one", marks=pytest.mark.long), "fsdp", pytest.param("ddp", marks=pytest.mark.long)]
+)
 def test_a_run_stopped_twice_is_the_uninterrupted_one(tmp_path: Path, whole: dict[str, Any], layout: str) -> None:
     world, changes = LAYOUTS[layout]
     whole = small.changed(whole, **changes)
@@ -90,6 +92,7 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(tmp_path: Path, whole: dict[str, Any]) -> None:
     whole = small.changed(whole, precision__compute="fp64", train__steps=10)
     small.train(whole)
@@ -202,6 +205,7 @@ def test_only_torn_checkpoints_are_never_a_fresh_start(tmp_path: Path) -> None:
     assert len(small.steps(tmp_path / "run")) == 2
 
 
+@pytest.mark.long
 def test_tied_embeddings_survive_everything(tmp_path: Path, whole: dict[str, Any]) -> None:
     tied = small.changed(whole, model__tied=True, parallel__shard=2, train__steps=6)
     parts = small.changed(tied, train__output_dir=str(tmp_path / "parts"))

@@ -162,6 +162,7 @@ def test_a_length_in_tokens_is_reached(tmp_path: Path) -> None:
     assert result.steps == -(-500 // per_step)
 
 
+@pytest.mark.long
 def test_gradients_do_not_depend_on_how_a_batch_is_dealt(tmp_path: Path, seven: dict[str, Any]) -> None:
     tree = small.changed(seven, optimizer__lr=3e-3, train__steps="3ep")
     ways = {"whole": (1, 4), "accumulated": (1, 1), "two": (2, 2), "two accumulated": (2, 1)}
@@ -184,6 +185,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_in_a_save(tmp_path: Path, small_disk: Path) -> None:
     tree = small.tree(
         tmp_path, train__output_dir=str(small_disk / "run"), train__steps=6, checkpoint__every=2, parallel__shard=2
@@ -368,6 +370,7 @@ def test_json_output_is_one_object(tmp_path: Path) -> None:
     assert result["loss"] == small.losses(tmp_path / "run")[-1]
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_fails_at_the_end_fails_the_run(tmp_path: Path) -> None:
     place = tmp_path / "elsewhere"
     tree = small.tree(tmp_path, train__steps=2, checkpoint__path=str(place))
@@ -385,6 +388,7 @@ def test_a_checkpoint_that_fails_at_the_end_fails_the_run(tmp_path: Path) -> Non
     assert not [event for event in events if isinstance(event, Note) and "Traceback" in event.text]
 
 
+@pytest.mark.long
 def test_a_place_for_checkpoints_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, train__steps=2, checkpoint__path=str(tmp_path / "text.txt" / "checkpoints"))
     events: list[Any] = []
@@ -471,6 +475,7 @@ def _claim(tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("every", ["0.5ep", None], ids=["every half", "alone"])
+@pytest.mark.long
 def test_what_stays_for_good_is_saved_and_stays_also_when_the_run_is_lengthened(
     seven: dict[str, Any], tmp_path: Path, every: str | None
 ) -> None:
@@ -534,6 +539,7 @@ def with_weights_that_rank_1_lacks(recipe: dict[str, Any], folder: str) -> str:
     return f"{caught.value} {getattr(caught.value, '__notes__', '')}"
 
 
+@pytest.mark.long
 def test_weights_that_one_rank_lacks_stop_all_of_them(tmp_path: Path) -> None:
     first = small.tree(tmp_path, train__output_dir=str(tmp_path / "first"), train__steps=1, schedule__warmup=0)
     small.train(first)

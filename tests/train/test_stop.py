@@ -87,6 +87,7 @@ def _stop_when(recipe: dict[str, Any], when: Callable[[Any], bool], victim: int,
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.long
 def test_stopped_while_data_are_prepared(tmp_path: Path, slow_url: str, victim: int) -> None:
     tree = small.tree(tmp_path, data__path=slow_url, data__document_end="END", **LAYOUT)
     started = time.monotonic()
@@ -99,6 +100,7 @@ def test_stopped_while_data_are_prepared(tmp_path: Path, slow_url: str, victim: 
     assert finished.status == "finished", "the folder is free, and holds no recipe that never began"
 
 
+@pytest.mark.long
 def test_the_next_run_of_the_same_ranks_is_not_stopped_with_it(tmp_path: Path, slow_url: str) -> None:
     first = small.tree(tmp_path, data__path=slow_url, data__document_end="END", **LAYOUT)
     second = small.changed(first, data__path=str(tmp_path / "text.txt"))
@@ -117,6 +119,7 @@ def test_stopped_before_the_first_step(tmp_path: Path) -> None:
     assert small.saved_step(tmp_path / "run") == 1
 
 
+@pytest.mark.long
 def test_stopped_in_a_validation(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, data__validation=0.3, train__validate_every=3, train__steps=9, **LAYOUT)
     outcomes = ranks.run(
@@ -130,6 +133,7 @@ def test_stopped_in_a_validation(tmp_path: Path) -> None:
     assert ranks.run(2, small.train, tree)[0].status == "finished"
 
 
+@pytest.mark.long
 def test_stopped_while_a_save_is_in_flight(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, checkpoint__every=2, train__steps=50, **LAYOUT)
     outcomes = ranks.run(2, _stop_when, tree, lambda event: isinstance(event, StepDone) and event.step == 2, 0)
@@ -171,6 +175,7 @@ def test_the_second_of_two_runs_in_one_folder_is_refused(tmp_path: Path) -> None
     assert (result.status, result.step) == ("finished", done + 2)
 
 
+@pytest.mark.long
 def test_two_runs_side_by_side_share_the_data(tmp_path: Path) -> None:
     trees = [small.tree(tmp_path, train__output_dir=str(tmp_path / name)) for name in ("a", "b")]
     paths = [small.write_toml(tree, tmp_path / f"{number}.toml") for number, tree in enumerate(trees)]
@@ -392,6 +397,7 @@ def test_a_notice_to_the_driver_alone_saves(tmp_path: Path, endless: Path) -> No
     assert small.saved_step(tmp_path / "run") == len(small.steps(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough_stops_the_run(tmp_path: Path, endless: Path) -> None:
     driver = _Driver(tmp_path, endless, stdout=subprocess.PIPE)
     assert driver.process.stdout is not None
@@ -415,6 +421,7 @@ def test_ctrl_c_before_anything_began_ends_at_once(tmp_path: Path, endless: Path
     assert not (tmp_path / "run" / "stop").exists()
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, endless: Path) -> None:
     driver = _running(tmp_path, tmp_path / "run", endless)
     for rank in leaks.descendants(driver.process.pid):
@@ -445,6 +452,7 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path, endl
     assert [row["step"] for row in small.steps(tmp_path / "run")] == list(range(1, done + 3))
 
 
+@pytest.mark.long
 def test_a_validation_that_a_stop_cut_short_is_made_up_for(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, train__steps=6, train__validate_every=3, data__validation=0.2)
     ranks.run(1, small.train_and_stop, tree, 2)  # the step that comes next is one that would be validated

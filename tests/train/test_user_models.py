@@ -61,7 +61,7 @@ def stop_there(folder: str, tree: dict[str, object], after: int) -> object:
     return small.train_and_stop(tree, after)
 
 
-@pytest.mark.parametrize("parallel", [{"replicate": -1}, {"shard": -1}])
+@pytest.mark.parametrize("parallel", [pytest.param({"replicate": -1}, marks=pytest.mark.long), {"shard": -1}])
 def test_buffers_and_dropout_resume_exactly(
     tmp_path: Path, recipe: dict[str, object], parallel: dict[str, int]
 ) -> None:
@@ -77,6 +77,7 @@ def test_buffers_and_dropout_resume_exactly(
     assert saved["inner.calls"] > 0
 
 
+@pytest.mark.long
 def test_frozen_parameters_go_on_under_another_layout(tmp_path: Path, recipe: dict[str, object]) -> None:
     ranks.run(2, stop_there, str(tmp_path), small.changed(recipe, parallel={"replicate": -1}), 3)
     before = small.weights(tmp_path / "run")["inner.frozen.weight"]

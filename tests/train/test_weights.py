@@ -856,6 +856,7 @@ def _export_to_a_small_disk(folder: str) -> str:
     return "it fitted"
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     (message,) = ranks.run(1, _export_to_a_small_disk, str(tmp_path / "hf"))
     assert message.startswith(f"cannot write {tmp_path / 'hf'}: ")
