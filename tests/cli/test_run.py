@@ -303,7 +303,11 @@ while True:
 
 @pytest.mark.parametrize(
     ("number", "code", "slow_s"),
-    [(signal.SIGUSR1, 103, "5"), pytest.param(signal.SIGINT, 103, "5", marks=pytest.mark.long), (None, 100, "2.5")],
+    [
+        (signal.SIGUSR1, 103, "5"),
+        pytest.param(signal.SIGINT, 103, "5", marks=pytest.mark.long),
+        pytest.param(None, 100, "2.5", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_have_the_time_to_save_that_torchruns_flags_give_them(number, code, slow_s):
     flags = ("--nproc", "2", "--shutdown-timeout", "60", "--signals_to_handle=SIGUSR1")

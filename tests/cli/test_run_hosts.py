@@ -78,6 +78,7 @@ def test_a_script_is_copied_runs_on_both_hosts_and_finds_its_files_again(lab):
     assert "no cluster is up" in atoll("status")[0]
 
 
+@pytest.mark.long
 def test_a_mistake_is_told_before_anything_is_copied(lab):
     Path("train.py").touch()
     words = ("run", "--infra", "ssh/lab", "--nodes", "2")

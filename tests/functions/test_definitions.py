@@ -21,6 +21,7 @@ def run(script: str, *arguments: str) -> None:
     assert [f"{check['check']}: {check['got']}" for check in checks if not check["ok"]] == []
 
 
+@pytest.mark.long
 def test_plain_pickle_finds_what_the_script_defines(tmp_path: Path) -> None:
     run("plain_pickle.py", str(tmp_path), "fork")
 

@@ -480,6 +480,7 @@ def test_differing_settings_are_refused(home: Path) -> None:
             assert same.world_size == 2
 
 
+@pytest.mark.long
 def test_a_keeper_that_stands_still_is_told_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sky.ComputePool(name=NAME) as pool:
         assert double(1) >> pool == (2, 0)

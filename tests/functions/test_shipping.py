@@ -66,6 +66,7 @@ def test_the_second_call_uses_the_same_memory(pool: sky.ComputePool) -> None:
     assert resident_bytes() - before < data.nbytes // 2
 
 
+@pytest.mark.long
 def test_results_are_freed_when_they_are_dropped(pool: sky.ComputePool) -> None:
     def make() -> Any:
         import numpy as np
@@ -170,6 +171,7 @@ def test_a_large_function_goes_to_ranks_that_lack_it_and_to_a_second_pool(pool: 
         assert second.run(length) == [300_000]
 
 
+@pytest.mark.long
 def test_a_rank_keeps_a_bounded_number_of_functions(pool: sky.ComputePool) -> None:
     def make(i: int) -> Any:
         data = i.to_bytes(2, "big") * 200_000

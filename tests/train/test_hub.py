@@ -97,6 +97,7 @@ def test_only_the_wanted_files(server: hub_server.Hub) -> None:
     assert server.transfers == [f"{NAME}/config.json"]
 
 
+@pytest.mark.long
 def test_ranks_that_ask_at_once_transfer_once(server: hub_server.Hub) -> None:
     server.hold = threading.Event()
     program = f"from atoll.train import hub\nprint(hub.fetch({NAME!r}, patterns=hub.WEIGHTS))"

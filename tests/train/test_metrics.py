@@ -86,6 +86,7 @@ def test_mfu_is_what_its_line_says() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- memory
+@pytest.mark.long
 def test_peak_memory_on_cpu_is_of_this_process_and_stays_after_a_free() -> None:
     program = (
         "import torch\n"

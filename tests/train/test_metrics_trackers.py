@@ -84,6 +84,7 @@ def mlflow_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return uri
 
 
+@pytest.mark.long
 def test_mlflow_goes_on_in_the_same_run_and_leaves_others_alone(tmp_path: Path, mlflow_folder: str) -> None:
     from mlflow import MlflowClient
 
@@ -174,6 +175,7 @@ def wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     wandb.teardown()
 
 
+@pytest.mark.long
 def test_wandb_goes_on_under_the_same_id_and_leaves_the_users_run_open(tmp_path: Path, wandb_offline: Any) -> None:
     theirs = wandb_offline.init(project="theirs", dir=str(tmp_path / "theirs"), settings={"silent": True})
     output_dir = tmp_path / "out"

@@ -108,7 +108,7 @@ def _gradients(recipe: Recipe) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["one", "ddp", "hsdp", *(pytest.param(n, marks=pytest.mark.long) for n in ("fsdp", "tp_ddp", "pp"))],
+    ["hsdp", *(pytest.param(n, marks=pytest.mark.long) for n in ("one", "ddp", "fsdp", "tp_ddp", "pp"))],
 )
 def test_a_reduction_in_bf16_rounds_once_whatever_the_micro_batches(layout: str) -> None:
     world, parallel = LAYOUTS[layout]

@@ -64,6 +64,7 @@ documents_of = st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=30
 
 @given(documents=documents_of, seq_len=st.integers(1, 40), isolate=st.booleans())
 @settings(max_examples=80, deadline=None)
+@pytest.mark.long
 def test_sequences_equal_those_made_token_by_token(documents: Documents, seq_len: int, isolate: bool) -> None:
     with shards_of(documents) as (shards,):
         dataset = PackedDataset([(shards, 1.0)], seq_len, isolate=isolate, shuffle=False)

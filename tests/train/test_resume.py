@@ -116,7 +116,7 @@ def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(tmp_path: Pat
     [
         {"optimizer__kind": "muon"},
         pytest.param({"optimizer__kind": "sgd", "optimizer__lr": 1e-2}, marks=pytest.mark.long),
-        {"optimizer__moments": "bf16"},
+        pytest.param({"optimizer__moments": "bf16"}, marks=pytest.mark.long),
     ],
     ids=["muon", "sgd", "bf16 moments"],
 )

@@ -188,6 +188,7 @@ def test_a_large_array_is_not_copied_on_either_side() -> None:
     assert np.shares_memory(np.frombuffer(buffers[0], np.uint8), back)
 
 
+@pytest.mark.long
 def test_nothing_of_a_payload_waits_for_the_garbage_collector() -> None:
     """What was sent is freed at once; and CPython crashes where it collects a PickleBuffer over a memoryview."""
     gc.collect()
