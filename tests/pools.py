@@ -23,7 +23,7 @@ NAMESPACE, SUBREAPER = "namespace", "subreaper"
 
 def namespaces_work() -> bool:
     """Does this kernel give us PID namespaces?"""
-    from atoll.providers.local import _probed
+    from atoll.providers.local_node import _probed
 
     return bool(_probed())
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import leaks
-from atoll.providers.base import Allocation, Boot, NodePlace, NodePlan
-from atoll.providers.local import Local
+from atoll.providers.base import Boot
+from atoll.providers.local_node import NodePlace, start_agent
 from atoll.wire import frames
 from atoll.wire.frames import EVERY, Frame, Parser, close_all, pack, receive, send_all
 
@@ -94,7 +94,7 @@ class TaskNode(Talk):
         self.addr = f"127.0.0.{number + 1}"
         hosts = tuple((f"127.0.0.{at + 1}", name if at == number else f"peer{at}") for at in range(peers))
         self.place = NodePlace(hostname=name, home=self.tmp, tmp=self.tmp, peers=hosts, **place)
-        (self.handle,) = Local().launch_agents(Allocation(), [NodePlan(number, self.addr, 1, place=self.place)], Boot())
+        self.handle = start_agent(Boot(), self.place, f"ATOLL_POOL_TAG={self.tag}.{number}")
         super().__init__(self.handle.channel)
         self.send(
             frames.SETUP,

@@ -22,7 +22,7 @@ from atoll.agent.node import _LOG_BACKLOG_BYTES
 from atoll.agent.process_tree import OomCounter, kill_tree, shared_memory_names, tree
 from atoll.agent.rank import Output
 from atoll.gang.members import _BOOT
-from atoll.providers.local import agent_command
+from atoll.providers.local_node import agent_command
 from atoll.wire import frames
 from atoll.wire.frames import Frame, Parser, pack, receive, send_all
 

@@ -28,7 +28,7 @@ import leaks
 from atoll.agent import orphans
 from atoll.agent.session import _namespace
 from atoll.core.errors import ProvisionError
-from atoll.providers.local import agent_command
+from atoll.providers.local_node import agent_command
 from atoll.wire import frames
 from atoll.wire.frames import Parser, RawFrame, pack, receive, send_all
 from atoll.wire.resumable_client import LinkedChannel

@@ -411,7 +411,7 @@ def test_autostop(atoll: Atoll, monkeypatch: pytest.MonkeyPatch) -> None:
             if hours == 1:
                 lifecycle.set_autostop(clusters.load("t"), 30, down=False)
             assert lifecycle.refresh(clusters.load("t")).status is status
-    # What is taken up again has been idle from then on only.
+    # What is restarted has been idle from then on only.
     atoll("launch", "-c", "t", "-i", "0", "true")
     stopped = clusters.load("t")
     atoll("start", "t")

@@ -21,8 +21,9 @@ from tests.pools import SOURCE_ROOT, descriptors, eventually
 
 from atoll.cli.app import app
 from atoll.core.errors import AtollError
+from atoll.providers.base import NodeRequest
 from atoll.tasks import clusters, lifecycle
-from atoll.tasks.placing import Wish, decide
+from atoll.tasks.placing import decide
 from atoll.tasks.spec import ClusterStatus
 
 RUN = "from atoll.cli.main import main; main()"
@@ -398,7 +399,7 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
     for number in range(24):
         name = f"run-{number:06x}"
         with clusters.locked(name, "launch", print):
-            made = decide(name, None, Wish()).cluster
+            made = decide(name, None, NodeRequest()).cluster
             clusters.save(type(made).from_json({**made.to_json(), "created_s": number, "status": "DOWN"}))
     run("--no-python", "true")
     left = clusters.all_names()

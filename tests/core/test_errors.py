@@ -12,7 +12,7 @@ import pytest
 
 import atoll as sky
 from atoll.core import errors
-from atoll.providers.ssh.provider import AcceleratorsLacking
+from atoll.providers.base import AcceleratorsLacking
 from atoll.train.checkpoint.team import Failures
 
 # What the classes with an `__init__` of their own are made with; all others take a message.

@@ -147,7 +147,8 @@ def test_a_profile_that_the_card_does_not_have_is_refused() -> None:
         ("NVIDIA RTX A6000", "RTXA6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
         ("Quadro RTX 6000", "RTX6000"),
-        ("NVIDIA GeForce RTX 3080 Ti", "RTX-3080-Ti"),  # not the RTX 3080: another card
+        ("NVIDIA GeForce RTX 2080 SUPER", "RTX-2080-SUPER"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX3080Ti"),  # not the RTX 3080: another card
         ("NVIDIA GeForce GTX 1080 Ti", "GTX-1080-Ti"),
         ("AMD Instinct MI300X", "MI300X"),
     ],

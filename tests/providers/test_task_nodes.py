@@ -18,8 +18,9 @@ from tests.pools import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_wor
 from tests.talking import TaskNode
 
 from atoll.agent.namespace import VARIABLE
-from atoll.providers import local
-from atoll.providers.base import Allocation, Boot, NodePlace, NodePlan
+from atoll.providers import local_node
+from atoll.providers.base import Boot
+from atoll.providers.local_node import NodePlace, isolation, start_agent
 
 __all__ = ["mode"]
 
@@ -153,7 +154,7 @@ def test_a_network_that_is_gone_is_named(kept: Path) -> None:
     (kept / "gone").mkdir()
     (kept / "gone/user").symlink_to(os.readlink("/proc/self/ns/user"))
     try:
-        (node,) = local.Local().launch_agents(Allocation(), [NodePlan(0, "127.0.0.1", 1, place=place)], Boot())
+        node = start_agent(Boot(), place, "ATOLL_POOL_TAG=00000000.0")
         assert node.channel.recv(1) == b""
         said = node.reason
         node.stop()
@@ -161,7 +162,7 @@ def test_a_network_that_is_gone_is_named(kept: Path) -> None:
         assert f"{kept}/gone/net" in str(said)
     finally:
         shutil.rmtree(kept / "gone")
-        tmp.rmdir()
+    assert not tmp.exists()
 
 
 # -------------------------------------------------------------------------------------------------------- processes
@@ -234,9 +235,9 @@ def test_what_a_node_does_not_have_is_left_alone(mode: str) -> None:
 @own
 def test_without_own_processes_the_rest_can_still_be_had(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
     """As in a container whose /proc is partly covered: the kernel lets nobody mount another there."""
-    rest = local.isolation().command
+    rest = isolation().command
     rest = (rest[0], "--mount", "--propagation", "slave", *rest[rest.index("--uts") :])
-    monkeypatch.setattr(local, "isolation", lambda: local.Isolation(rest, "mount /proc failed"))
+    monkeypatch.setattr(local_node, "isolation", lambda: local_node.Isolation(rest, "mount /proc failed"))
     with contextlib.closing(TaskNode(visible=(str(kept),))) as node:
         place = node.hello["place"]
         assert (place["pid_namespace"], place["hostname"], place["tmp"]) == (False, True, True)
@@ -254,7 +255,7 @@ def test_without_own_processes_the_rest_can_still_be_had(monkeypatch: pytest.Mon
 ASKS = """
 import sys
 sys.path.insert(0, {root!r})
-from atoll.providers.local import isolation
+from atoll.providers.local_node import isolation
 from atoll.providers.network import Network, NetworkUnavailable
 found = isolation()
 print(found.command, "|", found.refused)

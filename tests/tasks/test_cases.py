@@ -16,7 +16,7 @@ from tests.agent.test_command import memory_limit
 from tests.cli.test_cluster_commands import Atoll, atoll, free_port, home, start, task_file
 from tests.pools import eventually, with_marker
 
-from atoll.providers.local import isolation
+from atoll.providers.local_node import isolation
 from atoll.tasks import clusters
 
 __all__ = ["atoll", "home", "memory_limit"]

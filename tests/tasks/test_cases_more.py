@@ -20,7 +20,7 @@ from tests.pools import SOURCE_ROOT, all_pids, command, eventually
 from tests.tasks.test_cases import both_ways, wait_for_log
 
 import atoll as sky
-from atoll.providers.local import isolation
+from atoll.providers.local_node import isolation
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.logs import JobLog
 

@@ -15,9 +15,10 @@ from tests.pools import SOURCE_ROOT
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import temporary_beside
+from atoll.providers.base import NodeRequest
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.clusters import UnknownCluster
-from atoll.tasks.placing import Wish, accelerators_text, decide
+from atoll.tasks.placing import accelerators_text, decide
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 
@@ -43,7 +44,7 @@ def make(spec: ClusterSpec) -> None:
 
 # ---------------------------------------------------------------------------------------------------- decisions
 def test_a_new_cluster_is_what_was_asked_for() -> None:
-    made = decide("t", None, Wish(num_nodes=3, accelerators=(("L4", 2),), cpus="8+", memory="32"))
+    made = decide("t", None, NodeRequest(num_nodes=3, accelerators=(("L4", 2),), cpus="8+", memory="32"))
     assert (made.cluster.num_nodes, made.cluster.cpus, made.cluster.memory_gb) == (3, "8+", "32")
     assert (made.accelerator, made.num_accelerators, made.cluster.simulated) == ("L4", 2, True)
     no_gpu = "this machine has no GPU that CUDA_VISIBLE_DEVICES='' leaves"
@@ -52,71 +53,73 @@ def test_a_new_cluster_is_what_was_asked_for() -> None:
 
 
 def test_without_accelerators_nothing_is_simulated() -> None:
-    made = decide("t", None, Wish())
+    made = decide("t", None, NodeRequest())
     assert (made.cluster.infra, made.cluster.simulated, made.num_accelerators, made.lines) == ("local", False, 0, ())
 
 
 @pytest.mark.parametrize(
-    ("wish", "num_accelerators"),
+    ("wanted", "num_accelerators"),
     [
-        (Wish(num_nodes=1), 0),
-        (Wish(num_nodes=2, accelerators=(("L4", 4),)), 4),
-        (Wish(num_nodes=1, accelerators=(("L4", 2),)), 2),
-        (Wish(num_nodes=2, accelerators=(("H100", 8), ("L4", 1))), 1),
-        (Wish(num_nodes=2, cpus="4"), 0),
+        (NodeRequest(num_nodes=1), 0),
+        (NodeRequest(num_nodes=2, accelerators=(("L4", 4),)), 4),
+        (NodeRequest(num_nodes=1, accelerators=(("L4", 2),)), 2),
+        (NodeRequest(num_nodes=2, accelerators=(("H100", 8), ("L4", 1))), 1),
+        (NodeRequest(num_nodes=2, cpus="4"), 0),
     ],
     ids=["fewer nodes", "the same", "fewer accelerators", "its second choice", "fewer CPUs"],
 )
-def test_less_than_it_has_uses_a_part(wish: Wish, num_accelerators: int) -> None:
+def test_less_than_it_has_uses_a_part(wanted: NodeRequest, num_accelerators: int) -> None:
     cluster = have(accelerator="L4", num_accelerators=4, simulated=True, cpus="8+")
-    made = decide("t", cluster, wish, [RUNNING])
+    made = decide("t", cluster, wanted, [RUNNING])
     assert (made.cluster, made.num_accelerators, made.lines, made.changed) == (cluster, num_accelerators, (), False)
 
 
 @pytest.mark.parametrize(
-    ("wish", "said", "accelerator"),
+    ("wanted", "said", "accelerator"),
     [
-        (Wish(num_nodes=4), "2 → 4 nodes", "L4:4"),
-        (Wish(accelerators=(("H100", 8),)), "L4:4 → H100:8 per node", "H100:8"),
-        (Wish(accelerators=(("L4", 8),)), "L4:4 → L4:8 per node", "L4:8"),
-        (Wish(num_nodes=3, accelerators=(("L4", 2),)), "2 → 3 nodes", "L4:4"),
-        (Wish(cpus="16+"), "8+ → 16+ CPUs", "L4:4"),
-        (Wish(memory="64"), "64 memory", "L4:4"),
+        (NodeRequest(num_nodes=4), "2 → 4 nodes", "L4:4"),
+        (NodeRequest(accelerators=(("H100", 8),)), "L4:4 → H100:8 per node", "H100:8"),
+        (NodeRequest(accelerators=(("L4", 8),)), "L4:4 → L4:8 per node", "L4:8"),
+        (NodeRequest(num_nodes=3, accelerators=(("L4", 2),)), "2 → 3 nodes", "L4:4"),
+        (NodeRequest(cpus="16+"), "8+ → 16+ CPUs", "L4:4"),
+        (NodeRequest(memory="64"), "64 memory", "L4:4"),
     ],
 )
-def test_more_than_it_has_resizes_it_when_idle(wish: Wish, said: str, accelerator: str) -> None:
+def test_more_than_it_has_resizes_it_when_idle(wanted: NodeRequest, said: str, accelerator: str) -> None:
     cluster = have(accelerator="L4", num_accelerators=4, simulated=True, cpus="8+")
-    made = decide("t", cluster, wish)
+    made = decide("t", cluster, wanted)
     assert made.lines[0] == f"cluster t is resized: {said}"
     assert accelerators_text(made.cluster.accelerator, made.cluster.num_accelerators) == accelerator
-    assert made.cluster.num_nodes == max(2, wish.num_nodes)
+    assert made.cluster.num_nodes == max(2, wanted.num_nodes)
     assert made.changed
     with pytest.raises(ConfigError, match=r"can't be resized .* while job 3 is on it.*atoll cancel t 3"):
-        decide("t", cluster, wish, [RUNNING])
+        decide("t", cluster, wanted, [RUNNING])
 
 
-def test_a_stopped_cluster_is_taken_up_again() -> None:
-    made = decide("t", have(status=ClusterStatus.STOPPED), Wish(num_nodes=2))
+def test_a_stopped_cluster_is_restarted() -> None:
+    made = decide("t", have(status=ClusterStatus.STOPPED), NodeRequest(num_nodes=2))
     assert made.cluster.status is ClusterStatus.UP
     assert made.lines == ("cluster t was stopped and is restarted",)
     assert made.changed
 
 
 def test_a_cluster_that_is_down_is_made_anew() -> None:
-    made = decide("t", have(status=ClusterStatus.DOWN, num_nodes=9, setup_done=(0, 1)), Wish(num_nodes=2))
+    made = decide("t", have(status=ClusterStatus.DOWN, num_nodes=9, setup_done=(0, 1)), NodeRequest(num_nodes=2))
     assert (made.cluster.status, made.cluster.num_nodes, made.cluster.setup_done) == (ClusterStatus.UP, 2, ())
     assert "created again" in made.lines[0]
 
 
 def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"is on local, not on ssh/lab \(--infra\)"):
-        decide("t", have(), Wish(infra="ssh/lab"))
+        decide("t", have(), NodeRequest(infra="ssh/lab"))
     with pytest.raises(ConfigError, match="ssh/lab: no group of that name"):
-        decide("t", None, Wish(infra="ssh/lab"))
+        decide("t", None, NodeRequest(infra="ssh/lab"))
     with pytest.raises(ConfigError, match="--infra aws: no such infra; this version knows local and ssh/NAME"):
-        decide("t", None, Wish(infra="aws"))
+        decide("t", None, NodeRequest(infra="aws"))
+    with pytest.raises(ConfigError, match=r"accelerator 'H10O' is not known: did you mean H100\?"):
+        decide("t", None, NodeRequest(accelerators=(("H10O", 8),)))
     with pytest.raises(ConfigError, match=r"2 × L4:2 can't be had: this machine has no GPU.*--no-simulate"):
-        decide("t", None, Wish(num_nodes=2, accelerators=(("L4", 2),), simulate=False))
+        decide("t", None, NodeRequest(num_nodes=2, accelerators=(("L4", 2),), simulate=False))
 
 
 # ------------------------------------------------------------------------------------------------------ records

@@ -121,8 +121,8 @@ def run(
     workdir, which stays there: the next run sends only what changed, and finds what this one wrote.
     """
     from atoll.cli.ranks import RankWriter
+    from atoll.providers.base import NodeRequest
     from atoll.tasks.launches import launch
-    from atoll.tasks.placing import Wish
     from atoll.tasks.requests import JobRequest, Options, accelerators_of, kept_files_in
 
     words = [*(script or ()), *context.args]
@@ -178,7 +178,7 @@ def run(
 
     gpu_text = options.last_of("--gpus", gpus)
     request = JobRequest(
-        resources=Wish(
+        resources=NodeRequest(
             num_nodes=num_nodes,
             infra=where,
             accelerators=None if gpu_text is None else accelerators_of(gpu_text),

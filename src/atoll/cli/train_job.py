@@ -162,8 +162,8 @@ def submit(
         ConfigError: there are no such hosts, or too few, or one lacks the GPUs; the recipe can't be sent.
         ProvisionError: a host can't be used.
     """
+    from atoll.providers.base import NodeRequest
     from atoll.tasks.launches import launch
-    from atoll.tasks.placing import Wish
     from atoll.tasks.requests import JobRequest, Options, accelerators_of, kept_files_in
 
     folder = Path(current_folder())
@@ -183,7 +183,7 @@ def submit(
         ), {}
 
     request = JobRequest(
-        resources=Wish(
+        resources=NodeRequest(
             num_nodes=nodes,
             infra=infra,
             accelerators=None if gpus is None else accelerators_of(gpus),

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -15,62 +15,25 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.core.validation import MOST_ACCELERATORS, check_whole
 
-# Vendor -> name -> memory sizes in GB that the card is sold with (the first is the usual one).
+# Vendor: names, each with the memory sizes in GB that the card is sold with (the first is the usual one).
+_CARDS = {
+    "NVIDIA": """
+        T4:16 T4g:16 L2:24 L4:24 L20:48 L40:48 L40S:48 K80:12 M60:8 P4:8 P40:24 P100:16,12 V100:16,32
+        A2:16 A10:24 A10G:24 A16:16 A30:24 A40:48 A100:40,80 A800:80,40 H20:96,141 H100:80,94,96 H200:141 H800:80
+        GH200:96,144 B100:192 B200:180,192 B300:288 GB200:186,192 GB300:288
+        RTX2080Ti:11 RTX3060:12 RTX3070:8 RTX3080:10,12 RTX3080Ti:12 RTX3090:24 RTX3090Ti:24 RTX4060:8 RTX4060Ti:16,8
+        RTX4070:12 RTX4070Ti:12 RTX4080:16 RTX4090:24 RTX5070:12 RTX5070Ti:16 RTX5080:16 RTX5090:32
+        RTX4000:8 RTX5000:16 RTX6000:24 RTX2000-Ada:16 RTX4000-Ada:20 RTX4500-Ada:24 RTX5000-Ada:32 RTX6000-Ada:48
+        RTXA2000:12,6 RTXA4000:16 RTXA4500:20 RTXA5000:24 RTXA5500:24 RTXA6000:48 RTXPRO6000:96
+    """,
+    "AMD": "MI50:32,16 MI100:32 MI210:64 MI250:128 MI250X:128 MI300A:128 MI300X:192 MI325X:256 MI350X:288 MI355X:288",
+    "AWS": "Inferentia:8 Inferentia2:32 Trainium:32 Trainium2:96",
+    "Habana": "Gaudi:32 Gaudi2:96 Gaudi3:128",
+    "Google": "tpu-v2:8 tpu-v3:16 tpu-v4:32 tpu-v5e:16 tpu-v5p:95 tpu-v6e:32",
+}
 _CATALOG: dict[str, dict[str, tuple[int, ...]]] = {
-    "NVIDIA": {
-        "T4": (16,),
-        "L4": (24,),
-        "L40": (48,),
-        "L40S": (48,),
-        "P4": (8,),
-        "P100": (16, 12),
-        "V100": (16, 32),
-        "A2": (16,),
-        "A10": (24,),
-        "A10G": (24,),
-        "A16": (16,),
-        "A30": (24,),
-        "A40": (48,),
-        "A100": (40, 80),
-        "H100": (80, 94, 96),
-        "H200": (141,),
-        "GH200": (96, 144),
-        "B200": (180, 192),
-        "B300": (288,),
-        "GB200": (186, 192),
-        "GB300": (288,),
-        "RTX2080Ti": (11,),
-        "RTX3060": (12,),
-        "RTX3070": (8,),
-        "RTX3080": (10, 12),
-        "RTX3090": (24,),
-        "RTX4070": (12,),
-        "RTX4080": (16,),
-        "RTX4090": (24,),
-        "RTX5080": (16,),
-        "RTX5090": (32,),
-        "RTX6000": (24,),
-        "RTX6000-Ada": (48,),
-        "RTX4000-Ada": (20,),
-        "RTXA4000": (16,),
-        "RTXA5000": (24,),
-        "RTXA6000": (48,),
-        "RTXPRO6000": (96,),
-    },
-    "AMD": {
-        "MI100": (32,),
-        "MI210": (64,),
-        "MI250": (128,),
-        "MI250X": (128,),
-        "MI300A": (128,),
-        "MI300X": (192,),
-        "MI325X": (256,),
-        "MI350X": (288,),
-        "MI355X": (288,),
-    },
-    "AWS": {"Inferentia": (8,), "Inferentia2": (32,), "Trainium": (32,), "Trainium2": (96,)},
-    "Habana": {"Gaudi": (32,), "Gaudi2": (96,), "Gaudi3": (128,)},
-    "Google": {"tpu-v2": (8,), "tpu-v3": (16,), "tpu-v4": (32,), "tpu-v5e": (16,), "tpu-v5p": (95,), "tpu-v6e": (32,)},
+    vendor: {name: tuple(map(int, sizes.split(","))) for name, sizes in (card.split(":") for card in text.split())}
+    for vendor, text in _CARDS.items()
 }
 
 # MIG profile -> slices of it that one card holds, by card and memory in GB (NVIDIA's MIG user guide).
@@ -83,6 +46,7 @@ MIG_PROFILES: dict[tuple[str, int], dict[str, int]] = {
     ("H200", 141): {"1g.18gb": 7, "1g.35gb": 4, "2g.35gb": 3, "3g.71gb": 2, "4g.71gb": 1, "7g.141gb": 1},
 }
 
+_NEAR = 0.7  # how much of a name is right where another one was meant
 _FORMS = '"A100", "A100:2", {"A100": 2} or sky.NVIDIA.A100(count=2)'
 
 
@@ -245,9 +209,21 @@ def _known_name(name: str) -> str:
     return known
 
 
+def refuse_misspelt(names: Iterable[str]) -> None:
+    """Refuse names that no machine has and that are near a known one.
+
+    Raises:
+        ConfigError: the message has the known one.
+    """
+    for name in names:
+        near = [] if _key(name) in _NAMES else get_close_matches(_key(name), _NAMES, n=1, cutoff=_NEAR)
+        if near and not name.lower().startswith("tpu-"):  # clouds rent TPUs of many sizes
+            raise ConfigError(f"accelerator {name!r} is not known: did you mean {_NAMES[near[0]]}?")
+
+
 def _nearest(name: str, names: list[str]) -> str:
     by_key = {_key(known): known for known in names}
-    near = get_close_matches(_key(name), by_key, n=1, cutoff=0.5)
+    near = get_close_matches(_key(name), by_key, n=1, cutoff=_NEAR)
     if near:
         return f"; did you mean {by_key[near[0]]}?"
     likest = get_close_matches(_key(name), by_key, n=5, cutoff=0)

@@ -29,6 +29,9 @@ Report = Callable[[str], object]
 Starting = Callable[[Callable[[], None]], None]
 """Is given what makes a start that is on its way fail soon, from another thread; what it was given last counts."""
 
+Accelerators = tuple[str, int]
+"""Of each node: name and how many."""
+
 DEFAULT = "local"  # the infra where none is named
 WORKDIR = "sky_workdir"
 TARGETS = "mounts.json"  # beside a home: paths at which its jobs see files that lie in the home
@@ -55,29 +58,29 @@ OWN_MACHINES: Mapping[str, str] = {
 
 
 class AcceleratorsLacking(ConfigError):
-    """A provider lacks the accelerators that were asked for.
+    """A provider lacks the requested accelerators: ``reason`` follows their name, however they were requested.
 
-    Attributes:
-        why: what is said after their name, however they were asked for.
-        can_simulate: would they be simulated, were that not refused?
+    ``can_simulate``: they would be simulated, were that not refused.
     """
 
-    def __init__(self, asked: str, why: str, *, can_simulate: bool = False) -> None:
+    def __init__(self, requested: str, reason: str, *, can_simulate: bool = False) -> None:
         step = ", request fewer, or let Local(simulate=True) run it on CPU" if can_simulate else " to use what is there"
-        super().__init__(f"accelerator={asked} {why}; leave accelerator= out{step}")
-        self.asked, self.why, self.can_simulate = asked, why, can_simulate
+        super().__init__(f"accelerator={requested} {reason}; leave accelerator= out{step}")
+        self.requested, self.reason, self.can_simulate = requested, reason, can_simulate
 
 
 # ------------------------------------------------------------------------------------------------ what is asked for
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequest:
-    """What a cluster or a pool asks of a provider.
+    """What a cluster, a job or a pool asks of a provider.
 
     Attributes:
         id: name of the cluster or pool: the same id gets the same allocation.
+        infra: as the registry knows it, or None: where the cluster is, for a new one this machine.
         num_nodes: nodes that are wanted.
-        accelerators: kinds that would do, of each node, the preferred one first: name and how many. Empty for none;
-            None takes what is there.
+        accelerators: kinds that would do, of each node, the preferred one first. Empty for none; None takes what is
+            there.
+        cpus, memory: of each node, as text (``8+``, ``32GB``), or None.
         workers_per_node: processes of each node; ``"auto"`` and ``"gpu"`` are one for each accelerator.
         simulate: may accelerators that are lacking be simulated, where the provider can?
         supervised_here: its driver lives in this machine's process, whatever the provider would choose.
@@ -86,8 +89,11 @@ class NodeRequest:
     """
 
     id: str = ""
+    infra: str | None = None
     num_nodes: int = 1
-    accelerators: tuple[tuple[str, int], ...] | None = ()
+    accelerators: tuple[Accelerators, ...] | None = ()
+    cpus: str | None = None
+    memory: str | None = None
     workers_per_node: int | str = 1
     simulate: bool = True
     supervised_here: bool = False
@@ -229,36 +235,6 @@ def wait_until_ready(
 
 # ------------------------------------------------------------------------------------------------ what is started
 @dataclass(frozen=True, slots=True)
-class NodePlace:
-    """What a task's node should have for itself. What the kernel refuses is shared, and the agent says so.
-
-    Attributes:
-        hostname: its host name, which resolves to its address inside.
-        home: its ``HOME``.
-        tmp: an existing folder that only this node uses; its agent removes it. A folder in it is seen as ``/tmp``
-            where a mount namespace can be had, else it is just ``TMPDIR``.
-        peers: address and host name of every node of the cluster, for ``/etc/hosts``.
-        network: path of a network namespace, or None: the machine's own.
-        resolv_conf: text of ``/etc/resolv.conf`` in that namespace, or None: as on the machine.
-        visible: paths that stay visible though they lie below ``/tmp``, as ``home`` does; with ``/tmp``, all of it.
-        readable: such paths that can't be written to.
-        mounts: what is seen elsewhere, too: path of a file or folder, and where; nothing is made there outside.
-        notes: lines that the agent is to repeat among its own.
-    """
-
-    hostname: str
-    home: str
-    tmp: str
-    peers: tuple[tuple[str, str], ...]
-    network: str | None = None
-    resolv_conf: str | None = None
-    visible: tuple[str, ...] = ()
-    readable: tuple[str, ...] = ()
-    mounts: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Bundle:
     """A zip file of Python code that goes to hosts; ``digest`` is the SHA-256 of its bytes and names it there."""
 
@@ -284,7 +260,7 @@ class NodePlan:
         gpus: those that its agent may lease ``num_accelerators`` of, the preferred ones first; empty where there are
             none, or they are simulated.
         env: variables its ranks get.
-        place: what it should have for itself, where it runs a task.
+        place: what its provider's session has prepared for it; nobody else reads it.
         is_elsewhere: it is on another machine, or reached as if it were: memory and files are not shared with it.
         host: what to call it in messages.
         reach: what the provider reaches it by.
@@ -308,7 +284,7 @@ class NodePlan:
     num_accelerators: int = 0
     gpus: tuple[Gpu, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    place: NodePlace | None = None
+    place: Any = None
     is_elsewhere: bool = False
     host: str = ""
     reach: str = ""

@@ -167,6 +167,12 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
+def in_turn(gpus: tuple[Gpu, ...], node: int, count: int) -> tuple[Gpu, ...]:
+    """The GPUs with a node's own share first: neighbours stay together, and nodes start out with different ones."""
+    own = node * count % len(gpus) if gpus else 0
+    return (*gpus[own:], *gpus[:own])
+
+
 def bound_text(visible: str | None) -> str:
     """What follows a number of GPUs that a value of ``CUDA_VISIBLE_DEVICES`` bounds."""
     return "" if visible is None else f" that {VISIBLE}={visible!r} leaves"

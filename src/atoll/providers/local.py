@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
-from atoll.agent import orphans
 from atoll.agent.leases import holders
-from atoll.core.errors import ConfigError, death_reason
+from atoll.core.errors import ConfigError
 from atoll.core.validation import check_truth, suggests_fields
+from atoll.providers.accelerators import refuse_misspelt
 from atoll.providers.base import (
     AcceleratorsLacking,
     AllocatedNode,
     Allocation,
     Boot,
-    NodePlace,
     NodePlan,
     NodeRequest,
     Plan,
@@ -33,19 +26,14 @@ from atoll.providers.base import (
     Session,
     gpu_row,
 )
-from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, local_gpus
-from atoll.providers.network import Network, NetworkUnavailable, address_of, entering, reason_unavailable
+from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, in_turn, local_gpus
+from atoll.providers.local_node import LocalNode, first_granted, isolation, start_agent
+from atoll.providers.local_session import LocalSession
+from atoll.providers.network import Network, NetworkUnavailable, address_of, reason_unavailable
 
-# The agent needs to find its interpreter's libraries; the user's variables go to ranks, not through its environment.
-_AGENT_ENV = ("PATH", "LD_LIBRARY_PATH")
-_NAMESPACES = ("pid", "mnt", "uts", "net")
 _MOST_NODES = 1000
 _TOOLS = {"bash": "tasks' scripts need it", "git": "a workdir's .gitignore needs it", "ssh": "ssh hosts need it"}
 _LONGEST_HOSTNAME = 63  # that the kernel takes
-_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = f"import sys; sys.path.insert(0, {_SOURCE_ROOT!r}); from atoll.agent.node import main; main()"
-_REASON_S = 1.0  # a channel ends before its agent can be asked how that ended: what is below it ends in between
-_END_S = 2.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
 
 
 @suggests_fields
@@ -105,6 +93,7 @@ class Local(Provider):
             matching = tuple(gpu for gpu in gpus if gpu.name == name)
             if len(matching) >= count * nodes:
                 return self._plan(request, matching, count, name)
+        refuse_misspelt(name for name, _ in request.accelerators)
         name, count = request.accelerators[0]
         asked = f"{nodes} × {name}:{count}"
         if not (self.simulate and request.simulate):
@@ -174,59 +163,20 @@ class Local(Provider):
 
     def address(self, allocation: Allocation) -> str:
         """Its own on the clusters' bridge; the head's where clusters share this machine's network."""
-        if reason_unavailable() is None and _first_granted(("--net",))[0]:
+        if reason_unavailable() is None and first_granted(("--net",))[0]:
             return address_of(allocation.id)
         return _address(0)
 
     def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
         """Nodes for tasks: with homes below the cluster's folder, and a network of their own where that can be had."""
-        from atoll.providers.local_session import LocalSession
-
         return LocalSession(self, allocation, request, folder)
 
     def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[LocalNode]:
         """Start agents one by one, which takes milliseconds."""
-        return (self._launch(node, boot) for node in nodes)
-
-    def _launch(self, node: NodePlan, boot: Boot) -> LocalNode:
-        """Start one; its channel is one end of a socket pair, so nothing listens anywhere."""
-        ours, theirs = socket.socketpair()
-        pidfd = os.pidfd_open(os.getpid())
-        env = {name: os.environ[name] for name in _AGENT_ENV if name in os.environ}
-        if boot.owner:
-            env[orphans.VARIABLE] = boot.owner
-        with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
-            failed.callback(ours.close)
-            given.callback(theirs.close)
-            given.callback(os.close, pidfd)
-            proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-            given.callback(os.close, proc)
-            said = None
-            if node.place is None:
-                prefix = _namespace()
-            else:
-                own = isolation().command
-                prefix = (*(entering(node.place.network) if node.place.network and own else ()), *own)
-                env["ATOLL_PLACE"] = _placed(node.place)
-                said = failed.enter_context(open(os.memfd_create("atoll-agent"), "r+b"))
-            process = subprocess.Popen(
-                [*prefix, *(boot.agent or agent_command()), str(theirs.fileno()), str(pidfd), str(proc)],
-                pass_fds=(theirs.fileno(), pidfd, proc),
-                stdin=subprocess.DEVNULL,
-                stderr=said,
-                start_new_session=True,
-                env=env,
-            )
-            failed.pop_all()
-        return LocalNode(ours, process, said)
+        return (start_agent(boot, node.place, f"ATOLL_POOL_TAG={boot.tag}.{node.node}") for node in nodes)
 
 
 PROVIDER = Local
-
-
-def agent_command() -> list[str]:
-    """How an agent is started on this machine. It needs nothing but the standard library."""
-    return [sys.executable, "-I", "-S", "-c", _BOOT]
 
 
 def _address(node: int) -> str:
@@ -236,127 +186,6 @@ def _address(node: int) -> str:
 def _hostname(cluster: str, node: int) -> str:
     role = "-head" if node == 0 else f"-worker{node}"
     return cluster[: _LONGEST_HOSTNAME - len(role)] + role
-
-
-class LocalNode:
-    """A running agent on this machine. What a task's agent says on its standard error is in the file ``said``."""
-
-    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes], said: BinaryIO | None) -> None:
-        self.channel = channel
-        self.process = process
-        self._said = said
-
-    def listen(self, on_silence: Callable[[float, str], object]) -> None:
-        """It is never silent: its channel ends with its agent."""
-
-    @property
-    def reason(self) -> str | None:
-        """How its agent ended, or None while that lives."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(_REASON_S)
-            if code < 0:
-                return f"its agent was {death_reason(None, -code, False)}"
-            last = self._last_line()
-            return f"its agent {death_reason(code, None, False)}" + (f" ({last})" if last else "")
-        return None
-
-    def _last_line(self) -> str:
-        if self._said is None or self._said.closed:
-            return ""
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
-
-    def stop(self) -> None:
-        """End the agent by force, and with it everything in its namespace."""
-        with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)  # who reads it at this moment sees its end
-        self.channel.close()
-        try:
-            self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self._said is not None:
-            self._said.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Isolation:
-    """How a node's agent gets namespaces of its own.
-
-    Attributes:
-        command: what its command starts with; empty where it gets none.
-        refused: why something stays shared, or None where nothing does.
-    """
-
-    command: tuple[str, ...]
-    refused: str | None
-
-
-def isolation() -> Isolation:
-    """What this kernel gives a task's node: its own processes, host name and mounts, or the last two, or nothing."""
-    if os.environ.get("ATOLL_PID_NAMESPACE") == "0":
-        return Isolation((), "ATOLL_PID_NAMESPACE=0")
-    return _probed_isolation()
-
-
-@functools.cache
-def _probed_isolation() -> Isolation:
-    # The agent mounts and names the host itself, for which it keeps its rights over its own user namespace.
-    whole, said = _first_granted((*_OWN_PROCESSES, "--uts"), "--keep-caps")
-    if whole:
-        return Isolation(whole, None)
-    part, _ = _first_granted(("--mount", "--propagation", "slave", "--uts"), "--keep-caps")
-    return Isolation(part, said)
-
-
-def _namespace() -> tuple[str, ...]:
-    """The command that gives an agent its own PID namespace, or nothing where the kernel refuses one.
-
-    In a namespace the kernel itself kills everything below an agent that dies; elsewhere the agent is a subreaper
-    and finds its processes in ``/proc``. ``ATOLL_PID_NAMESPACE=0`` chooses that by hand.
-    """
-    return () if os.environ.get("ATOLL_PID_NAMESPACE") == "0" else _probed()
-
-
-@functools.cache
-def _probed() -> tuple[str, ...]:
-    return _first_granted(_OWN_PROCESSES)[0]
-
-
-# Mounts made on the machine later on, by an automounter say, still show up inside.
-_OWN_PROCESSES = ("--pid", "--mount-proc", "--propagation", "slave", "--fork", "--kill-child=SIGKILL")
-# As another user than root, a user namespace gives the right to make the others.
-_AS_USER = ("--user", "--map-current-user")
-
-
-def _first_granted(options: tuple[str, ...], *as_user: str) -> tuple[tuple[str, ...], str]:
-    """The ``unshare`` command with these options, for root or for a user; or nothing, and what the kernel said."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return (), "unshare is not installed; it is part of util-linux"
-    said = ""
-    for command in ((unshare, *options), (unshare, *options, *_AS_USER, *as_user)):
-        probe = subprocess.run(
-            [*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
-        )
-        if probe.returncode == 0:
-            return command, ""
-        said = probe.stderr.strip()
-    return (), said or "unshare failed"
-
-
-def _placed(place: NodePlace) -> str:
-    """What an agent is told of its place. With it go our namespaces: those that differ from them are its own."""
-    outside = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES}
-    return json.dumps({**dataclasses.asdict(place), "outside": outside, "refused": isolation().refused})
-
-
-def in_turn(gpus: tuple[Gpu, ...], node: int, count: int) -> tuple[Gpu, ...]:
-    """The GPUs with a node's own share first: neighbours stay together, and nodes start out with different ones."""
-    own = node * count % len(gpus) if gpus else 0
-    return (*gpus[own:], *gpus[:own])
 
 
 def _counted(gpus: tuple[Gpu, ...]) -> str:

@@ -10,13 +10,11 @@ import functools
 import json
 import os
 import shutil
-import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from atoll.agent.process_tree import kill_tree
 from atoll.core.errors import ProvisionError
 from atoll.providers.base import (
     TARGETS,
@@ -24,17 +22,14 @@ from atoll.providers.base import (
     Allocation,
     Boot,
     Node,
-    NodePlace,
     NodePlan,
     NodeRequest,
     Provider,
     Session,
 )
-from atoll.providers.gpus import VISIBLE, Gpu, machine_gpus
-from atoll.providers.local import in_turn, isolation
+from atoll.providers.gpus import VISIBLE, Gpu, in_turn, machine_gpus
+from atoll.providers.local_node import SOURCE_ROOT, NodePlace, isolation
 from atoll.providers.network import Network, NetworkUnavailable
-
-_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class LocalSession(Session):
@@ -105,16 +100,15 @@ class LocalSession(Session):
                 network=None if network is None else network.path,
                 resolv_conf=None if network is None else network.resolv_conf,
                 visible=tuple(environments),
-                readable=(_SOURCE_ROOT, *boot.readable, *filter(None, map(_base, environments))),
+                readable=(SOURCE_ROOT, *boot.readable, *filter(None, map(_base, environments))),
                 mounts=_mounts_of(home),
                 notes=notes,
             )
-            planned = [dataclasses.replace(plan, place=place)]
-            (agent,) = self.provider.launch_agents(self.allocation, planned, boot)
+            (agent,) = self.provider.launch_agents(self.allocation, [dataclasses.replace(plan, place=place)], boot)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
             raise
-        return _TaskNode(agent, f"ATOLL_POOL_TAG={boot.tag}.{plan.node}", tmp)
+        return agent
 
     def gpus(self, node: int, count: int, visible: str | None) -> tuple[Gpu, ...]:
         """The machine's, those of the cluster's kind where it has some; none where they are simulated."""
@@ -159,31 +153,6 @@ class LocalSession(Session):
                 )
             self._networks[job_id] = attempt, self._network
             return self._network, tuple(notes)
-
-
-class _TaskNode:
-    """An agent on this machine that is cleaned up after, should it have been killed itself."""
-
-    def __init__(self, node: Node, tag: str, tmp: str) -> None:
-        self._node = node
-        self._tag = tag
-        self._tmp = tmp
-        self.channel: socket.socket = node.channel
-
-    def listen(self, on_silence: Callable[[float, str], object]) -> None:
-        """It is never silent."""
-
-    @property
-    def reason(self) -> str | None:
-        """Why it was lost."""
-        return self._node.reason
-
-    def stop(self) -> None:
-        """End the agent and all it runs, and remove its temporary files."""
-        self._node.stop()
-        if os.path.exists(self._tmp):  # the agent removes it last: it was killed
-            kill_tree(None, self._tag)
-            shutil.rmtree(self._tmp, ignore_errors=True)
 
 
 def _environment(folder: str) -> str | None:

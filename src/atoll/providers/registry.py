@@ -20,7 +20,7 @@ from atoll.core.validation import nearest
 from atoll.providers.base import DEFAULT, Allocation, Provider
 
 _BESIDE = frozenset(
-    {"accelerators", "base", "bundle", "gpus", "local_session", "network", "registry"}
+    {"accelerators", "base", "bundle", "gpus", "local_node", "local_session", "network", "registry"}
 )  # modules that are no provider
 _registered: dict[str, type[Provider]] = {}
 
@@ -74,6 +74,13 @@ def is_here(infra: str) -> bool:
     if (provider := _find(infra.partition("/")[0])) is None:
         raise ConfigError(unknown(infra))
     return not provider.is_elsewhere
+
+
+def fits(stated: str | None, infra: str) -> bool:
+    """Is an infra the stated one? A part that is ``*`` or left out, and None, mean any."""
+    parts = [] if stated is None else stated.split("/")
+    actual = infra.split("/")
+    return len(parts) <= len(actual) and all(part in ("*", other) for part, other in zip(parts, actual, strict=False))
 
 
 def wrong_form(infra: str) -> str | None:

@@ -17,9 +17,8 @@ from atoll.core.paths import user_name
 from atoll.core.secrets import is_secret
 from atoll.providers import registry
 from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import DEFAULT
+from atoll.providers.base import DEFAULT, Accelerators, NodeRequest
 from atoll.tasks.lifecycle import Say, silent
-from atoll.tasks.placing import Accelerators, Wish
 from atoll.tasks.spec import ClusterSpec, JobSpec, is_none
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class JobRequest:
         name: of the task, or None.
     """
 
-    resources: Wish
+    resources: NodeRequest
     make: Callable[[ClusterSpec], tuple[JobSpec, Mapping[str, str]]]
     workdir: str | Mapping[str, str] | None = None
     excluded: str | None = None
@@ -136,7 +135,7 @@ def task_request(task: Task, options: Options) -> JobRequest:
     stated = task.resources.infra or ""  # a task written for a cloud runs here too, with a note
     infra = options.infra or (stated if registry.is_known(stated) else None)
     choices = task.resources.choices()
-    able = [each for each in choices if each.infra in (None, infra or DEFAULT)] or choices[:1]
+    able = [each for each in choices if registry.fits(each.infra, infra or DEFAULT)] or choices[:1]
     autostop = task.resources.autostop
 
     def make(cluster: ClusterSpec) -> tuple[JobSpec, Mapping[str, str]]:
@@ -145,7 +144,7 @@ def task_request(task: Task, options: Options) -> JobRequest:
         return replace(spec, restarts=restarts, strict=options.strict), secrets
 
     return JobRequest(
-        resources=Wish(
+        resources=NodeRequest(
             num_nodes=task.num_nodes,
             infra=infra,
             accelerators=tuple((kind.name, kind.num_accelerators) for each in able for kind in each.requested[:1]),

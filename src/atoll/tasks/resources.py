@@ -343,7 +343,7 @@ class Resources(_Alternative):
     def choice(self, infra: str) -> Resources:
         """The first of ``choices`` that may run on ``infra``, else the first of all."""
         choices = self.choices()
-        return next((each for each in choices if each.infra in (None, infra)), choices[0])
+        return next((each for each in choices if registry.fits(each.infra, infra)), choices[0])
 
     def honours(self, infra: str) -> list[str]:
         """One line for each key that ``infra``'s provider can't honour."""
@@ -352,7 +352,7 @@ class Resources(_Alternative):
         taken = self.choice(infra)
         given = tuple(key for key, value in taken.config.items() if value is not False)
         lines = registry.lacking(infra, given)
-        if taken.infra not in (None, infra):
+        if not registry.fits(taken.infra, infra):
             lines.append(f"the task requests {taken.infra} and runs on {infra}")
         if taken.job_recovery is not None and taken.job_recovery.strategy:
             lines.append(f"job_recovery.strategy has no effect on {infra}: a lost node is restarted on the same host")

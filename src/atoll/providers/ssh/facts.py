@@ -87,7 +87,7 @@ def torch():
             if version:
                 return version.group(1)
 print(json.dumps({
-    'python': sys.version_info[:3], 'executable': sys.executable, 'hostname': socket.gethostname(), 'home': home,
+    'python': sys.version_info[:3], 'executable': sys.executable, 'home': home,
     'place': found, 'refused': refused, 'bundles': [digest for digest, name in wanted if here(name)],
     'cpus': len(os.sched_getaffinity(0)), 'gpus': gpus(), 'tmp': tempfile.gettempdir(), 'env': dict(os.environ),
     'addr': (os.environ.get('SSH_CONNECTION') or '').split()[2:3], 'route': route(), 'torch': torch(),
@@ -155,7 +155,6 @@ def _asked(connection: Connection, digests: Sequence[tuple[str, str]], folder: s
         target=target,
         python=version,
         executable=said["executable"],
-        hostname=said["hostname"],
         home=said["home"],
         tmp=said["tmp"],
         place=said["place"],

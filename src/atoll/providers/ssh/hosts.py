@@ -67,7 +67,7 @@ class Facts:
     Attributes:
         target: how it is reached.
         python: its interpreter's version; ``executable`` its path.
-        hostname, home, tmp: as there.
+        home, tmp: as there.
         place: a folder of the user's that can be written to, for bundles and logs.
         bundles: digests of those asked for that it has.
         cpus: cores our processes may use.
@@ -81,7 +81,6 @@ class Facts:
     target: Target
     python: tuple[int, ...]
     executable: str
-    hostname: str
     home: str
     tmp: str
     place: str
@@ -92,11 +91,6 @@ class Facts:
     addr: str
     env: dict[str, str]
     seen: Mapping[str, Any]
-
-    @property
-    def minor(self) -> str:
-        """``3.12`` of 3.12.1."""
-        return ".".join(map(str, self.python[:2]))
 
 
 @dataclass(frozen=True, slots=True)

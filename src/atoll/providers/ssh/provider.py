@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import posixpath
-import secrets
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import check_seconds, command_line, suggests_fields
+from atoll.providers.accelerators import refuse_misspelt
 from atoll.providers.base import (
     WORKDIR,
     AcceleratorsLacking,
     AllocatedNode,
     Allocation,
     Boot,
-    Bundle,
     NodePlan,
     NodeRequest,
     Plan,
@@ -32,20 +29,17 @@ from atoll.providers.base import (
     Report,
     Session,
     Site,
-    Starting,
     gpu_row,
 )
 from atoll.providers.bundle import atoll_bundle
 from atoll.providers.gpus import Gpu
 from atoll.providers.ssh import facts, preflight, site
-from atoll.providers.ssh.connection import Connection, connections, on_each
-from atoll.providers.ssh.facts import python_command
-from atoll.providers.ssh.hosts import GRACE_S, HERE, Facts, Target, declared_groups, find_group, targets
-from atoll.providers.ssh.remote import Host, put
+from atoll.providers.ssh.connection import connections, on_each
+from atoll.providers.ssh.host_node import SSHNode, node_plan, start_agent
+from atoll.providers.ssh.hosts import GRACE_S, HERE, Facts, Group, Target, declared_groups, find_group, targets
+from atoll.providers.ssh.remote import Host
 from atoll.providers.ssh.scp import quiet_ssh
-from atoll.wire.resumable_client import LinkedChannel
 
-_BOOT = "import sys; sys.path.insert(0, {bundle!r}); from atoll.agent.{module} import main; main()"
 _END_S = 10.0  # to end what hangs; a host that can't be reached is not waited for longer
 _ANSWER_S = 20.0
 _PATIENCE_S = 3.0
@@ -91,6 +85,7 @@ class SSH(Provider):
     jump: str | None = None
     python: str | None = None
     grace_s: float = GRACE_S
+    _group: Group = field(default=Group("", ()), init=False, repr=False)  # what config.toml says of them
 
     def __post_init__(self) -> None:
         hosts = (self.hosts,) if isinstance(self.hosts, str) else self.hosts
@@ -105,6 +100,11 @@ class SSH(Provider):
         check_seconds("SSH(grace_s=)", self.grace_s)
         object.__setattr__(self, "hosts", tuple(hosts))
         self.targets()
+
+    @property
+    def infra(self) -> str:
+        """``ssh/NAME`` where they are a group's."""
+        return f"ssh/{self._group.name}" if self._group.name else self.kind
 
     @property
     def num_nodes(self) -> int:
@@ -123,31 +123,20 @@ class SSH(Provider):
             raise ConfigError(f"--infra ssh: expected {cls.expected}")
         group = find_group(name)
         one = group.targets[0]
-        return _Group(
-            hosts=tuple(map(str, group.targets)),
-            key=one.key,
-            jump=one.jump,
-            python=one.python,
-            grace_s=group.grace_s,
-            group=name,
-            workdir=group.workdir,
-            max_restarts=group.max_restarts_on_lost_nodes,
-        )
+        hosts = tuple(map(str, group.targets))
+        return cls(hosts, one.key, one.jump, one.python, group.grace_s)._of_group(group)
+
+    def _of_group(self, group: Group) -> SSH:
+        object.__setattr__(self, "_group", group)
+        return self
 
     @classmethod
     def of(cls, allocation: Allocation) -> SSH:
         """Its hosts as they were when it was made."""
-        settings = _Settings(**allocation.settings)
-        return _Group(
-            hosts=tuple(node.reach for node in allocation.nodes),
-            key=settings.key,
-            jump=settings.jump,
-            python=settings.python,
-            grace_s=settings.grace_s,
-            group=allocation.infra.partition("/")[2],
-            workdir=allocation.workdir,
-            max_restarts=allocation.max_restarts,
-        )
+        known = _Settings(**allocation.settings)
+        made = cls([node.reach for node in allocation.nodes], known.key, known.jump, known.python, known.grace_s)
+        name = allocation.infra.partition("/")[2]
+        return made._of_group(Group(name, made.targets(), made.grace_s, allocation.workdir, allocation.max_restarts))
 
     def targets(self) -> tuple[Target, ...]:
         """Its hosts, with patterns filled in from the ssh config as it is now."""
@@ -155,8 +144,15 @@ class SSH(Provider):
 
     def validate(self, request: NodeRequest) -> list[str]:
         """A host runs one node."""
-        num_hosts = len(self.targets())
-        return [self._too_few(request.num_nodes, num_hosts)] if request.num_nodes > num_hosts else []
+        num_hosts, num_nodes = len(self.targets()), request.num_nodes
+        if num_nodes <= num_hosts:
+            return []
+        if not self._group.name:
+            return [f"nodes={num_nodes}: SSH(hosts={list(self.hosts)!r}) has {num_hosts}; name more hosts"]
+        return [
+            f"--num-nodes {num_nodes}: {self.infra} has {num_hosts} host{'s' if num_hosts != 1 else ''}; request "
+            f"fewer, or declare more in config.toml under ATOLL_HOME"
+        ]
 
     def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
         """Ask the hosts, all at once, and plan one node on each.
@@ -169,7 +165,7 @@ class SSH(Provider):
         self.check(request)
         found = self.targets()
         code = atoll_bundle(allocation.code if allocation is not None else "")
-        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=self._workdir)
+        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=self._group.workdir)
         try:
             with connections.used(found[: request.num_nodes]) as logins:
                 said = on_each(logins, ask)
@@ -189,7 +185,7 @@ class SSH(Provider):
                     gpus=gpus,
                     addr=known.address or plan.addr,
                     host=known.name,
-                    workdir=self._workdir or posixpath.join(plan.folder, within, WORKDIR),
+                    workdir=self._group.workdir or posixpath.join(plan.folder, within, WORKDIR),
                 )
             )
         lines = [f"{each.target}: {each.gpu_problem}; it is used without GPUs" for each in said if each.gpu_problem]
@@ -213,9 +209,9 @@ class SSH(Provider):
             files="hosts",
             nodes=tuple(AllocatedNode(name=node.host, address=node.addr, reach=node.reach) for node in planned),
             files_in=request.files_in,
-            workdir=self._workdir,
+            workdir=self._group.workdir,
             python=self.python or "python3",
-            max_restarts=self._max_restarts,
+            max_restarts=self._group.max_restarts_on_lost_nodes,
             code=code,
             settings=dataclasses.asdict(settings),
         )
@@ -388,45 +384,6 @@ class SSH(Provider):
         """The head may be unable to log in to another host now."""
         preflight.forget("hops")
 
-    def _too_few(self, num_nodes: int, num_hosts: int) -> str:
-        return f"nodes={num_nodes}: SSH(hosts={list(self.hosts)!r}) has {num_hosts}; name more hosts"
-
-    @property
-    def _workdir(self) -> str | None:
-        return None
-
-    @property
-    def _max_restarts(self) -> int:
-        return 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Group(SSH):
-    """The hosts behind ``ssh/NAME``, with what ``config.toml`` says of them."""
-
-    group: str = ""
-    workdir: str | None = None
-    max_restarts: int = 3
-
-    @property
-    def infra(self) -> str:
-        """``ssh/NAME``."""
-        return f"ssh/{self.group}"
-
-    @property
-    def _workdir(self) -> str | None:
-        return self.workdir
-
-    @property
-    def _max_restarts(self) -> int:
-        return self.max_restarts
-
-    def _too_few(self, num_nodes: int, num_hosts: int) -> str:
-        return (
-            f"--num-nodes {num_nodes}: {self.infra} has {num_hosts} host{'s' if num_hosts != 1 else ''}; "
-            f"request fewer, or declare more in config.toml under ATOLL_HOME"
-        )
-
 
 PROVIDER = SSH
 
@@ -464,6 +421,7 @@ def _chosen(said: Sequence[Facts], request: NodeRequest) -> tuple[str | None, tu
             return name, (fitting, [count] * len(said))
         lacking = short
     assert lacking is not None
+    refuse_misspelt(name for name, _ in request.accelerators)
     have = ", ".join(gpu.name for gpu in lacking.gpus) or lacking.gpu_problem or "no GPU"
     asked = " or ".join(f"{name}:{count}" for name, count in request.accelerators)
     raise AcceleratorsLacking(asked, f"can't be had on {lacking.target}: it has {have}")
@@ -473,142 +431,4 @@ def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
     """What an error says; of a login from a head to another of its hosts also on which machine its remedy helps."""
     if found[0].host != HERE or "`ssh" not in str(error):
         return str(error)
-    return f"{error}. Type that on {socket.gethostname()}, where the supervisor logs in from"
-
-
-def node_plan(host: Facts, node: int, code: Bundle, *, num_ranks: int, grace_s: float) -> NodePlan:
-    """A node on a host, without accelerators; its ranks share the cores, and find programs beside their Python."""
-    programs, path = posixpath.dirname(host.executable), host.env.get("PATH", "")
-    if programs not in path.split(":"):
-        path = f"{programs}:{path}" if path else programs
-    return NodePlan(
-        node=node,
-        is_elsewhere=True,
-        reach=str(host.target),
-        addr=host.addr,
-        num_ranks=num_ranks,
-        host=str(host.target),
-        python=host.executable,
-        python_version=host.python,
-        home=host.home,
-        folder=host.place,
-        tmp=host.tmp,
-        cores=host.cpus,
-        base_env={"OMP_NUM_THREADS": str(max(1, host.cpus // num_ranks)), **host.env, "PATH": path},
-        bundles=(code,),
-        present=host.bundles,
-        grace_s=grace_s,
-        seen=host.seen,
-    )
-
-
-def start_agent(target: Target, plan: NodePlan, owner: str = "", starting: Starting = lambda stop: None) -> SSHNode:
-    """Start an agent on a host, with the code it needs brought there first; returns once the host has answered.
-
-    Args:
-        target: the host.
-        plan: what was planned there.
-        owner: ``CLUSTER.DRIVER``: agents there of the cluster's earlier drivers are ended first.
-        starting: is given what makes the start fail soon, from another thread; what it was given last counts.
-
-    Raises:
-        ProvisionError: the host can't be reached, its disk is full, or the agent does not start.
-    """
-    connection = connections.hold(target)
-    try:
-        starting(connection.abort)
-        for each in plan.bundles:
-            put(connection, plan, each)
-        node = SSHNode(connection, plan, owner)
-        starting(node.end)
-        node.start()
-    except BaseException:
-        connections.release(target)
-        raise
-    return node
-
-
-class SSHNode:
-    """A running agent on a host."""
-
-    def __init__(self, connection: Connection, plan: NodePlan, owner: str = "") -> None:
-        self._on_silence: Callable[[float, str], object] = lambda silent_s, line: None
-        self._connection = connection
-        self._plan = plan
-        name = f"{owner}.{secrets.token_hex(8)}" if owner else secrets.token_hex(8)
-        self._folder = f"{plan.tmp}/atoll-link-{name}"  # never on a shared disk: it holds a socket
-        self._stopped = False
-        self.end_hung: Callable[[], object] | None = None
-        self._link = LinkedChannel(
-            self._connect,
-            grace_s=plan.grace_s,
-            name=plan.host,
-            on_silence=self._silence,
-        )
-        self.channel: socket.socket = self._link.socket
-
-    def start(self) -> None:
-        """Start it, and wait for its answer.
-
-        Raises:
-            ProvisionError: there was none.
-        """
-        self._link.start()
-
-    def listen(self, on_silence: Callable[[float, str], object]) -> None:
-        """From now on, tell when the host has not been heard for so many seconds (0: it is again), and a line of it."""
-        self._on_silence = on_silence
-
-    def _connect(self, first: bool) -> subprocess.Popen[bytes]:
-        plan = self._plan
-        code = plan.import_path[0]
-        arguments = ["attach", self._folder]
-        if first:
-            boot = _BOOT.format(bundle=code, module="node")
-            agent = {"argv": [plan.python, "-I", "-S", "-c", boot], "pid_namespace": True}
-            arguments = ["start", self._folder, f"{plan.grace_s:g}", json.dumps(agent)]
-        if self._connection.target.host == HERE:
-            arguments.append("here")
-        boot = _BOOT.format(bundle=code, module="session")
-        return self._connection.open(python_command(plan.python, boot, *arguments))
-
-    def _silence(self, seconds: float) -> None:
-        who = f"{self._plan.host} (node {self._plan.node})"
-        if seconds:
-            line = (
-                f"{who} has not been heard for {seconds:.0f} s: frozen, cut off or switched off? "
-                f"It counts as lost after {self._plan.grace_s:g} s"
-            )
-        else:
-            line = f"{who} answers again"
-        self._on_silence(seconds, line)
-
-    @property
-    def reason(self) -> str | None:
-        """Why the host was lost."""
-        return self._link.reason
-
-    @property
-    def owner(self) -> str:
-        """What names its link, and all that runs over there for it."""
-        return posixpath.basename(self._folder).removeprefix("atoll-link-")
-
-    @property
-    def is_over(self) -> bool:
-        """Once it was stopped: did the host say that everything there has ended?"""
-        return self._link.is_over
-
-    def end(self) -> None:
-        """End the agent."""
-        self._link.stop()
-
-    def stop(self) -> None:
-        """End the agent, and log out where nobody else uses the login."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self.end()
-        connections.release(self._connection.target)
-        if self.end_hung is not None and not self.is_over:  # it hangs, is stopped, or can't be reached
-            with contextlib.suppress(ProvisionError):  # the next job's start, or the cluster's end, tells
-                self.end_hung()
+    return f"{error}. That is to be typed on {socket.gethostname()}, from where the supervisor logs in"
