@@ -55,11 +55,11 @@ def _flaw(cluster: ClusterSpec, folder: Path) -> str | None:
     for field, least, most in _BOUNDS:
         value = getattr(cluster, field)
         if value is not None and not least <= value <= most:  # NaN isn't, either
-            return f"{field}: {value!r:.40} can't be one"
+            return f"{field}: invalid value {value!r:.40}"
     if not registry.fits(cluster.infra, cluster.allocation.infra):
         return f"infra: {cluster.infra!r:.40} and its allocation's {cluster.allocation.infra!r:.40} differ"
     if not registry.is_known(cluster.infra):
-        return f"infra: {cluster.infra!r:.40} is none"
+        return f"infra: invalid value {cluster.infra!r:.40}"
     if not cluster.allocation.shares_machine and len(cluster.allocation.nodes) < cluster.num_nodes:
         return f"it has {cluster.num_nodes} nodes, and {len(cluster.allocation.nodes)} of them are known"
     return None

@@ -431,4 +431,4 @@ def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
     """What an error says; of a login from a head to another of its hosts also on which machine its remedy helps."""
     if found[0].host != HERE or "`ssh" not in str(error):
         return str(error)
-    return f"{error}. That is to be typed on {socket.gethostname()}, from where the supervisor logs in"
+    return f"{error}. Type that on {socket.gethostname()}, where the supervisor logs in from"
