@@ -12,7 +12,8 @@ from tests.pools import assert_usable
 import atoll as sky
 from atoll.core import events
 from atoll.gang.call import Call
-from atoll.gang.hangs import Evidence, Sight, evidence, own_frames
+from atoll.gang.hangs import Evidence, evidence
+from atoll.gang.progress import Sight, own_frames
 
 
 @sky.compute

@@ -7,13 +7,10 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from atoll.gang.progress import Sight
 from atoll.wire.frames import Frame
 from atoll.wire.payloads import Arena, Encoded
-
-if TYPE_CHECKING:
-    from atoll.gang.hangs import Sight
 
 # Ids and seeds need to differ, not to be secret. The system is asked once: it would be asked twice a call.
 _random = random.Random()

@@ -8,82 +8,17 @@ others have not, or no rank has used CPU time.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.errors import HangError, name_ranks
 from atoll.core.events import HangSuspected
 from atoll.gang.call import Call
+from atoll.gang.progress import STOPPED, Sight
 
 _WARNING_S = 600.0  # without a hang_timeout: no progress for so long is worth a line,
 _DESERTED_S = 30.0  # or for so long where some ranks returned and all others wait for them
 _PERIOD_S = 15.0
-_STOPPED = "T"  # by a signal; `t` is a debugger's
-# Less CPU time than this is none: looking costs some, and so do threads that wait.
-_IDLE_S, _IDLE_SHARE = 0.03, 0.01
-# Files and functions in which a rank waits for the others.
-_WAITS = (
-    "atoll/worker/process_group.py",  # for the others to import torch
-    "torch/distributed/",
-    "torch/nn/parallel/distributed.py",
-    "_engine_run_backward",
-    "jax/_src/distributed.py",
-)
-_MACHINERY = ("atoll/worker/", "atoll/wire/", '"<string>"')
-
-
-@dataclass(slots=True)
-class Sight:
-    """What a rank looked like, and since when it has looked like that.
-
-    Attributes:
-        stack: of its main thread, the worker's own frames left out.
-        answers: it could say so itself; else native code holds the GIL, or it is stopped.
-        groups: collectives it has entered, and ranks, of each process group.
-        quiet_since: nothing of that has changed since then, nor did the rank write anything.
-        idle_since: it has used no CPU time since then, by ``idle_cpu_s`` on its clock.
-        pid: on its machine, as people see it.
-        state, wchan: the letter of its state, and where it sleeps in the kernel.
-    """
-
-    quiet_since: float
-    idle_since: float
-    idle_cpu_s: float
-    stack: str = ""
-    answers: bool = True
-    groups: dict[str, tuple[int, int]] = field(default_factory=dict)
-    pid: int = 0
-    state: str = ""
-    wchan: str = ""
-
-    def update(self, seen: Mapping[str, Any], now: float) -> None:
-        """Take in what was seen just now."""
-        self.pid, self.state, self.wchan, cpu_s = seen["pid"], seen["state"], seen["wchan"], seen["cpu_s"]
-        self.answers = "stack" in seen
-        if self.answers:  # one that gave no answer has shown no progress either
-            stack = own_frames(seen["stack"])
-            groups = {name: (entered, size) for name, (entered, size) in seen["groups"].items()}
-            if (stack, groups) != (self.stack, self.groups):
-                self.stack, self.groups, self.quiet_since = stack, groups, now
-        # Also one that wants a CPU just now: on a busy machine it may not get one for a while.
-        if self.state == "R" or cpu_s - self.idle_cpu_s > _IDLE_S + _IDLE_SHARE * (now - self.idle_since):
-            self.idle_since, self.idle_cpu_s = now, cpu_s
-
-    @property
-    def waits(self) -> bool:
-        """Does it wait for other ranks?"""
-        return _waits(self.stack)
-
-    def text(self, now: float) -> str:
-        """What to show of it."""
-        state = f"pid {self.pid}, state {self.state}" + (f" in {self.wchan}" if self.wchan.strip("0") else "")
-        if now - self.idle_since >= 1:
-            state += f", no CPU time for {now - self.idle_since:.0f} s"
-        if self.state == _STOPPED:
-            state = f"stopped by a signal ({state}); before that it was"
-        elif not self.answers:
-            state = f"native code holds the GIL, so it has no Python stack to show ({state}); before that it was"
-        return f"  {state}\n{self.stack}" if self.stack else f"  {state.removesuffix('; before that it was')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +71,7 @@ def evidence(call: Call, running: Mapping[int, Sight], since: float) -> Evidence
     """What proves that a call has hung since then, or None."""
     quiet = {rank for rank, sight in running.items() if sight.quiet_since <= since}
     idle = {rank for rank in quiet if running[rank].idle_since <= since}
-    if stopped := tuple(sorted(rank for rank in idle if running[rank].state == _STOPPED)):
+    if stopped := tuple(sorted(rank for rank in idle if running[rank].state == STOPPED)):
         pids = " ".join(str(running[rank].pid) for rank in stopped)
         return Evidence(stopped, f"{name_ranks(stopped)} stopped by a signal; `kill -CONT {pids}` continues it")
     for entered in (*_entered(running, len(call.ranks)).values(), _asked_for_group(call, running)):
@@ -194,14 +129,3 @@ def unread_streams(waiting: Call | None, running: Collection[Call]) -> str | Non
         f"{waiting.request.name} waits for a free rank while {streams} is being streamed: read that stream to "
         f"its end or close() it, or give the pool more ranks"
     )
-
-
-def own_frames(stack: str) -> str:
-    """A stack without the worker's own frames; all of it where there are no others."""
-    lines = stack.splitlines()
-    own = [line for line in lines if _waits(line) or not any(part in line for part in _MACHINERY)]
-    return "\n".join(own or lines)
-
-
-def _waits(stack: str) -> bool:
-    return any(part in stack for part in _WAITS)

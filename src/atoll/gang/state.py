@@ -7,11 +7,9 @@ on one has its others stopped within a second: asked, then killed, then given up
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core import events
@@ -28,6 +26,7 @@ from atoll.core.errors import (
 from atoll.gang import messages as m
 from atoll.gang.call import Call, Failure
 from atoll.gang.hangs import HangWatch, suspicion, unread_streams
+from atoll.gang.rank_state import NodeState, Phase, RankState
 from atoll.wire import frames
 from atoll.wire.frames import CallHeader, Frame
 
@@ -38,68 +37,6 @@ CLOSED_S = 0.2  # a rank whose channel is closed gets this long to end by itself
 MAX_EARLY_DEATHS = 3  # of a rank that was up once, in a row
 MAX_RESTARTS = 3  # of a node in a row
 _KEPT_FUNCTIONS = 64  # by a rank, each at most 1 MiB: the driver says which one it is to forget
-
-
-class Phase(enum.Enum):
-    """Where a rank is. Only one that is ``READY`` and has no call can take one."""
-
-    STARTING = "its process was asked for"
-    READY = "it takes calls, or runs one"
-    ENDING = "it said that it can't take another call, or was ordered to be killed"
-    GONE = "its node is lost"
-
-
-@dataclass(slots=True, eq=False)
-class RankState:
-    """What the driver knows of a rank.
-
-    Attributes:
-        call: what it was given and has not ended; ``number`` is that attempt's.
-        starts: how often it came up.
-        functions: digests of those that it keeps, the latest last.
-        printed: it wrote something since its last call ended.
-    """
-
-    rank: int
-    node: int
-    phase: Phase = Phase.STARTING
-    call: Call | None = None
-    number: int = 0
-    pid: int = 0
-    port: int = 0
-    has_torch: bool = False
-    starts: int = 0
-    early_deaths: int = 0
-    functions: dict[str, None] = field(default_factory=dict)
-    path: tuple[str, ...] | None = None
-    printed: bool = False
-
-    @property
-    def running(self) -> Call | None:
-        """The call that it has not ended, and that has not ended without it."""
-        call = self.call
-        if call is None or call.done or call.number != self.number or self.rank in call.ended:
-            return None
-        return call
-
-
-@dataclass(slots=True, eq=False)
-class NodeState:
-    """What the driver knows of a node's agent.
-
-    Attributes:
-        ended: why its agent said it ends; ``silent`` why it was given up.
-        restarts: since a rank of it last came up.
-        asked_s: since when it owes an answer.
-    """
-
-    node: int
-    deaf_s: float
-    ended: str | None = None
-    silent: str | None = None
-    restarts: int = 0
-    ups: int = 0
-    asked_s: float | None = None
 
 
 class GangState:
@@ -156,9 +93,8 @@ class GangState:
             frames.STARTED: self._on_started,
             frames.EXIT: self._on_exit,
             m.Submit: self._submit,
-            m.Cancel: self._cancel,
-            m.StreamCredit: self._credit,
-            m.StreamClosed: self._close_stream,
+            m.Cancel: lambda event: self._stop(event.call, event.error),
+            **dict.fromkeys((m.StreamCredit, m.StreamClosed), self._to_stream),
             m.ChannelClosed: self._channel_closed,
             m.ChannelBroken: self._channel_broken,
             m.AgentSaid: self._agent_said,
@@ -296,23 +232,17 @@ class GangState:
 
     # -- calls: while they run ----------------------------------------------------------------------------------------
 
-    def _credit(self, event: m.StreamCredit) -> None:
-        self._to_streaming(event.call, event.rank, frames.CREDIT, {"num": event.num})
-
-    def _close_stream(self, event: m.StreamClosed) -> None:
-        self._to_streaming(event.call, event.rank, frames.CLOSE)
-
-    def _to_streaming(self, call: Call, rank: int, kind: int, fields: dict[str, Any] | None = None) -> None:
+    def _to_stream(self, event: m.StreamCredit | m.StreamClosed) -> None:
+        call, rank = event.call, event.rank
         if not call.done and rank in call.ranks and rank not in call.ended:
+            fields = {"num": event.num} if isinstance(event, m.StreamCredit) else None
+            kind = frames.CLOSE if fields is None else frames.CREDIT
             self._actions.append(m.Send(rank, kind, call.number, fields))
 
     def _answer_group(self, call: Call, ranks: Sequence[int], go: bool) -> None:
         self._actions += [m.Send(rank, frames.GROUP, call.number, {"go": go}) for rank in ranks]
 
     # -- calls: their end ---------------------------------------------------------------------------------------------
-
-    def _cancel(self, event: m.Cancel) -> None:
-        self._stop(event.call, event.error)
 
     def _stop(self, call: Call, error: BaseException) -> None:
         """End a call with an error, within a second where it runs."""
@@ -392,9 +322,7 @@ class GangState:
         for frame in (*call.results.values(), *(f.frame for f in call.failures if f.frame is not None)):
             self._actions.append(m.CloseFiles(frame.fds))
         reason = next(str(failure.error) for failure in call.failures if failure.is_death).partition("\n")[0]
-        if self._wants_events:
-            event = events.CallRetried(job_id=call.request.job_id, attempt=call.attempt, reason=reason)
-            self._actions.append(m.Emit(event))
+        self._emit(events.CallRetried(job_id=call.request.job_id, attempt=call.attempt, reason=reason))
         text = f"{call.request.name}: {reason}; starting again, {call.attempt} of {call.request.retries} retries"
         self._actions.append(m.Note(text, None))
         call.begin(0, (), self._now)  # what the ranks sent is closed: nobody may take it where it never starts again

@@ -27,6 +27,7 @@ from typing import Any
 
 from atoll.core.errors import AtollError, SerializationError
 from atoll.wire.definitions import reduce_cached_property, reduce_class, reduce_function, reduce_named, reduce_weak_dict
+from atoll.wire.exception_values import reduce_exception
 from atoll.wire.pickle_errors import PLAIN_SCALARS, locate, refusal
 from atoll.wire.torch_tensors import TORCH_HANDLERS, same
 
@@ -269,12 +270,6 @@ def rebuild_memoryview(data: Any, format: str, shape: tuple[int, ...]) -> memory
     return view
 
 
-def _reduce_exception(pickler: Any, obj: Any) -> Any:
-    from atoll.wire.exceptions import reduce_exception
-
-    return reduce_exception(obj)
-
-
 def _reduce_text_file(pickler: Any, obj: Any) -> Any:
     if obj is sys.stdout or obj is sys.stderr:
         return NotImplemented  # cloudpickle sends these as the other side's own
@@ -288,7 +283,7 @@ def _refuse_thread(pickler: Any, obj: Any) -> Any:
 _OTHERS: dict[tuple[str, str], Handler] = {
     ("numpy", "ndarray"): _reduce_array,
     ("builtins", "memoryview"): _reduce_memoryview,
-    ("builtins", "BaseException"): _reduce_exception,
+    ("builtins", "BaseException"): lambda pickler, exc: reduce_exception(exc),
     ("_io", "TextIOWrapper"): _reduce_text_file,
     ("threading", "Thread"): _refuse_thread,
     ("functools", "cached_property"): reduce_cached_property,

@@ -4,10 +4,6 @@
 text as builtin values, and the exception itself as a pickle of its own. One that cannot be pickled goes without its
 attributes, one that cannot be rebuilt arrives as a RemoteError with the text; neither keeps the others from arriving.
 
-An exception is rebuilt by ``cls.__new__(cls, *args)``, the ``__init__`` of the builtin exception below it (which fills
-``errno``, ``code`` and the like) and its attributes. The class's own ``__init__`` is not called: its signature need not
-match ``args``. A class that defines ``__reduce__`` decides for itself.
-
 What ``unpack_exception`` returns prints like this: the remote traceback as text, then the exception as raised here.
 Its ``__cause__`` is a ``RemoteTraceback``. The cause it had on the rank is that RemoteTraceback's ``__cause__``;
 where it had none and its context was not suppressed, the context is the RemoteTraceback's ``__context__``.
@@ -16,29 +12,21 @@ The exception's own ``__context__`` is what it was on the rank.
 
 from __future__ import annotations
 
-import copyreg
 import os
 import pickle
 import traceback
-import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from atoll.core.errors import RemoteError, RemoteTraceback
 from atoll.wire import codec
 from atoll.wire.codec import Payload
+from atoll.wire.exception_values import arguments_of, fields_of, new_exception, notes_of, restore_fields, set_attribute
 from atoll.wire.pickle_errors import brief, message_of, type_name
 
 _MAX_DEPTH = 64
 _PLAIN = (str, int, float, bool, type(None))
 _MAX_TEXT = 1024 * 1024
-
-# Kept by the record itself, or meaningless in another process. `obj` of an AttributeError is only there for spelling
-# suggestions and may be anything, such as a whole module or model.
-_OWN_FIELDS = frozenset(
-    {"args", "obj", "exceptions", "message", "__cause__", "__context__", "__suppress_context__", "__traceback__"}
-    | {"__dict__", "__notes__", "__weakref__"}
-)
 
 _ATOLL = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MACHINERY = tuple(
@@ -95,7 +83,7 @@ def _pack(
     if exc is None or id(exc) in known or depth > _MAX_DEPTH:
         return None if exc is None else known.get(id(exc))
     known[id(exc)] = None
-    notes = _notes(exc)
+    notes = notes_of(exc)
     pickled = _pickle(exc, chain, notes)
 
     def link(other: BaseException | None) -> tuple[Any, ...] | None:
@@ -132,11 +120,11 @@ def _pickle(exc: BaseException, chain: Payload, notes: list[str]) -> tuple[bytes
 
     group = exc if isinstance(exc, BaseExceptionGroup) else None
     try:
-        return piece((type(exc), group.message, _fields(exc)) if group else exc)
+        return piece((type(exc), group.message, fields_of(exc)) if group else exc)
     except Exception as problem:  # noqa: BLE001 - reduction code of any object runs here
         notes.append(f"its attributes could not be sent and were left out: {problem}")
     try:
-        args, extra = _arguments(exc)
+        args, extra = arguments_of(exc)
         shown = tuple(arg if type(arg) in _PLAIN else brief(arg) for arg in (*args, *extra))
         return piece((type(exc), group.message, {}) if group else _Bare(type(exc), shown))
     except Exception as problem:  # noqa: BLE001 - nor can its class; it arrives as a RemoteError
@@ -152,46 +140,6 @@ class _Bare:
 
     def __reduce__(self) -> Any:
         return self.reduced
-
-
-def _arguments(exc: BaseException) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """``exc.args``, and what the builtin base wants to be constructed with beyond them (OSError: the file names)."""
-    args: tuple[Any, ...] = BaseException.__dict__["args"].__get__(exc)
-    wanted: Any = _builtin_base(type(exc)).__reduce__(exc)[1]
-    same = isinstance(wanted, tuple) and all(a is b for a, b in zip(args, wanted, strict=False))
-    return args, wanted[len(args) :] if same else ()
-
-
-def _fields(exc: BaseException) -> dict[str, Any]:
-    """Every attribute an exception holds: of its ``__dict__``, of ``__slots__`` and of builtin exceptions."""
-    fields: dict[str, Any] = {}
-    for base in type(exc).__mro__:
-        for name, member in base.__dict__.items():
-            if name in _OWN_FIELDS or not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
-                continue
-            try:
-                value = member.__get__(exc)
-            except AttributeError:  # a slot or member without value
-                continue
-            if value is not None:
-                fields.setdefault(name, value)
-    fields.update((k, v) for k, v in object.__getattribute__(exc, "__dict__").items() if k != "__notes__")
-    return fields
-
-
-def _notes(exc: BaseException) -> list[str]:
-    notes = object.__getattribute__(exc, "__dict__").get("__notes__")
-    return [note for note in notes if type(note) is str] if isinstance(notes, list | tuple) else []
-
-
-def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
-    return next((base for base in cls.__mro__ if base.__module__ == "builtins"), BaseException)
-
-
-def _reduces_itself(cls: type) -> bool:
-    """Whether a class above the builtin exceptions says itself how it is pickled."""
-    own = cls.__mro__[: cls.__mro__.index(_builtin_base(cls))]
-    return cls in copyreg.dispatch_table or any({"__reduce__", "__reduce_ex__"} & base.__dict__.keys() for base in own)
 
 
 # --- the traceback as text -----------------------------------------------------------------------------------------
@@ -251,11 +199,11 @@ def unpack_exception(head: bytes | memoryview, buffers: Sequence[Any], *, rank: 
         members = None if record.members is None else [build(member) for member in record.members]
         exc = built[id(values)] = _rebuild(record, buffers, members, rank, node)
         if record.notes:
-            _set(exc, "__notes__", record.notes)
+            set_attribute(exc, "__notes__", record.notes)
         for name, linked in (("__context__", record.context), ("__cause__", record.cause)):
             if linked is not None:
-                _set(exc, name, build(linked))
-        _set(exc, "__suppress_context__", record.suppress)
+                set_attribute(exc, name, build(linked))
+        set_attribute(exc, "__suppress_context__", record.suppress)
         return exc
 
     first = codec.loads(head)
@@ -265,7 +213,7 @@ def unpack_exception(head: bytes | memoryview, buffers: Sequence[Any], *, rank: 
         shown.__cause__ = exc.__cause__
     elif not exc.__suppress_context__:
         shown.__context__ = exc.__context__
-    _set(exc, "__cause__", shown)
+    set_attribute(exc, "__cause__", shown)
     return exc
 
 
@@ -307,47 +255,3 @@ def unpacked(record: Packed | None) -> BaseException | None:
     exc = unpack_exception(*record, rank=0, node=0)
     exc.__cause__ = None
     return exc
-
-
-# --- exceptions as values ------------------------------------------------------------------------------------------
-
-
-def reduce_exception(exc: BaseException) -> Any:
-    """Pickle reduction of an exception, without its chain."""
-    if _reduces_itself(type(exc)):
-        return NotImplemented
-    args, extra = _arguments(exc)
-    fields = _fields(exc)
-    if notes := _notes(exc):
-        fields["__notes__"] = notes
-    kept = None if isinstance(exc, BaseExceptionGroup) else args
-    return new_exception, (type(exc), (*args, *extra)), (kept, fields), None, None, restore_fields
-
-
-def new_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """Used in payloads: an instance whose class's own ``__init__`` has not run, but the builtin one below it has."""
-    exc = cls.__new__(cls, *args)
-    if not isinstance(exc, BaseException):
-        raise TypeError(f"{cls.__qualname__}.__new__ returned a {type(exc).__name__}, which is not an exception")
-    try:
-        _builtin_base(cls).__init__(exc, *args)
-    except (TypeError, ValueError):  # arguments it cannot take, such as text that stands for a value
-        BaseException.__init__(exc, *args)
-    return exc
-
-
-def restore_fields(exc: BaseException, state: tuple[tuple[Any, ...] | None, dict[str, Any]]) -> None:
-    """Used in payloads: put back ``args`` (unless None) and the attributes of an exception."""
-    args, fields = state
-    if args is not None:
-        BaseException.__dict__["args"].__set__(exc, args)
-    for name, value in fields.items():
-        _set(exc, name, value)
-
-
-def _set(exc: BaseException, name: str, value: Any) -> None:
-    """Set an attribute past a ``__setattr__`` or read-only property of the class (a frozen dataclass, say)."""
-    try:
-        object.__setattr__(exc, name, value)
-    except (AttributeError, TypeError):
-        object.__getattribute__(exc, "__dict__")[name] = value

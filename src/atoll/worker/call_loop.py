@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import pickle
@@ -11,8 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,10 +18,11 @@ from atoll.agent.process_tree import PR_SET_PDEATHSIG, prctl
 from atoll.agent.rank import CHANNEL_FD, CONTROL_FD
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.wire import definitions, frames
-from atoll.wire.codec import Payload, dumps, is_plain, loads
-from atoll.wire.frames import CallHeader, Frame, Parser, close_all, pack, send_all
-from atoll.wire.payloads import Arena, decode_parts
+from atoll.wire.codec import dumps, is_plain, loads
+from atoll.wire.frames import CallHeader, Frame, pack
+from atoll.wire.payloads import decode_parts
 from atoll.worker import probe
+from atoll.worker.channel import Cancelled, DriverChannel
 from atoll.worker.children import DefinitionsSpec
 from atoll.worker.folder_locks import hold_folder, hold_images
 from atoll.worker.isolation import Isolation
@@ -35,30 +34,13 @@ _ASK_AGAIN_S = 0.02
 _SMALL_BYTES = 1 << 16  # results up to this are sent without looking at what they are made of again
 
 
-class Cancelled(BaseException):
-    """Raised in the main thread of a rank whose call was cancelled or whose gang is being stopped."""
-
-
-class Worker:
-    """One rank. ``call`` is the number of the call it runs, 0 between calls."""
+class Worker(DriverChannel):
+    """One rank."""
 
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
-        self.setup = setup
-        self.call = 0
-        self.broadcast = False
-        self.spent = False  # something half-done in this process can't be undone: a fresh one has to take over
-        self.at_end: list[Callable[[], None]] = []  # run after the result is on its way, newest first
-        self._sock = sock
-        self._parser = Parser()
-        self._frames: deque[Frame] = deque()
-        self._send_lock = threading.Lock()
-        self._sending = False
-        self._cancel_pending = False
-        self._arena = Arena()
+        super().__init__(sock, setup)
         self._functions: dict[str, tuple[bytes, Any]] = {}
         self._peers = tuple(Peer(node, addr) for node, addr in enumerate(setup["peers"]))
-        self.port_socket = _reserve_port(setup["addr"])
-        self.port: int = self.port_socket.getsockname()[1]
         self._place: tuple[bool, int] | None = None
         self._stopped_call = -1
         self._main_thread = threading.get_ident()
@@ -66,64 +48,11 @@ class Worker:
         probe.start(CONTROL_FD, self._stop)
         self.isolation = Isolation()
 
-    # -- frames ---------------------------------------------------------------------------------------------------
-
-    def next_frame(self) -> Frame:
-        """The next frame for this rank; waits for it. Ends the process when the agent is gone."""
-        while not self._frames:
-            frames_ = self._parser.receive(self._sock)
-            if frames_ is None:
-                os._exit(0)
-            self._frames += frames_
-        return self._frames.popleft()
-
-    def frame_waiting(self) -> bool:
-        """Is there a frame to read just now?"""
-        if self._frames:
-            return True
-        with contextlib.suppress(BlockingIOError):
-            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        return False
-
-    def send(
-        self, kind: int, meta: dict[str, Any] | None = None, payload: Payload | None = None, *, flags: int = 0
-    ) -> None:
-        """Send a frame of the running call. Safe from any thread."""
-        if payload is None:
-            self._send(pack(kind, self.setup["rank"], self.call, meta, flags=flags))
-        else:
-            self._send(*self._encode(kind, payload, meta))
-
-    def _encode(self, kind: int, payload: Payload, meta: dict[str, Any] | None = None) -> tuple[bytearray, list[int]]:
-        encoded = self._arena.encode(payload)
-        meta = {"payload": encoded.table, **(meta or {})}
-        if payload.notes:
-            meta["notes"] = payload.notes
-        fds = [encoded.segment.fd] if encoded.segment else []
-        return bytearray(pack(kind, self.setup["rank"], self.call, meta, encoded.inline, len(fds))), fds
-
-    def _send(self, data: bytes | bytearray, fds: Sequence[int] = ()) -> None:
-        try:
-            with self._send_lock:
-                self._sending = True
-                send_all(self._sock, data, fds)
-        except (BrokenPipeError, ConnectionResetError):
-            os._exit(0)
-        finally:
-            self._sending = False
-            close_all(fds)
-        if self._cancel_pending and self.call and threading.current_thread() is threading.main_thread():
-            self._cancel_pending = False
-            raise Cancelled
-
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Announce this rank, then run calls until told to stop."""
-        self.send(
-            frames.HELLO,
-            {"port": self.port},
-        )
+        self.send(frames.HELLO, {"port": self.port})
         import cloudpickle  # noqa: F401 - the first call needs it; nobody waits for it now
 
         while True:
@@ -167,7 +96,9 @@ class Worker:
         function, arguments, mappings = self._unpack(header, frame)
         args, kwargs = arguments
         del arguments
-        self._around(header.all_have_torch)
+        from atoll.worker import process_group  # a rank starts without it
+
+        process_group.before_call(self, header.all_have_torch)
         result = _settle(function(*args, **kwargs))
         if is_stream(result):
             send_stream(self, result)
@@ -176,22 +107,16 @@ class Worker:
         if 0 < len(head) <= _SMALL_BYTES:
             data, fds = frames.pack_payload(frames.RESULT, self.setup["rank"], self.call, head), list[int]()
         else:
-            data, fds = self._encode(frames.RESULT, dumps(result, what="the result"))
+            data, fds = self.encode(frames.RESULT, dumps(result, what="the result"))
         del result, args, kwargs, function
         kept = any(mapping() is not None for mapping in mappings)
         data[frames.FLAGS_AT] |= frames.KEPT * kept | frames.HAS_TORCH * ("torch" in sys.modules)
         return data, fds
 
-    def _around(self, all_have_torch: bool) -> None:
-        """The gang's process group, for functions that import torch: see ``process_group``."""
-        from atoll.worker import process_group
-
-        process_group.before_call(self, all_have_torch)
-
     def _failure(self, error: BaseException) -> tuple[bytearray, list[int]]:
         from atoll.wire.exceptions import pack_exception
 
-        data, fds = self._encode(frames.ERROR, pack_exception(error))
+        data, fds = self.encode(frames.ERROR, pack_exception(error))
         data[frames.FLAGS_AT] |= frames.KEPT | frames.HAS_TORCH * ("torch" in sys.modules)
         return data, fds
 
@@ -357,13 +282,6 @@ def leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     flush_output()
     os._exit(code)
-
-
-def _reserve_port(addr: str) -> socket.socket:
-    """A port of our own, bound but not listening: nobody can connect before a store is made on it."""
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reserved.bind((addr, 0))
-    return reserved
 
 
 def main() -> None:

@@ -15,15 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.core import context
 from atoll.core.errors import ConfigError
 from atoll.wire import frames
 from atoll.worker import isolation
-
-if TYPE_CHECKING:
-    from atoll.worker.call_loop import Worker
+from atoll.worker.channel import DriverChannel
 
 _TIMEOUT_VARIABLE = "NCCL_SOCKET_TIMEOUT"  # unknown to NCCL, and named by many guides
 
@@ -32,7 +30,7 @@ _TIMEOUT_VARIABLE = "NCCL_SOCKET_TIMEOUT"  # unknown to NCCL, and named by many 
 class _State:
     """What this process holds for groups; stores outlive calls, groups do not."""
 
-    worker: Worker | None = None
+    worker: DriverChannel | None = None
     armed: bool = False  # the running call wants a group as soon as torch is there
     ours: bool = False  # the present group was made by us
     num_groups: int = 0
@@ -42,7 +40,7 @@ class _State:
 _state = _State()
 
 
-def before_call(worker: Worker, all_have_torch: bool) -> None:
+def before_call(worker: DriverChannel, all_have_torch: bool) -> None:
     """Get ready for a broadcast: make the group now if torch is loaded everywhere, else when it is imported."""
     _state.worker = worker
     _state.armed = worker.broadcast and worker.setup["world_size"] > 1
@@ -185,7 +183,7 @@ def _make(backend: str | None, timeout_s: float | None) -> None:
     os.environ.__class__ = _WatchedEnviron
 
 
-def _agreed_store(worker: Worker, ctx: context.CallContext) -> Any | None:
+def _agreed_store(worker: DriverChannel, ctx: context.CallContext) -> Any | None:
     """The gang's store once every rank wants it; None when one has returned without."""
     dist = _dist()
 
@@ -200,7 +198,7 @@ def _agreed_store(worker: Worker, ctx: context.CallContext) -> Any | None:
             return _store(worker, ctx) if frame.meta["go"] else None
 
 
-def _store(worker: Worker, ctx: context.CallContext) -> Any:
+def _store(worker: DriverChannel, ctx: context.CallContext) -> Any:
     """Rank 0's store: the server there, a client elsewhere; kept between calls of the same gang."""
     dist = _dist()
 

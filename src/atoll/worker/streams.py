@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.wire import frames
 from atoll.wire.codec import dumps
-
-if TYPE_CHECKING:
-    from atoll.worker.call_loop import Worker
+from atoll.worker.channel import DriverChannel
 
 WINDOW = 16  # values a rank may be ahead of its consumer
 
@@ -19,7 +17,7 @@ def is_stream(result: Any) -> bool:
     return isinstance(result, (types.GeneratorType, types.AsyncGeneratorType))
 
 
-def send_stream(worker: Worker, values: Any) -> None:
+def send_stream(worker: DriverChannel, values: Any) -> None:
     """Send every value; wait while the consumer is behind; close the generator if it stops early."""
     if isinstance(values, types.AsyncGeneratorType):
         values = _drive(values)
