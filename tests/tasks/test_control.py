@@ -20,15 +20,16 @@ from tests.tasks.test_cases_more import inside
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.tasks import control, protocol, supervisor
-from atoll.tasks.protocol import Parser, decode, pack, request
-from atoll.tasks.remote_control import ProgramControl
+from atoll.tasks.protocol import PREAMBLE, decode, request
+from atoll.tasks.remote_control import RemoteControl
 from atoll.tasks.rows import EventRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
-from atoll.wire.command_output import marked
+from atoll.wire import frames
+from atoll.wire.command_output import MARK, marked
 from local_cluster import LocalCluster, processes_with, stop, until
 
 SUCCEEDED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.CANCELLED
-PROGRAM = [sys.executable, "-m", "atoll.tasks.control"]
+PROGRAM = [sys.executable, "-m", "atoll.tasks.control"]  # and the name of a cluster
 
 
 @pytest.fixture
@@ -37,12 +38,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program_control(cluster: str = "train") -> ProgramControl:
-    def command(operation: str) -> list[str]:
-        program = marked("exec " + shlex.join([*PROGRAM, operation]))
-        return ["sh", "-c", f"echo '{{\"value\": 1}}'; printf 'a prompt without an end: '; {program}"]
-
-    return ProgramControl(command, cluster)
+def program_control(cluster: str = "train") -> RemoteControl:
+    program = marked("exec " + shlex.join([*PROGRAM, cluster]))
+    return RemoteControl(
+        ["sh", "-c", f"echo '{{\"value\": 1}}'; printf 'a prompt without an end: '; {program}"], cluster
+    )
 
 
 # ------------------------------------------------------------------------------------------------- logs
@@ -123,11 +123,11 @@ def test_a_job_whose_answer_was_lost_on_its_way_is_added_once(home: Path) -> Non
     cluster = LocalCluster.make(home)
     lost = home / "lost"
 
-    def command(operation: str) -> list[str]:
-        there = marked("exec " + shlex.join([*PROGRAM, operation]))
-        return ["sh", "-c", f"[ -e {lost} ] || {{ touch {lost}; ({there}) >/dev/null; exit 255; }}; {there}"]
-
-    control = ProgramControl(command, "train", patience_s=60.0)
+    there = marked("exec " + shlex.join([*PROGRAM, "train"]))
+    # The first hears the request, and its answers are lost: hello comes, and then nothing.
+    first = f"({there}) | head -c {len(MARK + protocol.answer(version=protocol.VERSION))}; exit 255"
+    command = ["sh", "-c", f"[ -e {lost} ] || {{ touch {lost}; {first}; }}; {there}"]
+    control = RemoteControl(command, "train", patience_s=60.0)
     assert control.submit(JobSpec(run="true"), {"TOKEN": "a value of its own"}) == 1
     assert control.submit(JobSpec(run="true"), {}) == 2  # another job of the same text
     assert lost.exists()
@@ -263,17 +263,17 @@ def test_everything_through_the_program(home: Path) -> None:
         control.follow(99, got.append)
     with pytest.raises(LookupError, match="cluster other"):
         program_control("other").cluster()
-    with pytest.raises(ConfigError, match="no name of a cluster"):
+    with pytest.raises(ConfigError, match="not a valid cluster name"):
         program_control("../x").cluster()
-    broken = ProgramControl(lambda operation: ["sh", "-c", "echo no route >&2; exit 255"], "train")
+    broken = RemoteControl(["sh", "-c", "echo no route >&2; exit 255"], "train")
     for ask in (broken.cluster, lambda: broken.follow(1, got.append)):
         with pytest.raises(AtollError, match=r"the head of cluster train.* can't be reached: no route"):
             ask()
-    ends = ProgramControl(lambda operation: ["sh", "-c", "echo This account is not available.; exit 1"], "train", "h1")
+    ends = RemoteControl(["sh", "-c", "echo This account is not available.; exit 1"], "train", "h1")
     for ask in (ends.cluster, lambda: ends.follow(1, got.append)):
         with pytest.raises(AtollError, match=r"train \(h1\): a login there ended .* printed 'This account is"):
             ask()
-    odd = ProgramControl(lambda operation: ["sh", "-c", marked("cat >/dev/null; echo 17 files")], "train", "h1")
+    odd = RemoteControl(["sh", "-c", marked("echo 17 files")], "train", "h1")
     with pytest.raises(AtollError, match=r"^the head of cluster train \(h1\): its answer can't be read: '17 files'$"):
         odd.queue()
 
@@ -284,17 +284,17 @@ def test_a_reader_that_goes_away_ends_the_program(home: Path, quiet: bool) -> No
     job = cluster.submit("echo going; sleep 300" if quiet else "while true; do echo going; done")
     cluster.wait_for(job, "going")
     pipe = subprocess.PIPE
-    follower = subprocess.Popen([*PROGRAM, "follow"], stdin=pipe, stdout=pipe, stderr=pipe)
+    follower = subprocess.Popen([*PROGRAM, "train"], stdin=pipe, stdout=pipe, stderr=pipe)
     assert follower.stdin is not None
     assert follower.stdout is not None
     assert follower.stderr is not None
-    data, _ = request("follow", (job, print), {}, cluster="train")
-    follower.stdin.write(data)
-    follower.stdin.close()
+    follower.stdin.write(PREAMBLE + request("follow", (job, print), {})[0])
+    follower.stdin.flush()
     assert follower.stdout.read(20)
     follower.stdout.close()
     assert follower.wait(60) == 120
     assert follower.stderr.read() == b""
+    follower.stdin.close()
     follower.stderr.close()
     assert cluster.control.job(job).status is JobStatus.RUNNING  # it only watched
     cluster.control.cancel(None)
@@ -355,6 +355,7 @@ def test_a_supervisor_that_is_stopped_is_named(
             cluster.control.remove_nodes()
     finally:
         os.kill(pid, signal.SIGCONT)
+    cluster.control.cancel([job])
     assert cluster.follow(job)[0] is CANCELLED
     for follower in followers:
         follower.join()
@@ -434,14 +435,14 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_misses_nothing(home: Pa
     cluster.wait_for(stays, "going")
     job = cluster.submit("head -c 20000000 /dev/zero | tr '\\0' x | fold")
     how = {"start": 0, "skip_bytes": 0, "rank": None, "several": False, "after": 0}
-    parser, num_bytes, status = Parser(), 0, None
+    parser, num_bytes, status = frames.Parser(), 0, None
     with supervisor.reach(cluster.folder) as sock:
         sock.sendall(request("follow", (job, print, None), how)[0])
         assert cluster.follow(job)[0] is SUCCEEDED
         while status is None:
-            for message in parser.feed(sock.recv(1 << 20)):
-                num_bytes += len(message) if isinstance(message, bytes) else 0
-                status = message.get("value") if isinstance(message, dict) else None
+            for message in map(frames.RawFrame.parsed, parser.feed(sock.recv(1 << 20))):
+                num_bytes += len(message.rest)
+                status = message.meta.get("value")
     assert decode(status) is SUCCEEDED
     assert num_bytes == (cluster.folder / "jobs" / str(job) / "run.log").stat().st_size
     cluster.control.cancel(None)
@@ -457,7 +458,7 @@ def test_a_supervisor_of_another_version_is_not_misunderstood(home: Path, monkey
         newer.setattr(protocol, "VERSION", 7)
         other = control.LocalControl(cluster.folder)
         for ask in (lambda: other.cancel([job]), lambda: other.follow(job, print)):
-            with pytest.raises(AtollError, match=f"process {pid}, speaks version 1 of Atoll's protocol, and this .* 7"):
+            with pytest.raises(AtollError, match=f"process {pid}, speaks version 2 of Atoll's protocol, and this .* 7"):
                 ask()
         assert other.job(job).status is JobStatus.RUNNING
     cluster.control.cancel(None)
@@ -468,12 +469,13 @@ def test_bytes_that_are_no_request_end_their_connection_alone(home: Path) -> Non
     cluster = LocalCluster.make(home)
     job = cluster.submit("echo going; until [ -e go ]; do sleep 0.05; done")
     cluster.wait_for(job, "going")
-    for data in (b"GET / HTTP/1.1\r\n\r\n", pack({"op": "__init__", "args": [], "kwargs": {}})):
+    unknown = frames.pack(frames.ASK, meta={"op": "__init__", "args": [], "kwargs": {}})
+    for data in (b"GET /something HTTP/1.1\r\n\r\n", unknown):
         with supervisor.reach(cluster.folder) as sock:
             sock.sendall(data)
-            parser, answers = Parser(), []
+            parser, answers = frames.Parser(), []
             while not any("error" in each for each in answers) and (came := sock.recv(1000)):
-                answers += [each for each in parser.feed(came) if isinstance(each, dict)]
+                answers += [each.parsed().meta for each in parser.feed(came)]
         assert len(answers) == (1 if data.startswith(b"GET") else 2)
     (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
     assert cluster.follow(job)[0] is SUCCEEDED

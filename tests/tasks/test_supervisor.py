@@ -27,7 +27,6 @@ from atoll.tasks.dispatcher import Dispatcher
 from atoll.tasks.nodes import ClusterNodes
 from atoll.tasks.spec import JobSpec, JobStatus, Restarts
 from atoll.tasks.store import Store, put_variables
-from atoll.tasks.supervisor_client import SupervisorClient
 from local_cluster import LocalCluster, descendants, processes_with, stop, until
 
 SUCCEEDED, FAILED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED
@@ -386,7 +385,7 @@ def test_a_damaged_record_does_not_end_the_supervisor(home: Path) -> None:
     cluster.wait_for(going, "going")
     (cluster.folder / "cluster.json").write_text("null")
     spec = dataclasses.replace(going_spec(cluster, going), key="another")
-    late = SupervisorClient(cluster.folder).add(spec, {}, "ada")
+    late = cluster.control.ask_supervisor("add", spec, {}, "ada")
     status, log = cluster.follow(late)
     assert status is JobStatus.FAILED_DRIVER
     assert "cluster.json is damaged" in log

@@ -32,6 +32,7 @@ MOST_PROCESSES = 4096  # of a node
 MOST_ACCELERATORS = 1024  # of a node
 MOST_TRIES = 1_000_000  # again, after a failure
 MOST_MINUTES = 100 * 366 * 24 * 60
+_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _LONGEST_SHOWN = 60  # characters of a value in a message
 _VARIABLE_ARGUMENTS = 0x04  # inspect.CO_VARARGS, without what importing inspect costs
 
@@ -179,3 +180,13 @@ def nearest(name: str, known: Iterable[str], folder: str = "") -> str:
 def _short(value: object) -> str:
     shown = redact(repr(value))
     return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"
+
+
+def unsendable(text: str) -> str | None:
+    """What of ``text`` no program could be given, as a clause; None where all of it can be."""
+    if "\0" in text:
+        return "a zero character, which can't be passed to a program"
+    half = _HALF.search(text)
+    if half is not None:
+        return f"\\u{ord(half[0]):04x}, which is half a character: write the whole one itself"
+    return None

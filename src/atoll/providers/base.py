@@ -634,9 +634,6 @@ class Provider(abc.ABC):
         """
         return [], []
 
-    def forget_checks(self) -> None:  # noqa: B027 - most remember none
-        """A supervisor elsewhere has failed: what was found well there lately is looked at again."""
-
     def release(self, allocation: Allocation, *, keep_disks: bool) -> Allocation:
         """Give the nodes back; ``keep_disks``: their files stay, for a later start. Returns what it is now."""
         return dataclasses.replace(allocation, state=AllocationState.RELEASED) if not keep_disks else allocation

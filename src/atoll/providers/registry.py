@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from atoll.core.errors import ConfigError
@@ -121,16 +120,14 @@ def undeclared() -> list[str]:
     return [line for kind in _kinds() if (line := _known(kind).undeclared) and not _known(kind).declared()]
 
 
-@contextlib.contextmanager
-def kept(*, stay: bool = False) -> Iterator[None]:
+def kept(*, stay: bool = False) -> contextlib.AbstractContextManager[None]:
     """While this lasts, machines are logged in to once and asked about themselves once, whoever wants to know.
 
     ``stay``: logins stay for who needs them next, unless it fails.
     """
     from atoll.providers.ssh.connection import connections
 
-    with connections.kept(stay=stay):
-        yield
+    return connections.kept(stay=stay)
 
 
 def close_idle() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import fnmatch
 import os
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atoll.agent.process_tree import state
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home, sweep_temporary, user_name
 from atoll.core.validation import command_line, nearest
@@ -22,7 +22,7 @@ from atoll.tasks.spec import LONGEST_NAME, ClusterSpec, ClusterStatus, is_name, 
 
 if TYPE_CHECKING:
     from atoll.tasks.control import LocalControl
-    from atoll.tasks.remote_control import ProgramControl
+    from atoll.tasks.remote_control import RemoteControl
     from atoll.tasks.rows import JobRow
 
 LOCK = "launch.lock"
@@ -66,7 +66,7 @@ def fresh_name() -> str:
 
 def folder_of(name: str) -> Path:
     """The folder of a cluster's record, jobs and local nodes."""
-    return atoll_home() / "clusters" / check_name(name)
+    return record.folder_of(check_name(name))
 
 
 def node_home(name: str, node: int) -> Path:
@@ -177,24 +177,34 @@ def locked(name: str, what: str, say: Callable[[str], None]) -> Iterator[Path]:
         ConfigError: it is somebody else's, or damaged.
     """
     folder = folder_of(name)
-    record.check_owner(folder)
-    descriptor = _take_lock(folder, say)
-    assert descriptor is not None  # it was waited for
-    with _held(descriptor, folder, what):
+    with _locked(folder, what, say):
         yield folder
 
 
-@contextlib.contextmanager
-def locked_if_free(name: str, what: str) -> Iterator[bool]:
+def locked_if_free(name: str, what: str) -> contextlib.AbstractContextManager[bool]:
     """``locked`` for whoever only looks and never waits; yields whether it is."""
-    folder = folder_of(name)
+    return _locked(folder_of(name), what, None)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, what: str, say: Callable[[str], None] | None) -> Iterator[bool]:
+    """Holds a cluster's lock, in which it is written what for; where nobody is told whom it waits for, only if free."""
     record.check_owner(folder)
-    descriptor = _take_lock(folder, None)
+    descriptor = _take_lock(folder, say)
     if descriptor is None:
         yield False
         return
-    with _held(descriptor, folder, what):
-        yield True
+    try:
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{what} {os.getpid()}".encode(), 0)
+        sweep_temporary(folder / record.RECORD)
+        try:
+            yield True
+        finally:
+            _remove_empty(folder)
+    finally:
+        os.close(descriptor)
 
 
 def _take_lock(folder: Path, say: Callable[[str], None] | None) -> int | None:
@@ -202,12 +212,13 @@ def _take_lock(folder: Path, say: Callable[[str], None] | None) -> int | None:
     while True:
         descriptor = _open_lock(folder)
         try:
-            if not record.take_lock(descriptor, 0.0 if say is None else _SILENT_S):
-                if say is None:
-                    os.close(descriptor)
-                    return None
+            is_taken = record.take_lock(descriptor, 0.0 if say is None else _SILENT_S)
+            if not is_taken and say is not None:
                 say(f"waiting for another command on cluster {folder.name}{_holder(descriptor)}")
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
+            elif not is_taken:
+                os.close(descriptor)
+                return None
             if os.fstat(descriptor).st_nlink:
                 return descriptor
         except BaseException:
@@ -216,36 +227,14 @@ def _take_lock(folder: Path, say: Callable[[str], None] | None) -> int | None:
         os.close(descriptor)  # who had it before us made no cluster of it
 
 
-@contextlib.contextmanager
-def _held(descriptor: int, folder: Path, what: str) -> Iterator[None]:
-    """Say in a cluster's lock who has it, and let go of it in the end."""
-    try:
-        with contextlib.suppress(OSError):  # a full disk
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{what} {os.getpid()}".encode(), 0)
-        sweep_temporary(folder / record.RECORD)
-        try:
-            yield
-        finally:
-            _remove_empty(folder)
-    finally:
-        os.close(descriptor)
-
-
 def _holder(descriptor: int) -> str:
     """Who has a cluster's lock, in words that follow others; nothing where that is not known."""
     words = os.pread(descriptor, 100, 0).decode(errors="replace").split()
     if len(words) != 2 or not all(word.isascii() and word.isalnum() for word in words):
         return ""
     what, pid = words
-    return f": {what}, process {pid}" + (f", which is stopped (kill -CONT {pid})" if is_stopped(pid) else "")
-
-
-def is_stopped(pid: int | str | None) -> bool:
-    """Is a process of this machine stopped by a signal or a debugger?"""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False
+    is_stopped = pid.isdigit() and state(int(pid)) in (b"T", b"t")
+    return f": {what}, process {pid}" + (f", which is stopped (kill -CONT {pid})" if is_stopped else "")
 
 
 def _remove_empty(folder: Path) -> None:
@@ -276,75 +265,19 @@ def change(cluster: ClusterSpec, **fields: Any) -> ClusterSpec:
     return record.change(folder_of(cluster.name), **fields)
 
 
-@contextlib.contextmanager
-def hosts_asked(name: str, *, at_once: bool) -> Iterator[None]:
-    """While this lasts, hosts are logged in to and asked about themselves once.
-
-    Args:
-        at_once: ask all of a cluster that is up now.
-
-    Raises:
-        ProvisionError: one of its hosts can't be used.
-    """
-    from atoll.tasks.nodes import plan_of
-
-    with registry.kept():
-        have = find(name) if at_once else None
-        if have is not None and have.status is ClusterStatus.UP:
-            plan_of(dataclasses.replace(have, accelerator=None, num_accelerators=0))
-        yield
-
-
-def control_of(spec: ClusterSpec) -> LocalControl | ProgramControl:
+def control_of(spec: ClusterSpec) -> LocalControl | RemoteControl:
     """Who answers for the cluster's jobs: this machine, or the head that supervises them.
 
     Raises:
         ProvisionError: the head can't be reached.
     """
     if not spec.allocation.supervised_here:
-        from atoll.tasks import head
+        from atoll.tasks import remote_control
 
-        return head.control(spec)
+        return remote_control.control(spec)
     from atoll.tasks.control import LocalControl
 
     return LocalControl(folder_of(spec.name))
-
-
-def make_ready(cluster: ClusterSpec, say: Callable[[str], None], *, from_here: bool = False) -> ClusterSpec:
-    """Get a cluster its nodes, look at them before a job, and decide where it is supervised from.
-
-    Args:
-        from_here: this machine supervises it, because its jobs end with a process here.
-
-    Raises:
-        ProvisionError: a host can't be used.
-    """
-    from atoll.tasks.placing import provision
-    from atoll.tasks.remains import owner_of
-
-    folder, before = folder_of(cluster.name), find(cluster.name)
-    is_new = before is None or before.status is ClusterStatus.DOWN
-    cluster = provision(cluster, before, owner_of(folder), say, here=from_here)
-    site = _site_text(cluster)
-    if before is not None and is_new and _site_text(before) != site:
-        stays = f"earlier jobs of cluster {cluster.name} and their logs stay on {_site_text(before)}"
-        say(f"{stays}; job numbers start again at 1")
-    if cluster.allocation.supervised_here:
-        return cluster
-    from atoll.tasks import head
-
-    seen_there = registry.of(cluster.allocation).at_site(cluster.allocation)
-    job_ids = head.control(cluster).create(dataclasses.replace(cluster, allocation=seen_there), anew=is_new)
-    if job_ids:
-        which = f"job{'s' * (len(job_ids) > 1)} {', '.join(map(str, sorted(job_ids)))}"
-        verb = "were" if len(job_ids) > 1 else "was"
-        say(f"{which} of cluster {cluster.name} still ran on {site} and {verb} ended")
-    return cluster
-
-
-def _site_text(cluster: ClusterSpec) -> str:
-    """The machine that its supervisor runs on."""
-    return "this machine" if cluster.allocation.supervised_here else cluster.allocation.head.name
 
 
 def unfinished(cluster: ClusterSpec) -> list[JobRow]:

@@ -3,8 +3,7 @@
 Only the supervisor changes jobs: it is asked on its socket, and started where a job waits for one. What there is to
 read is read from the cluster's files, whether a supervisor runs or not.
 
-``python -m atoll.tasks.control OP`` takes one request of ``protocol`` on standard input, with ``cluster`` in it, and
-answers on standard output. Standard library only.
+``python -m atoll.tasks.control CLUSTER`` answers requests of ``protocol`` until its input ends. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import re
 import secrets as random
@@ -25,41 +25,33 @@ from signal import SIGTERM
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.paths import atoll_home, user_name
+from atoll.core.paths import user_name
 from atoll.core.validation import command_line
 from atoll.tasks import record, remains, supervisor
+from atoll.tasks.client import (
+    Client,
+    Hindrance,
+    OnEvent,
+    SocketStream,
+    StreamLost,
+    Write,
+    state_of_supervisor,
+    stopped_supervisor,
+    tell,
+)
 from atoll.tasks.environment import check_size
 from atoll.tasks.logs import RUN_LOG, Follower, only_rank
-from atoll.tasks.protocol import (
-    VERSION,
-    Damaged,
-    Message,
-    NothingLeft,
-    Parser,
-    arguments,
-    encode,
-    error_message,
-    pack,
-)
+from atoll.tasks.protocol import PREAMBLE, VERSION, Damaged, NothingLeft, answer, arguments, encode, error_message
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
 from atoll.tasks.store import STORE, Store
-from atoll.tasks.supervisor_client import (
-    Hindrance,
-    OnEvent,
-    SupervisorClient,
-    SupervisorEnded,
-    Write,
-    state_of_supervisor,
-    tell,
-)
+from atoll.wire import frames
 
 _END_S = 30.0  # cancelled jobs end in this time
 _BROKEN = 120  # the program's exit code where whoever asked is gone
-
-
-def _note(line: str) -> None:
-    tell(f"note: {line}")
+_ANSWER_S = 60.0
+_TRIES = 5
+_READ_BYTES = 1 << 18
 
 
 class LocalControl:
@@ -68,14 +60,19 @@ class LocalControl:
     Args:
         folder: the cluster's.
         note: called with a line for whoever waits.
-        hang_up: a descriptor whose hang-up ends what is followed.
+        hang_up: a descriptor whose hang-up ends what is waited for.
     """
 
-    def __init__(self, folder: Path, note: Callable[[str], object] = _note, hang_up: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        note: Callable[[str], object] = lambda line: tell(f"note: {line}"),
+        hang_up: int | None = None,
+    ) -> None:
         self._folder = folder
         self._note = note
         self._hang_up = hang_up
-        self._supervisor = SupervisorClient(folder)
+        self._client = Client(functools.partial(SocketStream, folder), f"the supervisor of cluster {folder.name}")
 
     def create(self, cluster: ClusterSpec, *, anew: bool) -> list[int]:
         """Writes the cluster's record; ``anew``: after what still ran here has ended, jobs that are returned."""
@@ -100,7 +97,8 @@ class LocalControl:
         _check(spec, cluster)
         check_size(spec, secrets)
         spec = dataclasses.replace(spec, key=spec.key or random.token_hex(8))
-        return self._supervisor.add(spec, secrets, user_name())
+        number: int = self.ask_supervisor("add", spec, secrets, user_name())
+        return number
 
     def cancel(self, job_ids: Sequence[int] | None, number: int = SIGTERM) -> list[int]:
         """Asks for the end of these jobs, or of all; returns those that had not ended.
@@ -110,7 +108,23 @@ class LocalControl:
         with Store(self._folder) as store:
             if not store.jobs(limit=1, unfinished=True):
                 return []
-        return self._supervisor.cancel(None if job_ids is None else [*job_ids], number)
+        ended: list[int] = self.ask_supervisor("cancel", None if job_ids is None else [*job_ids], number)
+        return ended
+
+    def ask_supervisor(self, operation: str, *args: Any) -> Any:
+        """Asks for something that may be asked twice: a supervisor that ends at that moment has not done it."""
+
+        def give_up(waited_s: float) -> None:
+            stopped = stopped_supervisor(self._folder)
+            if stopped is not None or waited_s > _ANSWER_S:
+                why = stopped or state_of_supervisor(self._folder)
+                raise AtollError(f"cluster {self._folder.name} does not answer; {why}")
+
+        for _ in range(_TRIES):
+            with contextlib.suppress(StreamLost):
+                return self._client.ask(operation, args, {}, give_up)
+        log = self._folder / supervisor.LOG
+        raise AtollError(f"supervisors of cluster {self._folder.name} end before they answer; see {log}")
 
     def queue(self) -> list[JobRow]:
         """Every job, newest first."""
@@ -195,15 +209,16 @@ class LocalControl:
             write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode(errors="replace"))
         with Follower(path, write, only) as follower:
             start = follower.position_of_tail(tail) if tail else start
-        seen = _Seen(write, on_event, skip_bytes, after)
+        seen = Seen(write, on_event, skip_bytes, after)
         how = {"start": start, "rank": rank, "several": _num_ranks(job) > 1}
         status = job.status
         while follow and not status.ended:
-            if (pushed := self._follow_pushed(job, seen, how)) is not None:
-                status = pushed
-                break
-            with self._read() as store:
-                status = self._shown([store.job(job_id)])[0].status
+            args = (job_id, seen.write, None if on_event is None else seen.on_event)
+            look = Hindrance(self._folder, job, self._note).look
+            try:
+                status = self._client.ask("follow", args, {**how, **seen.so_far}, look, hang_up=self._hang_up)
+            except StreamLost:
+                status = self.job(job_id).status
         with Follower(path, seen.write, only) as follower:
             follower.skip(start, seen.num_bytes)
             follower.drain()
@@ -211,14 +226,17 @@ class LocalControl:
             seen.on_event(event)
         return status
 
-    def _follow_pushed(self, job: JobRow, seen: _Seen, how: Mapping[str, Any]) -> JobStatus | None:
-        """Hands on what the supervisor sends of a job until that has ended; None where the supervisor ended first."""
-        how = {**how, "skip_bytes": seen.num_bytes, "after": seen.after}
-        args = (job.id, seen.write, None if seen.told is None else seen.on_event)
-        with contextlib.suppress(SupervisorEnded):
-            hindrance = Hindrance(self._folder, job, self._note)
-            return SupervisorClient(self._folder).follow(args, how, hindrance, self._hang_up)
-        return None
+    def wait(self, job_id: int, limit_s: float | None = None) -> JobStatus:
+        """Waits until a job has ended, so many seconds at most; returns where it stands then."""
+        began = time.monotonic()
+        while not (status := self.job(job_id).status).ended:
+            left_s = None if limit_s is None else limit_s - (time.monotonic() - began)
+            if left_s is not None and left_s <= 0:
+                break
+            with contextlib.suppress(TimeoutError, StreamLost):
+                args, look = (job_id, None, None), lambda waited_s: None
+                self._client.ask("follow", args, {}, look, hang_up=self._hang_up, limit_s=left_s)
+        return status
 
     def position_of_tail(self, job_id: int, num_lines: int, rank: int | None = None) -> int:
         """Where in a job's log the last so many lines begin: what ``start`` of ``follow`` is to be."""
@@ -315,14 +333,19 @@ class LocalControl:
         return True
 
 
-class _Seen:
-    """What of a job's log and events was handed on."""
+class Seen:
+    """What of a job's log and events was handed on, which a follower that begins again leaves out."""
 
-    def __init__(self, write: Write, told: OnEvent | None, num_bytes: int, after: int) -> None:
+    def __init__(self, write: Write, on_event: OnEvent | None, num_bytes: int = 0, after: int = 0) -> None:
         self.num_bytes = num_bytes
         self.after = after
-        self.told = told
         self._write = write
+        self._on_event = on_event
+
+    @property
+    def so_far(self) -> dict[str, int]:
+        """The arguments of ``follow`` that leave it out."""
+        return {"skip_bytes": self.num_bytes, "after": self.after}
 
     def write(self, data: bytes) -> None:
         """Hands on bytes of the log."""
@@ -332,8 +355,8 @@ class _Seen:
     def on_event(self, event: EventRow) -> None:
         """Hands on an event."""
         self.after = event.seq
-        if self.told is not None:
-            self.told(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
 
 def _failed(row: JobRow) -> JobRow:
@@ -399,19 +422,38 @@ def remove_tree(folder: Path) -> None:
 
 OPERATIONS = frozenset(  # these methods of LocalControl, which RemoteControl has, too
     {
-        *("create", "submit", "cancel", "queue", "job", "events", "follow", "position_of_tail", "cluster", "change"),
-        *("remove_nodes", "end"),
+        *("create", "submit", "cancel", "queue", "job", "events", "follow", "wait", "position_of_tail", "cluster"),
+        *("change", "remove_nodes", "end"),
     }
 )
 
 
-def _request() -> dict[str, Any]:
-    """The request on standard input, which is then at its end."""
-    with contextlib.suppress(Damaged):
-        for message in Parser().feed(sys.stdin.buffer.read()):
-            if isinstance(message, dict) and "cluster" in message:
-                return message
-    raise AtollError("the request arrived damaged: does something in ~/.bashrc there read standard input?")
+def _answer(name: str, control: LocalControl, folder: Path, message: Mapping[str, Any]) -> bytes:
+    try:
+        operation = str(message.get("op"))
+        if not is_name(name):
+            raise ConfigError(f"cluster {name!r}: not a valid cluster name")
+        if operation not in OPERATIONS:
+            raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
+        if operation not in ("create", "end") and not (folder / record.RECORD).exists():
+            why = (
+                f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and "
+                f"their logs. `{command_line('atoll', 'launch', '-c', name, 'TASK')}` creates it again, "
+                f"{record.removes(name)}"
+            )
+            if operation == "queue":
+                _send(answer(note=why))
+            if operation in ("queue", "cancel", "remove_nodes"):
+                return answer(value=[])
+            raise NothingLeft(why)
+        args, kwargs = arguments(message, _send)
+        return answer(value=encode(getattr(control, operation)(*args, **kwargs)))
+    except BrokenPipeError:
+        raise
+    except (AtollError, LookupError) as error:
+        return error_message(error)
+    except (OSError, sqlite3.Error) as error:
+        return error_message(AtollError(_trouble(error, folder)))
 
 
 def _trouble(error: OSError | sqlite3.Error, folder: Path) -> str:
@@ -421,44 +463,41 @@ def _trouble(error: OSError | sqlite3.Error, folder: Path) -> str:
     return f"{what}: free some space there" if is_full else what
 
 
-def _send(message: Message) -> None:
-    view = memoryview(pack(message))
+def _send(data: bytes) -> None:
+    view = memoryview(data)
     while view:
         view = view[os.write(1, view) :]
 
 
-def _answer() -> dict[str, Any]:
-    folder = Path()
-    try:
-        message = _request()
-        operation, name = message["op"], str(message["cluster"])
-        if not is_name(name):
-            raise ConfigError(f"cluster {name!r}: not a valid cluster name")
-        if operation not in OPERATIONS:
-            raise ConfigError(f"operation {operation!r} is not known: is Atoll older there than here?")
-        folder = atoll_home() / "clusters" / name
-        if operation not in ("create", "end") and not (folder / record.RECORD).exists():
-            raise NothingLeft(
-                f"nothing is left of cluster {name} on its head: {folder} was removed there, with its jobs and "
-                f"their logs. `{command_line('atoll', 'launch', '-c', name, 'TASK')}` creates it again, "
-                f"{record.removes(name)}"
-            )
-        control = LocalControl(folder, lambda line: _send({"note": line}), hang_up=1)
-        args, kwargs = arguments(message, _send)
-        return {"value": encode(getattr(control, operation)(*args, **kwargs))}
-    except BrokenPipeError:
-        raise
-    except (AtollError, LookupError) as error:
-        return error_message(error)
-    except (OSError, sqlite3.Error) as error:
-        return {"error": "AtollError", "message": _trouble(error, folder)}
+def _requests() -> Iterator[dict[str, Any]]:
+    """What is asked on standard input, until that ends.
+
+    Raises:
+        Damaged: something has read of it before.
+    """
+    begin = b""
+    while len(begin) < len(PREAMBLE) and (data := os.read(0, len(PREAMBLE) - len(begin))):
+        begin += data
+        if not PREAMBLE.startswith(begin):
+            raise Damaged("the request arrived damaged: does something in ~/.bashrc there read standard input?")
+    parser = frames.Parser()
+    while data := os.read(0, _READ_BYTES):
+        for frame in parser.feed(data):
+            yield frame.parsed().meta
 
 
-def main(_arguments: Sequence[str]) -> int:
-    """Entry of the program, whose argument only tells people what it does; returns its exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Entry of the program, whose argument is the name of a cluster; returns its exit code."""
+    (name,) = arguments
+    folder = record.folder_of(name)
+    control = LocalControl(folder, lambda line: _send(answer(note=line)), hang_up=1)
     try:
-        _send({"version": VERSION})
-        _send(_answer())
+        _send(answer(version=VERSION))
+        try:
+            for message in _requests():
+                _send(_answer(name, control, folder, message))
+        except (Damaged, frames.WireError) as error:
+            _send(error_message(AtollError(str(error))))
     except BrokenPipeError:  # whoever asked is gone
         return _BROKEN
     return 0

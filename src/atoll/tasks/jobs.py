@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from signal import SIGTERM
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.spec import ClusterSpec, JobStatus
 
 if TYPE_CHECKING:
+    from atoll.tasks.control import LocalControl
+    from atoll.tasks.remote_control import RemoteControl
     from atoll.tasks.rows import EventRow, JobRow
 
 
@@ -51,15 +53,8 @@ class Job:
 
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait until it has ended, ``timeout`` seconds at most; returns where it stands then."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pause_s = 0.005
-        while not (status := self.status).ended:
-            left_s = pause_s if deadline is None else min(pause_s, deadline - time.monotonic())
-            if left_s <= 0:
-                break
-            time.sleep(left_s)
-            pause_s = min(2 * pause_s, 0.25)
-        return status
+        with _asking(clusters.load(self.cluster), self.id) as control:
+            return control.wait(self.id, timeout)
 
     def logs(self, *, follow: bool = False, tail: int = 0, rank: int | None = None) -> str:
         """Its log as text: what there is, or with ``follow`` all of it once it has ended.
@@ -122,12 +117,19 @@ def find_job(cluster: ClusterSpec, job_id: int | None) -> JobRow:
     Raises:
         UnknownCluster: there is none.
     """
+    with _asking(cluster, job_id) as control:
+        return control.job(job_id)
+
+
+@contextlib.contextmanager
+def _asking(cluster: ClusterSpec, job_id: int | None) -> Iterator[LocalControl | RemoteControl]:
+    """Who is asked about a job; says in the user's words that it does not exist."""
     from atoll.tasks.protocol import NothingLeft
 
     if job_id is not None:
         _check_number(cluster, job_id)
     try:
-        return clusters.control_of(cluster).job(job_id)
+        yield clusters.control_of(cluster)
     except NothingLeft as error:
         raise UnknownCluster(str(error)) from None
     except LookupError:

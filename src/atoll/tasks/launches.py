@@ -7,16 +7,17 @@ import os
 import secrets as random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.images.interpreters import user_path
 from atoll.providers import registry
-from atoll.tasks import clusters, lifecycle, record
+from atoll.tasks import clusters, lifecycle, placing, record, remains
 from atoll.tasks.jobs import Job
 from atoll.tasks.placing import Decision, accelerators_text, decide
 from atoll.tasks.requests import JobRequest, Options
-from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 
 # What an interpreter, a compiler or a network behind a proxy needs of the caller's environment to be the same there.
 _INHERITED = (
@@ -44,11 +45,11 @@ def launch(
     """
     refresh_record(name, options)
     jobs: list[Job] = []
-    with (
-        clusters.locked(name, options.command, options.say),
-        clusters.hosts_asked(name, at_once=not options.as_it_is),
-    ):
+    with clusters.locked(name, options.command, options.say), registry.kept():
         before = clusters.find(name)
+        if before is not None and before.status is ClusterStatus.UP and not options.as_it_is:  # all hosts at once
+            any_gpus = replace(before.request(), accelerators=())
+            registry.of(before.allocation).plan(any_gpus, before.allocation)
         decisions = decide_cluster(requests, name, options)
         for line in announcement(requests, decisions) if options.announce else decisions[-1].lines:
             options.say(line)
@@ -56,7 +57,11 @@ def launch(
         with rolled_back(name, before, jobs, options):
             cluster = provision(decisions[-1].cluster, before, requests, options)
             specs = install_packages(cluster, requests, specs, options)
-            sync_files(cluster, requests, options)
+            workdir, excluded, mounts = files_of(requests)
+            if workdir is not None or mounts:
+                from atoll.tasks.sync.task_files import ship
+
+                ship(cluster, workdir, mounts, say=options.say, progress=options.progress, excluded=excluded)
             submit_jobs(cluster, specs, options, earlier, jobs)
     return jobs
 
@@ -161,14 +166,38 @@ def provision(
     is_new = before is None or before.status is ClusterStatus.DOWN
     if autostop is not None and is_new:  # at once: whoever looks after this process was killed takes it down
         cluster = replace(cluster, **lifecycle.autostop_fields(autostop[0], down=autostop[1]))
-    cluster = clusters.make_ready(cluster, options.say, from_here=options.from_here)
-    if (
-        cluster != before or not cluster.allocation.shares_machine
-    ):  # a head whose home is this one's writes to the same file
+    owner = remains.owner_of(clusters.folder_of(cluster.name))
+    recheck = before is None or before.status is not ClusterStatus.UP or _has_lost_nodes(before)
+    cluster = placing.provision(cluster, before, owner, options.say, here=options.from_here, recheck=recheck)
+    site = _site_text(cluster)
+    if before is not None and is_new and _site_text(before) != site:
+        at = _site_text(before)
+        options.say(f"earlier jobs of cluster {cluster.name} and their logs stay on {at}; job numbers start again at 1")
+    if not cluster.allocation.supervised_here:
+        from atoll.tasks import remote_control
+
+        as_there = replace(cluster, allocation=registry.of(cluster.allocation).at_site(cluster.allocation))
+        if job_ids := remote_control.control(cluster).create(as_there, anew=is_new):
+            which = f"job{'s' * (len(job_ids) > 1)} {', '.join(map(str, sorted(job_ids)))}"
+            verb = "were" if len(job_ids) > 1 else "was"
+            options.say(f"{which} of cluster {cluster.name} still ran on {site} and {verb} ended")
+    if cluster != before or not cluster.allocation.shares_machine:  # a head whose home is this one's writes it, too
         clusters.save(cluster, before)
     if autostop is not None and not is_new:
         lifecycle.set_autostop(cluster, autostop[0], down=autostop[1])
     return cluster
+
+
+def _has_lost_nodes(cluster: ClusterSpec) -> bool:
+    """Did its newest job fail for another reason than its own?"""
+    with contextlib.suppress(LookupError):  # it has had none
+        return clusters.control_of(cluster).job(None).status is JobStatus.FAILED_DRIVER
+    return False
+
+
+def _site_text(cluster: ClusterSpec) -> str:
+    """The machine that its supervisor runs on."""
+    return "this machine" if cluster.allocation.supervised_here else cluster.allocation.head.name
 
 
 def install_packages(cluster: ClusterSpec, requests: Sequence[JobRequest], specs: Specs, options: Options) -> Specs:
@@ -196,15 +225,11 @@ def install_packages(cluster: ClusterSpec, requests: Sequence[JobRequest], specs
     ]
 
 
-def sync_files(cluster: ClusterSpec, requests: Sequence[JobRequest], options: Options) -> None:
-    """Copy workdir and file_mounts to the nodes."""
+def files_of(requests: Sequence[JobRequest]) -> tuple[str | Mapping[str, str] | None, str | None, dict[str, Any]]:
+    """The workdir of requests, the folder in it that is not copied, and their file_mounts."""
     first = next((each for each in requests if each.workdir is not None), None)
     mounts = {target: source for each in requests for target, source in each.mounts.items()}
-    if first is not None or mounts:
-        from atoll.tasks.sync.task_files import ship
-
-        workdir, excluded = (None, None) if first is None else (first.workdir, first.excluded)
-        ship(cluster, workdir, mounts, say=options.say, progress=options.progress, excluded=excluded)
+    return (None, None, mounts) if first is None else (first.workdir, first.excluded, mounts)
 
 
 def submit_jobs(

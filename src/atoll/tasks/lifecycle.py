@@ -66,7 +66,7 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
     Raises:
         UnknownCluster: there is none.
     """
-    from atoll.tasks import head
+    from atoll.tasks import remote_control
 
     with clusters.locked(clusters.load(cluster_name).name, "down", on_line) as folder, registry.kept():
         cluster = clusters.load(cluster_name)
@@ -76,11 +76,11 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
         except ProvisionError as error:
             if cluster.allocation.supervised_here:
                 raise
-            head.clean_without_head(cluster, error, for_good=purge)
+            remote_control.clean_without_head(cluster, error, for_good=purge)
             record.change(folder, status=ClusterStatus.DOWN, autostop_minutes=None, autodown=False)
             return []
         if purge and not cluster.allocation.supervised_here:
-            head.remove_record(cluster)
+            remote_control.remove_record(cluster)
         return ended
 
 
@@ -154,9 +154,9 @@ def rollback_cluster(name: str, before: ClusterSpec | None) -> None:
         _end(made, ClusterStatus.DOWN)
     at = None if before is None or before.allocation.supervised_here else before.allocation.head
     if not made.allocation.supervised_here and made.allocation.head != at:
-        from atoll.tasks import head
+        from atoll.tasks import remote_control
 
-        head.remove_record(made)
+        remote_control.remove_record(made)
     if before is not None:
         record.save(folder, before)
         return
@@ -177,7 +177,7 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
         ended = control.cancel(None)
     if status is ClusterStatus.DOWN:
         if lines := control.remove_nodes():
-            from atoll.tasks.supervisor_client import tell
+            from atoll.tasks.client import tell
 
             for line in lines:
                 tell(line)

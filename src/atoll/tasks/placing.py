@@ -132,7 +132,13 @@ def _planned(cluster: ClusterSpec, request: NodeRequest) -> ClusterSpec:
 
 
 def provision(
-    cluster: ClusterSpec, before: ClusterSpec | None, owner: str, say: Callable[[str], object], *, here: bool
+    cluster: ClusterSpec,
+    before: ClusterSpec | None,
+    owner: str,
+    say: Callable[[str], object],
+    *,
+    here: bool,
+    recheck: bool,
 ) -> ClusterSpec:
     """Get a cluster its nodes, waiting while they are pending, and check them before a job.
 
@@ -142,13 +148,14 @@ def provision(
         owner: what its agents are known by.
         say: called with a line for each thing the user should know.
         here: its supervisor runs on this machine, because its jobs end with a process here.
+        recheck: look also at machines that were found well lately.
 
     Raises:
         ProvisionError: a node can't be had or used.
     """
     provider = registry.resolve(cluster.infra)
     have = None if before is None or before.status is ClusterStatus.DOWN else before.allocation
-    request = dataclasses.replace(cluster.request(), supervised_here=here)
+    request = dataclasses.replace(cluster.request(), supervised_here=here, recheck=recheck)
     allocation = wait_until_ready(provider, provider.provision(request, say, have), say)
     return dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner))
 

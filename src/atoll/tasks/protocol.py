@@ -1,33 +1,27 @@
 """Messages between a cluster's supervisor and those who ask it, over any stream: a Unix socket, or a relay's stdio.
 
-A message is ``length u32 | kind u8 | body``, of kind JSON or DATA (bytes of a log). Whoever answers begins with
-``{"version": N}``. A request is ``{"op": NAME, "args": [...], "kwargs": {...}}`` and is answered with any number of
-``{"callback": N, "value": ...}``, of DATA for callback 0 and of ``{"note": LINE}``, then with ``{"value": ...}`` or
-``{"error": KIND, "message": ...}``. A method of the class that answers is declared for those who ask by
-``remote(method)``: its signature is the only one. Standard library only.
+Frames of ``wire.frames``: whoever answers begins with ``{"version": N}``. A request ``{"op": NAME, "args": [...],
+"kwargs": {...}}`` is answered with any number of ``{"callback": N, "value": ...}``, of LOG frames for callback 0 and of
+``{"note": LINE}``, then with ``{"value": ...}`` or ``{"error": KIND, "message": ...}``. Standard library only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 import select
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
+from atoll.wire import frames
+from atoll.wire.frames import Frame
 
-VERSION = 1
-_HEADER = struct.Struct("!IB")
-_JSON, _DATA = 0, 1
-_MOST_BYTES = 1 << 26  # a request holds a job's variables at most, and an answer a cluster's jobs
-
-Message = dict[str, Any] | bytes
-P = ParamSpec("P")
-R = TypeVar("R")
+VERSION = 2
+# What a program's input begins with: whatever reads a line of it before, such as a start file, leaves less.
+PREAMBLE = b"\natoll\n"
 
 
 class NothingLeft(AtollError, LookupError):
@@ -35,7 +29,7 @@ class NothingLeft(AtollError, LookupError):
 
 
 class Damaged(AtollError):
-    """What came is not a message."""
+    """What came is not a request."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -43,10 +37,10 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def error_message(error: Exception) -> dict[str, str]:
+def error_message(error: Exception) -> bytes:
     """The answer that raises the same kind of error for whoever asked."""
     kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "AtollError")
-    return {"error": kind, "message": str(error)}
+    return answer(error=kind, message=str(error))
 
 
 def error_from(message: Mapping[str, Any], where: str = "") -> Exception:
@@ -56,69 +50,29 @@ def error_from(message: Mapping[str, Any], where: str = "") -> Exception:
     return kind(f"{prefix}{message['message']}")
 
 
-def pack(message: Message) -> bytes:
-    """One message as bytes."""
-    if isinstance(message, bytes):
-        return _HEADER.pack(len(message), _DATA) + message
-    body = json.dumps(message, separators=(",", ":")).encode()
-    return _HEADER.pack(len(body), _JSON) + body
-
-
-class Parser:
-    """Cuts a stream of bytes into messages. No I/O."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Adds what was received; returns every message that is whole now.
-
-        Raises:
-            Damaged: it is not a message.
-        """
-        self._data += data
-        found: list[Message] = []
-        at = 0
-        while len(self._data) - at >= _HEADER.size:
-            length, kind = _HEADER.unpack_from(self._data, at)
-            if kind not in (_JSON, _DATA) or length > _MOST_BYTES:
-                raise Damaged(f"{bytes(self._data[at : at + 40])!r} is not a message")
-            if len(self._data) < (end := at + _HEADER.size + length):
-                break
-            body = bytes(self._data[at + _HEADER.size : end])
-            found.append(body if kind == _DATA else _object(body))
-            at = end
-        del self._data[:at]
-        return found
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        if isinstance(message := json.loads(body), dict):
-            return message
-    except ValueError:
-        pass
-    raise Damaged(f"{body[:40]!r} is not a message")
+def answer(**fields: Any) -> bytes:
+    """A message to whoever asks, as bytes."""
+    return frames.pack(frames.ANSWER, meta=fields)
 
 
 # ------------------------------------------------------------------------------------------------------- values
+_TYPES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # to JSON values, and from them
+    "JobRow": (JobRow.to_json, JobRow.from_json),
+    "ClusterSpec": (ClusterSpec.to_json, ClusterSpec.from_json),
+    "JobSpec": (lambda spec: {**spec.to_json(), **spec.variables()}, JobSpec.from_json),
+    "JobStatus": (str, JobStatus),
+    "EventRow": (dataclasses.asdict, lambda data: EventRow(**data)),
+}
+
+
 def encode(value: Any) -> Any:
     """A value as JSON has it; records are known again by their type."""
-    match value:
-        case JobRow() | ClusterSpec():
-            return {f"@{type(value).__name__}": value.to_json()}
-        case JobStatus():
-            return {"@JobStatus": value.value}
-        case JobSpec():
-            return {"@JobSpec": {**value.to_json(), **value.variables()}}
-        case EventRow():
-            names = ("seq", "time_s", "kind", "text", "node", "rank", "data")
-            return {"@EventRow": {name: getattr(value, name) for name in names}}
-        case Mapping():
-            return {key: encode(each) for key, each in value.items()}
-        case list() | tuple():
-            return [encode(each) for each in value]
-    return value
+    name = type(value).__name__
+    if name in _TYPES:
+        return {f"@{name}": _TYPES[name][0](value)}
+    if isinstance(value, Mapping):
+        return {key: encode(each) for key, each in value.items()}
+    return [encode(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def decode(value: Any) -> Any:
@@ -127,42 +81,14 @@ def decode(value: Any) -> Any:
         return [decode(each) for each in value]
     if not isinstance(value, dict):
         return value
-    if len(value) == 1:
-        ((name, data),) = value.items()
-        match name:
-            case "@JobRow":
-                return JobRow.from_json(data)
-            case "@ClusterSpec":
-                return ClusterSpec.from_json(data)
-            case "@JobSpec":
-                return JobSpec.from_json(data)
-            case "@JobStatus":
-                return JobStatus(data)
-            case "@EventRow":
-                return EventRow(**data)
+    name = next(iter(value))[1:] if len(value) == 1 else ""
+    if name in _TYPES and f"@{name}" in value:
+        return _TYPES[name][1](value[f"@{name}"])
     return {key: decode(each) for key, each in value.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- calls
-class Caller(Protocol):
-    """Whoever asks."""
-
-    def call(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The answer to one request."""
-
-
-def remote(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of another class, asked for over a stream. Callables among its arguments are called back."""
-
-    @functools.wraps(method)
-    def ask(self: Caller, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        answer: R = self.call(method.__name__, args, kwargs)
-        return answer
-
-    return ask
-
-
-def request(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], **more: Any) -> tuple[bytes, list[Any]]:
+def request(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bytes, list[Any]]:
     """A request as bytes, and the callables among its arguments."""
     callbacks: list[Any] = []
 
@@ -177,22 +103,23 @@ def request(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], **mo
         "args": [stand_in(each) for each in args],
         "kwargs": {name: stand_in(each) for name, each in kwargs.items()},
     }
-    return pack({**message, **more}), callbacks
+    return frames.pack(frames.ASK, meta=message), callbacks
 
 
-def arguments(message: Mapping[str, Any], send: Callable[[Message], object]) -> tuple[list[Any], dict[str, Any]]:
+def arguments(message: Mapping[str, Any], send: Callable[[bytes], object]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a request; its callables send what they are called with.
 
     Raises:
         Damaged: it is no request.
     """
 
+    def call_back(number: int, what: Any) -> None:
+        is_log = isinstance(what, bytes) and not number
+        send(frames.pack(frames.LOG, rest=[what]) if is_log else answer(callback=number, value=encode(what)))
+
     def value(each: Any) -> Any:
         if isinstance(each, dict) and each.keys() == {"@callback"}:
-            number = each["@callback"]
-            return lambda what: send(
-                what if isinstance(what, bytes) and not number else {"callback": number, "value": encode(what)}
-            )
+            return functools.partial(call_back, each["@callback"])
         return decode(each)
 
     try:
@@ -202,17 +129,18 @@ def arguments(message: Mapping[str, Any], send: Callable[[Message], object]) -> 
         raise Damaged(f"a request can't be read: {type(error).__name__}: {error}") from None
 
 
-def handle_reply(message: Message, callbacks: Sequence[Any], note: Callable[[str], object]) -> dict[str, Any] | None:
-    """Hands on one message of an answer; returns it where it is the last."""
-    if isinstance(message, bytes):
-        callbacks[0](message)
+def handle_reply(frame: Frame, callbacks: Sequence[Any], note: Callable[[str], object]) -> bool:
+    """Hands on one message of an answer; is it the last?"""
+    message = frame.meta
+    if frame.kind == frames.LOG:
+        callbacks[0](bytes(frame.rest))
     elif "callback" in message:
         callbacks[message["callback"]](decode(message["value"]))
     elif "note" in message:
         note(message["note"])
-    elif "value" in message or "error" in message:
-        return message
-    return None
+    else:
+        return "value" in message or "error" in message
+    return False
 
 
 def wait_readable(fd: int, limit_s: float) -> bool:
@@ -222,14 +150,15 @@ def wait_readable(fd: int, limit_s: float) -> bool:
     return bool(reader.poll(max(0.0, limit_s) * 1000))
 
 
-def check_hello(message: Message, whose: str) -> None:
+def check_hello(hello: Frame, whose: str) -> None:
     """Refuses another version.
 
     Raises:
         AtollError: it is one.
     """
-    version = message.get("version") if isinstance(message, dict) else None
+    version = hello.meta.get("version")
     if version != VERSION:
+        whose += f", process {hello.meta['pid']}," if "pid" in hello.meta else ""
         raise AtollError(
             f"{whose} speaks version {version} of Atoll's protocol, and this Atoll speaks {VERSION}: use the Atoll "
             f"that started its jobs, or end them"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.paths import write_atomic
+from atoll.core.paths import atoll_home, write_atomic
 from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES, command_line
 from atoll.providers import registry
 from atoll.tasks.spec import ClusterSpec
@@ -27,6 +27,11 @@ _BOUNDS = (
     ("autostop_minutes", 0, MOST_MINUTES),
     ("autostop_set_s", 0, 1 << 36),
 )
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a cluster's record, jobs and local nodes."""
+    return atoll_home() / "clusters" / name
 
 
 def load(folder: Path) -> ClusterSpec:

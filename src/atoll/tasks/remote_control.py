@@ -2,120 +2,84 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
+import functools
+import json
 import secrets as random
-import subprocess
-import tempfile
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from signal import SIGTERM
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
-from atoll.tasks.control import LocalControl
-from atoll.tasks.protocol import (
-    Damaged,
-    Message,
-    NothingLeft,
-    Parser,
-    check_hello,
-    decode,
-    error_from,
-    handle_reply,
-    remote,
-    request,
-    wait_readable,
-)
-from atoll.tasks.rows import EventRow, JobRow
+from atoll.providers.base import Remote
+from atoll.tasks import remains
+from atoll.tasks.client import Client, OnEvent, ProgramStream, StreamLost, Write, tell
+from atoll.tasks.control import LocalControl, Seen
+from atoll.tasks.nodes import node_of
+from atoll.tasks.record import folder_of
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
-from atoll.tasks.supervisor_client import OnEvent, Write, tell
-from atoll.wire.command_output import MARK, never_began, unreadable
+from atoll.tasks.sync.host_files import remove_files
 
-_BLOCK_BYTES = 1 << 20
-_NO_CONNECTION = 255  # ssh's own exit code
+_PATIENCE_S = 300.0  # a connection to the head that was there may be gone for so long
 _ANSWER_S = 120.0  # cancelled jobs end within 30, and a network file system may take its time
+_REMOVE_S = 300.0
 _RETRY_S, _RETRY_MOST_S = 0.5, 5.0
-_MAY_REPEAT = ("submit", "job", "events", "position_of_tail", "follow")  # asked again where the connection is lost
-_LONG = ("follow",)
+_MAY_WAIT = ("submit", "job", "events", "position_of_tail", "follow", "wait")  # for a connection that is lost
 
 
-class ProgramControl:
-    """``LocalControl`` on whatever machine the command runs its program.
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def remote(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of ``LocalControl`` that the program is asked for: its signature is the only one."""
+
+    @functools.wraps(method)
+    def ask(self: RemoteControl, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        answer: R = self.call(method.__name__, args, kwargs)
+        return answer
+
+    return ask
+
+
+class RemoteControl:
+    """``LocalControl`` on the machine where a command runs its program, which is kept for further requests.
 
     Args:
-        command: gives the argument list that runs an operation, as ``Connection.argv`` does.
+        command: the argument list that runs the program.
         cluster: name of the cluster.
         host: what to call that machine in messages, where that is not this one.
         patience_s: where the connection is lost, it is made again for so long before a log or a job is given up.
-        on_driver_failed: called when its newest job, or one that was asked for, turns out to have failed like that.
     """
 
-    def __init__(
-        self,
-        command: Callable[[str], Sequence[str]],
-        cluster: str,
-        host: str = "",
-        patience_s: float = 0.0,
-        on_driver_failed: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str], cluster: str, host: str = "", patience_s: float = 0.0) -> None:
         self._cluster = cluster
         self._head = f"the head of cluster {cluster}" + (f" ({host})" if host else "")
         self._patience_s = patience_s
-        self._on_driver_failed = on_driver_failed
+        connect = functools.partial(ProgramStream, command, self._head)
+        self._client = Client(connect, self._head, self._head, functools.partial(_note, self._head))
 
     create = remote(LocalControl.create)
+    cancel = remote(LocalControl.cancel)
+    queue = remote(LocalControl.queue)
+    job = remote(LocalControl.job)
     cluster = remote(LocalControl.cluster)
+    remove_nodes = remote(LocalControl.remove_nodes)
     end = remote(LocalControl.end)
     events = remote(LocalControl.events)
     position_of_tail = remote(LocalControl.position_of_tail)
-    _submit = remote(LocalControl.submit)
-    _cancel = remote(LocalControl.cancel)
-    _queue = remote(LocalControl.queue)
-    _job = remote(LocalControl.job)
-    _follow = remote(LocalControl.follow)
-    _remove_nodes = remote(LocalControl.remove_nodes)
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
         """Adds a job, once however often the connection is lost meanwhile; returns its number."""
-        return self._submit(dataclasses.replace(spec, key=spec.key or random.token_hex(8)), secrets)
-
-    def cancel(self, job_ids: Sequence[int] | None, number: int = SIGTERM) -> list[int]:
-        """Asks for the end of jobs, whose processes get the signal ``number``."""
-        with contextlib.suppress(NothingLeft):
-            return self._cancel(job_ids, number)
-        return []
+        number: int = self.call("submit", (dataclasses.replace(spec, key=spec.key or random.token_hex(8)), secrets), {})
+        return number
 
     def change(self, **fields: Any) -> ClusterSpec:
         """Changes fields of the record."""
         changed: ClusterSpec = self.call("change", (), fields)
         return changed
-
-    def remove_nodes(self) -> list[str]:
-        """Cancels the jobs, and removes the nodes' files; a line for each host on which something may still run."""
-        with contextlib.suppress(NothingLeft):
-            return self._remove_nodes()
-        return []
-
-    def queue(self) -> list[JobRow]:
-        """Every job, newest first."""
-        try:
-            rows = self._queue()
-        except NothingLeft as error:
-            tell(f"note: {error}")
-            return []
-        for row in rows[:1]:
-            self._noted(row.status)
-        return rows
-
-    def job(self, job_id: int | None) -> JobRow:
-        """One job; None is the newest."""
-        row = self._job(job_id)
-        self._noted(row.status)
-        return row
 
     def follow(
         self,
@@ -129,154 +93,84 @@ class ProgramControl:
     ) -> JobStatus:
         """Writes a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
         start = self.position_of_tail(job_id, tail, rank) if tail else 0
-        seen_bytes = last_event = 0
-
-        def count(data: bytes) -> None:
-            nonlocal seen_bytes
-            write(data)
-            seen_bytes += len(data)
-
-        def note(event: EventRow) -> None:
-            nonlocal last_event
-            last_event = event.seq
-            if on_event is not None:
-                on_event(event)
-
-        lost = _Lost(self._cluster, self._head, self._patience_s)
-        told = None if on_event is None else note
-        while True:
-            where = {"follow": follow, "rank": rank, "start": start, "skip_bytes": seen_bytes, "after": last_event}
-            try:
-                status: JobStatus = self._ask("follow", (job_id, count, told), where, lost)
-                return self._noted(status)
-            except _ConnectionLost as error:
-                lost.wait(error.said)
-
-    def _noted(self, status: JobStatus) -> JobStatus:
-        if status is JobStatus.FAILED_DRIVER:
-            self._on_driver_failed()
+        seen = Seen(write, on_event)
+        args = (job_id, seen.write, None if on_event is None else seen.on_event)
+        how = {"follow": follow, "rank": rank, "start": start}
+        status: JobStatus = self.call("follow", args, lambda: {**how, **seen.so_far}, None)
         return status
 
-    def call(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Asks for something, again where the connection is lost and that may be."""
-        lost = _Lost(self._cluster, self._head, self._patience_s if operation in _MAY_REPEAT else 0.0)
+    def wait(self, job_id: int, limit_s: float | None = None) -> JobStatus:
+        """Waits until a job has ended, so many seconds at most; returns where it stands then."""
+        began = time.monotonic()
+
+        def left() -> dict[str, float | None]:
+            return {"limit_s": None if limit_s is None else limit_s - (time.monotonic() - began)}
+
+        status: JobStatus = self.call("wait", (job_id,), left, None)
+        return status
+
+    def call(
+        self,
+        operation: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        answer_s: float | None = _ANSWER_S,
+    ) -> Any:
+        """Asks for something, again where the connection is lost and that may be.
+
+        Args:
+            operation, args: what, as ``LocalControl`` has it.
+            kwargs: further arguments, or what gives those of each try.
+            answer_s: it is answered within this time.
+        """
+        patience_s = self._patience_s if operation in _MAY_WAIT else 0.0
+        lost = _Lost(self._cluster, self._head, patience_s, answer_s)
         while True:
             try:
-                return self._ask(operation, args, kwargs, lost)
-            except _ConnectionLost as error:
-                lost.wait(error.said)
-
-    def _ask(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], lost: _Lost) -> Any:
-        """The answer to one request.
-
-        Raises:
-            _ConnectionLost: the connection is.
-        """
-        data, callbacks = request(operation, args, kwargs, cluster=self._cluster)
-        with tempfile.TemporaryFile() as said, self._started(operation, data, said) as process:
-            try:
-                for message in self._messages(process, said, None if operation in _LONG else _ANSWER_S):
-                    lost.is_over()
-                    if isinstance(message, dict) and "version" in message:
-                        check_hello(message, self._head)
-                    elif (answer := handle_reply(message, callbacks, self._note)) is not None:
-                        if "error" in answer:
-                            raise error_from(answer, self._head)
-                        return decode(answer["value"])
+                now = kwargs() if callable(kwargs) else kwargs
+                return self._client.ask(operation, args, now, lost.silent, on_hello=lost.is_over)
+            except StreamLost as error:
+                lost.wait(str(error))
             except TimeoutError:
                 raise ProvisionError(
-                    f"cluster {self._cluster}: {operation}: its head did not answer within {_ANSWER_S:.0f} s. Is its "
+                    f"cluster {self._cluster}: {operation}: its head did not answer within {answer_s:.0f} s. Is its "
                     f"disk full, or its home on a server that is gone?"
                 ) from None
-            code = process.wait()
-            said.seek(0)
-            errors = said.read()
-            if code == _NO_CONNECTION:
-                raise _ConnectionLost(errors)
-            text = errors.decode(errors="replace").strip()[-2000:]
-            raise AtollError(f"cluster {self._cluster} can't be asked (exit code {code}): {text}")
-
-    def _note(self, line: str) -> None:
-        tell(f"note: {self._head}: {line}")
-
-    def _messages(self, process: subprocess.Popen[bytes], said: IO[bytes], limit_s: float | None) -> Iterator[Message]:
-        """What the program sends, behind whatever start files of the login there print; until it ends.
-
-        Raises:
-            TimeoutError: it has not ended within the limit.
-        """
-        assert process.stdout is not None
-        fd = process.stdout.fileno()
-        deadline = None if limit_s is None else time.monotonic() + limit_s
-        parser, printed, began = Parser(), b"", False
-        while True:
-            if deadline is not None and not wait_readable(fd, deadline - time.monotonic()):
-                raise TimeoutError
-            if not (data := os.read(fd, _BLOCK_BYTES)):
-                break
-            if not began:
-                printed, mark, data = (printed + data).partition(MARK)
-                if not (began := bool(mark)):
-                    continue
-            try:
-                yield from parser.feed(data)
-            except Damaged:
-                raise unreadable(self._head, data) from None
-        if not began and process.wait() != _NO_CONNECTION:
-            said.seek(0)
-            raise never_began(self._head, printed, said.read())
-
-    @contextlib.contextmanager
-    def _started(self, operation: str, data: bytes, said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-        """The program, with what it is asked; it has ended afterwards. What it starts over there notices that."""
-        pipe = subprocess.PIPE
-        command = [*self._command(operation)]
-        # Ctrl-C is this process's to handle: a program that it ended too would look like a lost connection.
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # where it failed, it says why
-                process.stdin.write(data)
-            process.stdin = None
-            yield process
-        finally:
-            process.kill()
-            process.stdout.close()
-            process.wait()
 
 
-class _ConnectionLost(Exception):
-    """The connection to the head is lost; ``said`` is what ssh wrote."""
-
-    def __init__(self, said: bytes) -> None:
-        super().__init__(said)
-        self.said = said
+def _note(head: str, line: str) -> None:
+    tell(f"note: {head}: {line}")
 
 
 class _Lost:
     """Patience with a connection that is lost: says so, waits a little more each time, and gives up in the end."""
 
-    def __init__(self, cluster: str, head: str, patience_s: float) -> None:
+    def __init__(self, cluster: str, head: str, patience_s: float, answer_s: float | None = None) -> None:
         self._cluster = cluster
         self._head = head
         self._patience_s = patience_s
+        self._answer_s = answer_s
         self._since: float | None = None
         self._pause_s = _RETRY_S
 
-    def wait(self, said: bytes) -> None:
-        """It could not be made once more.
+    def silent(self, waited_s: float) -> None:
+        """Raises ``TimeoutError`` when an answer is overdue."""
+        if self._answer_s is not None and waited_s > self._answer_s:
+            raise TimeoutError
+
+    def wait(self, said: str) -> None:
+        """It could not be made once more; ``said`` is what ssh wrote.
 
         Raises:
             ProvisionError: it has been so for too long.
         """
-        text = said.decode(errors="replace").strip()
+        why = said.splitlines()[-1] if said else ""
         if self._since is None:
             self._since = time.monotonic()
             if self._patience_s > 0:
-                why = f" ({text.splitlines()[-1]})" if text else ""
-                tell(f"the connection to {self._head} is lost{why}; trying again")
+                tell(f"the connection to {self._head} is lost{f' ({why})' if why else ''}; trying again")
         if time.monotonic() - self._since >= self._patience_s:
-            raise ProvisionError(_unreachable(self._cluster, self._head, text))
+            raise ProvisionError(f"{self._head} can't be reached{why and f': {why}'}. {what_then(self._cluster)}")
         time.sleep(self._pause_s)
         self._pause_s = min(1.5 * self._pause_s, _RETRY_MOST_S)
 
@@ -287,14 +181,70 @@ class _Lost:
         self._since, self._pause_s = None, _RETRY_S
 
 
-def _unreachable(cluster: str, head: str, said: str) -> str:
-    why = f": {said.splitlines()[-1]}" if said else ""
-    return f"{head} can't be reached{why}. {what_then(cluster)}"
-
-
 def what_then(cluster: str) -> str:
     """What becomes of the jobs of a cluster whose head can't be reached, and what to do."""
     return (
         f"Its jobs continue there as long as it runs: `{command_line('atoll', 'logs', cluster)}` shows them once it "
         f"can be reached. If it is gone for good: `{command_line('atoll', 'down', cluster)}`"
     )
+
+
+# ------------------------------------------------------------------------------------------------------ the head
+_controls: dict[str, tuple[Remote, RemoteControl]] = {}  # by how a head is reached: its login serves a whole process
+
+
+def control(cluster: ClusterSpec) -> RemoteControl:
+    """Asks the head of a cluster that is supervised there.
+
+    Raises:
+        ProvisionError: the head can't be reached.
+    """
+    return _reach(cluster)[1]
+
+
+def _reach(cluster: ClusterSpec) -> tuple[Remote, RemoteControl]:
+    """The machine that supervises a cluster elsewhere, with Atoll's code there, and how its program is asked."""
+    allocation = cluster.allocation
+    key = json.dumps([cluster.name, allocation.head.reach, allocation.settings, allocation.code], sort_keys=True)
+    if key not in _controls:
+        try:
+            head = node_of(cluster, 0)
+            head.bring_code()
+        except ProvisionError as error:
+            raise ProvisionError(f"{error}. {what_then(cluster.name)}") from None
+        command = head.argv("tasks.control", cluster.name)
+        _controls[key] = head, RemoteControl(command, cluster.name, head.plan.host, _PATIENCE_S)
+    return _controls[key]
+
+
+def remove_record(cluster: ClusterSpec) -> None:
+    """Removes what the head keeps of a cluster that is down: its record, jobs and logs. Tells where that fails."""
+    folder = cluster.allocation.folder or f"~/.atoll/clusters/{cluster.name}"
+    try:
+        head, control = _reach(cluster)
+        control.end()
+        head.check(f"rm -rf -- {shlex.quote(folder)}", limit_s=_REMOVE_S)
+    except AtollError as error:
+        _tell_left(cluster, error, f"{folder} stays there, and running jobs continue")
+
+
+def clean_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> None:
+    """Cleans up after a cluster whose head can't be asked to, as far as that goes, and says what stays.
+
+    ``for_good``: its record goes, so that this can't be done again.
+    """
+    folder = cluster.allocation.folder or f"~/.atoll/clusters/{cluster.name}"
+    downs = command_line("atoll", "down", cluster.name)
+    again = "" if for_good else f"; once it can be reached, `{downs}` again ends and removes that"
+    stays = f"jobs continue there as long as it runs, and {folder} stays there (jobs, logs, workdir){again}"
+    _tell_left(cluster, error, stays)
+    left, lines = remains.end_on_nodes(cluster, folder_of(cluster.name), first=1)
+    for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
+        tell(line)
+    remove_files(cluster, first=1)
+
+
+def _tell_left(cluster: ClusterSpec, error: AtollError, what: str) -> None:
+    site = cluster.allocation.head.name
+    why = str(error).removesuffix(f". {what_then(cluster.name)}").removeprefix(f"{site}: ")
+    tell(f"{site}: {why}. So {what}")

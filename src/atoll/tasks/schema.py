@@ -28,8 +28,7 @@ from pydantic_core import ErrorDetails
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
 from atoll.core.secrets import redact
-from atoll.core.validation import nearest
-from atoll.tasks.variables import unsendable
+from atoll.core.validation import nearest, unsendable
 
 _MOST_VALUES = 100_000  # of a document
 _LONGEST_SHOWN = 60  # characters of a value in a message

@@ -16,14 +16,15 @@ from typing import Protocol
 
 from atoll.core.errors import AtollError
 from atoll.tasks.logs import RUN_LOG, Follower, only_rank
-from atoll.tasks.protocol import VERSION, Damaged, Message, Parser, arguments, error_message, pack
+from atoll.tasks.protocol import VERSION, Damaged, answer, arguments, encode, error_message
 from atoll.tasks.rows import EventRow
 from atoll.tasks.spec import JobSpec, JobStatus
+from atoll.wire.channel import Channel
 from atoll.wire.event_loop import EventLoop
+from atoll.wire.frames import RawFrame, WireError
 
 SOCKET = "socket"  # in a cluster's folder
 OPERATIONS = ("add", "cancel", "follow")
-_READ_BYTES = 1 << 18
 _BLOCKS = 8  # of a log, for one client before others get their turn
 
 
@@ -107,7 +108,7 @@ class Service:
     def _add(self, sock: socket.socket) -> _Client:
         client = _Client(sock, self._jobs, self._loop, self._folder, self._clients)
         self._clients.add(client)
-        client.send({"version": VERSION, "pid": os.getpid()})
+        client.send(answer(version=VERSION, pid=os.getpid()))
         return client
 
 
@@ -117,87 +118,46 @@ class _Client:
     def __init__(self, sock: socket.socket, jobs: Jobs, loop: EventLoop, folder: Path, clients: set[_Client]) -> None:
         self.asked = False
         self.followed: _Followed | None = None
-        self._sock = sock
         self._jobs = jobs
-        self._loop = loop
         self._folder = folder
         self._clients = clients
-        self._parser = Parser()
-        self._out = bytearray()
-        sock.setblocking(False)
-        loop.watch(sock.fileno(), self._ready)
-
-    def send(self, message: Message) -> None:
-        """Sends a message, now or when the client reads."""
-        self._out += pack(message)
-        self._flush()
+        self._channel = Channel(sock, loop, self._answer, lambda error: self.close())
+        self.send = self._channel.send  # now, or when the client reads
 
     def push(self) -> None:
         """Sends what is new of the job that it follows."""
-        followed = self.followed
         for _ in range(_BLOCKS):
-            if followed is None or self._out:  # else it has to read first
+            if self.followed is None or self._channel.num_bytes:  # else it has to read first
                 return
-            if not followed.send_next(self.send):
+            if not self.followed.send_next(self.send):
                 self.followed = None
-                return
-            if not followed.has_more:
+            elif not self.followed.has_more:
                 return
 
     def close(self) -> None:
         """Ends it."""
         if self in self._clients:
             self._clients.discard(self)
-            self._loop.unwatch(self._sock.fileno())
+            self._channel.close()
             if self.followed is not None:
                 self.followed.close()
-            self._sock.close()
+            self._channel.sock.close()
 
-    def _ready(self, readable: bool, writable: bool) -> None:
-        if writable:
-            self._flush()
-            self.push()
-        if not readable or self not in self._clients:
-            return
-        try:
-            data = self._sock.recv(_READ_BYTES)
-            requests = self._parser.feed(data)
-        except BlockingIOError:
-            return
-        except (OSError, Damaged):
-            self.close()
-            return
-        if not data:
-            self.close()
-        for each in requests:
-            if isinstance(each, dict) and self in self._clients:
-                self._answer(each)
-
-    def _answer(self, message: dict[str, object]) -> None:
+    def _answer(self, frame: RawFrame) -> None:
         self.asked = True
         try:
+            message = frame.parsed().meta
             args, kwargs = arguments(message, self.send)
             operation = message.get("op")
             if operation == "follow":
                 self.followed = _Followed(self._folder, self._jobs, *args, **kwargs)
                 self.push()
             elif operation in OPERATIONS:
-                self.send({"value": getattr(self._jobs, str(operation))(*args, **kwargs)})
+                self.send(answer(value=getattr(self._jobs, str(operation))(*args, **kwargs)))
             else:
                 raise Damaged(f"operation {operation!r} is not known")
-        except (AtollError, LookupError, OSError, TypeError, ValueError) as error:
+        except (AtollError, WireError, LookupError, OSError, TypeError, ValueError) as error:
             self.send(error_message(error))
-
-    def _flush(self) -> None:
-        try:
-            while self._out:
-                del self._out[: self._sock.send(self._out)]
-        except BlockingIOError:
-            pass
-        except OSError:  # it is gone, which is read as well
-            self._out.clear()
-        if self in self._clients:
-            self._loop.want_write(self._sock.fileno(), bool(self._out))
 
 
 class _Followed:
@@ -207,7 +167,7 @@ class _Followed:
         folder: of the cluster.
         jobs: the supervisor.
         job_id: of the job.
-        write: gets the log's bytes.
+        write: gets the log's bytes, where they are asked for.
         on_event: gets events, where they are asked for.
         start, skip_bytes: where in the log it begins, as ``Follower.skip`` has it.
         rank: only lines of this rank, which is one of ``several`` or the only one.
@@ -219,14 +179,14 @@ class _Followed:
         folder: Path,
         jobs: Jobs,
         job_id: int,
-        write: Callable[[bytes], object],
+        write: Callable[[bytes], object] | None,
         on_event: Callable[[EventRow], object] | None,
         *,
-        start: int,
-        skip_bytes: int,
-        rank: int | None,
-        several: bool,
-        after: int,
+        start: int = 0,
+        skip_bytes: int = 0,
+        rank: int | None = None,
+        several: bool = False,
+        after: int = 0,
     ) -> None:
         only: re.Pattern[bytes] | None = None if rank is None else only_rank(rank, several=several)
         self.has_more = True
@@ -235,13 +195,15 @@ class _Followed:
         self._on_event = on_event
         self._after = after
         self._num_records = -1
-        self._follower = Follower(folder / "jobs" / str(job_id) / RUN_LOG, write, only)
-        self._follower.skip(start, skip_bytes)
+        self._follower: Follower | None = None
+        if write is not None:
+            self._follower = Follower(folder / "jobs" / str(job_id) / RUN_LOG, write, only)
+            self._follower.skip(start, skip_bytes)
 
-    def send_next(self, send: Callable[[Message], object]) -> bool:
+    def send_next(self, send: Callable[[bytes], object]) -> bool:
         """Sends a block of the log, or else events, or else that it has ended; False then."""
         status = self._jobs.status(self._job_id)  # before the look at the log: what led to it is there by then
-        self.has_more = self._follower.step()
+        self.has_more = self._follower is not None and self._follower.step()
         if self.has_more:
             return True
         if self._on_event is not None and self._num_records != self._jobs.num_records:
@@ -251,10 +213,11 @@ class _Followed:
                 self._on_event(event)
         if status.ended:
             self.close()
-            send({"value": {"@JobStatus": status.value}})
+            send(answer(value=encode(status)))
             return False
         return True
 
     def close(self) -> None:
         """Gives up its file."""
-        self._follower.close()
+        if self._follower is not None:
+            self._follower.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictBool, Tag
 
 from atoll.core.errors import ConfigError
-from atoll.core.validation import MOST_NODES, checks_arguments, command_line, suggests_keywords
+from atoll.core.secrets import is_secret
+from atoll.core.validation import MOST_NODES, checks_arguments, command_line, suggests_keywords, unsendable
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT
 from atoll.tasks.environment import OF_PLACE
@@ -37,11 +38,8 @@ from atoll.tasks.variables import (
     NAME,
     NAME_RULE,
     Given,
-    changed_text,
     shutdown_s,
-    split_secrets,
     substitute,
-    unsendable,
 )
 
 Values = Mapping[str, Any] | Iterable[tuple[str, Any]]  # of variables
@@ -250,7 +248,7 @@ class Task:
         self.resources = Resources.from_config(checked.get("resources", {}))
         self.notes: list[str] = []
         self._elsewhere = {key: value for key, value in checked.items() if key in _ELSEWHERE}
-        self.envs, self.secrets = split_secrets(document, checked.get("envs", {}), checked.get("secrets", {}), given)
+        self.envs, self.secrets = _split_secrets(document, checked.get("envs", {}), checked.get("secrets", {}), given)
         self._declared = {*checked.get("secrets", ()), *given.secrets}  # else its name made it one
         for target in self.file_mounts if self.workdir is not None else ():
             if target.rstrip("/") == _WORKDIR:
@@ -310,7 +308,7 @@ class Task:
         task._fill(checked, document, given)
         if node:
             task.resources = task.resources.changed(node)
-        changed = [changed_text(document, key, checked.get(key, {}), given.names) for key in ("envs", "secrets")]
+        changed = [_changed_text(document, key, checked.get(key, {}), given.names) for key in ("envs", "secrets")]
         task.notes = [*notes, *(line for line in changed if line)]
         return task
 
@@ -333,7 +331,7 @@ class Task:
         return self._update(Given(secrets=_complete("secrets", secrets)))
 
     def _update(self, given: Given) -> Task:
-        self.envs, self.secrets = split_secrets(_HERE, self.envs, self.secrets, given)
+        self.envs, self.secrets = _split_secrets(_HERE, self.envs, self.secrets, given)
         self._declared |= given.secrets.keys()
         return self
 
@@ -428,6 +426,43 @@ class Task:
         parts = [f"name={self.name!r}", f"num_nodes={self.num_nodes}", repr(self.resources)]
         parts += [f"{key}={list(names)}" for key, names in (("envs", self.envs), ("secrets", self.secrets)) if names]
         return f"Task({', '.join(parts)})"
+
+
+def _changed_text(document: Document, key: str, values: Mapping[str, str | None], given: Collection[str]) -> str | None:
+    """One line naming the variables of ``key`` whose text is not what the file shows, but for those given; or None."""
+    changes = []
+    for name, value in values.items():
+        shown = document.shown(key, name)
+        if name not in given and value is not None and shown not in (None, value):
+            secret = is_secret(name) or key == "secrets"
+            changes.append(name if secret else f"{name}: {shown} is {value}")
+    if not changes:
+        return None
+    return f"{document.at(key)}: YAML changes the text of some values (quotes keep it): {', '.join(changes)}"
+
+
+def _split_secrets(
+    document: Document, envs: Mapping[str, str | None], secrets: Mapping[str, str | None], given: Given
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What the scripts see: variables, and secrets apart.
+
+    A name that is declared as a secret, given as one or looks like one is a secret.
+
+    Raises:
+        ConfigError: a declared name that nobody gave a value; it names the flag that does.
+    """
+    values: dict[str, str | None] = {**envs, **{name: value for name, value in secrets.items() if value is not None}}
+    values = {**dict.fromkeys(secrets), **values, **given.envs, **given.secrets}
+    hidden = {name for name in values if name in secrets or name in given.secrets or is_secret(name)}
+    complete = {}
+    for name, value in values.items():
+        if value is None:
+            key, flag = ("secrets", "--secret") if name in secrets else ("envs", "--env")
+            why = f"no value: give one with {flag} {name}=…, or {flag} {name} for that of your shell"
+            raise document.error(key, name, why=why)
+        complete[name] = value
+    shown = {name: value for name, value in complete.items() if name not in hidden}
+    return shown, {name: value for name, value in complete.items() if name in hidden}
 
 
 def _merged(mounts: Any, storage: Any) -> Any:

@@ -9,21 +9,17 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
-from atoll.core.secrets import is_secret
-
-if TYPE_CHECKING:
-    from atoll.tasks.schema import Document
+from atoll.core.validation import unsendable
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's --shutdown-timeout
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
-_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _ONLY_COMMENT = re.compile(r"=[ \t]+#.*\s*\Z")
 NAME_RULE = "a name of letters, digits and _ that does not start with a digit"
 
@@ -44,53 +40,6 @@ class Given:
     def names(self) -> set[str]:
         """Every name that was given."""
         return {*self.envs, *self.secrets}
-
-
-def unsendable(text: str) -> str | None:
-    """What of ``text`` no program could be given, as a clause; None where all of it can be."""
-    if "\0" in text:
-        return "a zero character, which can't be passed to a program"
-    half = _HALF.search(text)
-    if half is not None:
-        return f"\\u{ord(half[0]):04x}, which is half a character: write the whole one itself"
-    return None
-
-
-def changed_text(document: Document, key: str, values: Mapping[str, str | None], given: Collection[str]) -> str | None:
-    """One line naming the variables of ``key`` whose text is not what the file shows, but for those given; or None."""
-    changes = []
-    for name, value in values.items():
-        shown = document.shown(key, name)
-        if name not in given and value is not None and shown not in (None, value):
-            secret = is_secret(name) or key == "secrets"
-            changes.append(name if secret else f"{name}: {shown} is {value}")
-    if not changes:
-        return None
-    return f"{document.at(key)}: YAML changes the text of some values (quotes keep it): {', '.join(changes)}"
-
-
-def split_secrets(
-    document: Document, envs: Mapping[str, str | None], secrets: Mapping[str, str | None], given: Given
-) -> tuple[dict[str, str], dict[str, str]]:
-    """What the scripts see: variables, and secrets apart.
-
-    A name that is declared as a secret, given as one or looks like one is a secret.
-
-    Raises:
-        ConfigError: a declared name that nobody gave a value; it names the flag that does.
-    """
-    values: dict[str, str | None] = {**envs, **{name: value for name, value in secrets.items() if value is not None}}
-    values = {**dict.fromkeys(secrets), **values, **given.envs, **given.secrets}
-    hidden = {name for name in values if name in secrets or name in given.secrets or is_secret(name)}
-    complete = {}
-    for name, value in values.items():
-        if value is None:
-            key, flag = ("secrets", "--secret") if name in secrets else ("envs", "--env")
-            why = f"no value: give one with {flag} {name}=…, or {flag} {name} for that of your shell"
-            raise document.error(key, name, why=why)
-        complete[name] = value
-    shown = {name: value for name, value in complete.items() if name not in hidden}
-    return shown, {name: value for name, value in complete.items() if name in hidden}
 
 
 def shutdown_s(variables: Mapping[str, str]) -> float | None:

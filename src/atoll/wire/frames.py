@@ -104,6 +104,11 @@ DONE: Final = _kind(45, "DONE", "server → client", "kept", "failed")
 EVENT: Final = _kind(46, "EVENT", "server → client")
 DOWN: Final = _kind(47, "DOWN", "client → server")
 PING: Final = _kind(48, "PING", "client → server → client")
+# Between a cluster's supervisor, or the program that answers for it, and those who ask; LOG has bytes of a job's log.
+ASK: Final = _kind(50, "ASK", "client → supervisor", "op", "args", "kwargs")
+ANSWER: Final = _kind(
+    51, "ANSWER", "supervisor → client", "version", "pid", "value", "callback", "note", "error", "message"
+)
 
 
 @dataclass(slots=True)

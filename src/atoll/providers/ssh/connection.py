@@ -86,7 +86,7 @@ class Connection:
         with tempfile.TemporaryFile() as given:  # communicate() forgets what it has not written when its time is over
             given.write(data)
             given.seek(0)
-            process = self._start(command, stdin=given, ask=ask)
+            process = self.open(command, stdin=given, ask=ask)
             self._running.add(process)
             try:
                 out, said = self._communicate(process, limit_s)
@@ -113,25 +113,15 @@ class Connection:
     def _interrupted(self) -> ProvisionError:
         return ProvisionError(f"{self.target}: interrupted")
 
-    def open(self, command: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
-        """Start a command whose input and output are pipes; the caller ends it, and begins with ``skip_login_text``."""
-        return self._start(command, stderr, ask=False)
-
-    def argv(self, command: str, *, ask: bool = False) -> list[str]:
-        """The argument list that runs a command there, whose output begins behind what ``skip_login_text`` skips."""
-        command = marked(command)
-        if self._is_here:
-            return ["/bin/sh", "-c", command]
-        return [self._ssh, *self._options(ask), "--", self.target.host, command]
-
-    def _start(
+    def open(
         self,
         command: str,
         stderr: int | IO[bytes] = subprocess.PIPE,
         *,
         stdin: int | IO[bytes] = subprocess.PIPE,
-        ask: bool,
+        ask: bool = False,
     ) -> subprocess.Popen[bytes]:
+        """Start a command whose input and output are pipes; the caller ends it, and begins with ``skip_login_text``."""
         return subprocess.Popen(
             self.argv(command, ask=ask),
             stdin=stdin,
@@ -139,6 +129,13 @@ class Connection:
             stderr=stderr,
             start_new_session=not ask,  # Ctrl-C is ours to handle; only one that asks needs the terminal
         )
+
+    def argv(self, command: str, *, ask: bool = False) -> list[str]:
+        """The argument list that runs a command there, whose output begins behind what ``skip_login_text`` skips."""
+        command = marked(command)
+        if self._is_here:
+            return ["/bin/sh", "-c", command]
+        return [self._ssh, *self._options(ask), "--", self.target.host, command]
 
     def _options(self, ask: bool) -> list[str]:
         settings = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -118,17 +119,17 @@ def ask(connection: Connection, digests: Sequence[tuple[str, str]], folder: str 
     """
     if connection.facts is not None:
         return connection.facts
-    found = _asked(connection, digests, folder)
+    python = connection.target.python or "python3"
+    wish = json.dumps([list(digests), _QUERY, folder])
+    answer = connection.run(python_command(python, _ASK, wish), limit_s=_ASK_S)
+    found = _understood(connection, python, answer)
     if connections.are_kept:
         connection.facts = found
     return found
 
 
-def _asked(connection: Connection, digests: Sequence[tuple[str, str]], folder: str | None) -> Facts:
+def _understood(connection: Connection, python: str, answer: subprocess.CompletedProcess[bytes]) -> Facts:
     target = connection.target
-    python = target.python or "python3"
-    wish = json.dumps([list(digests), _QUERY, folder])
-    answer = connection.run(python_command(python, _ASK, wish), limit_s=_ASK_S)
     if answer.returncode != 0 or not answer.stdout.startswith(b"{"):
         text = (answer.stderr if answer.returncode else answer.stdout).decode(errors="replace")
         raise ProvisionError(f"{target}: {_no_python(connection, python, text)}")

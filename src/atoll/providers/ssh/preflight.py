@@ -37,15 +37,16 @@ def check_hosts(
     Args:
         targets, plans: the hosts, head first, and what they said about themselves.
         say: called with one line for each thing that is not as it should be, and with one at the end.
-        again: look also at hosts that were found well in the last ten minutes.
+        again: try the way also between hosts that were found well in the last ten minutes.
 
     Raises:
         ProvisionError: something would make the ranks fail; all such things are listed, one line each, with the fix.
     """
     began = time.monotonic()
-    if not again and passed_lately("well", plans):
-        return
     findings = judge({plan.host: plan.seen for plan in plans})
+    if not again and passed_lately("well", plans):
+        _refuse(findings, say)
+        return
     over = summed = ""
     if len(plans) == 1:
         _refuse(findings, say)
@@ -152,14 +153,6 @@ def remember(what: str, plans: Sequence[NodePlan]) -> None:
     """These hosts have passed a check."""
     passed = {**_passed(), _key(what, plans): time.time()}
     write_atomic(atoll_home() / _PASSED, json.dumps(passed).encode())
-
-
-def forget(what: str) -> None:
-    """Whoever has passed this check is looked at again: something of the kind has failed since."""
-    passed = _passed()
-    left = {key: when_s for key, when_s in passed.items() if json.loads(key)[0] != what}
-    if len(left) < len(passed):
-        write_atomic(atoll_home() / _PASSED, json.dumps(left).encode())
 
 
 def _passed() -> dict[str, float]:

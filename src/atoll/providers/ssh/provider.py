@@ -232,7 +232,11 @@ class SSH(Provider):
             if not request.supervised_here:
                 report("the supervisor runs on this machine. Keep it awake while jobs run")
             return plan.allocation
-        inside, why_not = site.check_with_head(found, plan.nodes, report)
+        if not request.recheck and have is not None and self._are_well(plan, have):
+            preflight.check_hosts(found, plan.nodes, report, again=False)
+            inside, why_not = have.settings["from_head"], None
+        else:
+            inside, why_not = site.check_with_head(found, plan.nodes, report)
         if have is not None and (why_not is not None or have.head.name != head.host):
             why = why_not if have.head.name == head.host else f"{head.host} is its head now"
             raise ProvisionError(
@@ -250,6 +254,11 @@ class SSH(Provider):
             folder=posixpath.join(head.folder, "clusters", request.id),
             settings={**plan.allocation.settings, "from_head": inside},
         )
+
+    def _are_well(self, plan: Plan, have: Allocation) -> bool:
+        """Were the hosts of an allocation found well lately, and its head able to log in to the others?"""
+        lately = all(preflight.passed_lately(check, plan.nodes) for check in ("well", "hops"))
+        return lately and have.nodes == plan.allocation.nodes
 
     def at_site(self, allocation: Allocation) -> Allocation:
         """The allocation as its head sees it, which reaches itself without ssh."""
@@ -379,10 +388,6 @@ class SSH(Provider):
         with self.remote(plan) as host:
             left = host.python("agent.orphans", owner, f"{_PATIENCE_S:g}", limit_s=limit_s)
         return [f"{each} on {plan.host}" for each in left]
-
-    def forget_checks(self) -> None:
-        """The head may be unable to log in to another host now."""
-        preflight.forget("hops")
 
 
 PROVIDER = SSH

@@ -10,7 +10,7 @@ from atoll.core.validation import command_line
 from atoll.providers.base import NodePlan, Report
 from atoll.providers.ssh.errors import resolved
 from atoll.providers.ssh.hosts import Target
-from atoll.providers.ssh.preflight import check_hosts, passed_lately, remember
+from atoll.providers.ssh.preflight import check_hosts, remember
 from atoll.providers.ssh.remote import Host, last_words
 
 _HOP_S = 20.0
@@ -34,8 +34,6 @@ def _from_head(head: Host, targets: Sequence[Target], plans: Sequence[NodePlan])
     """How the head reaches each other host, and why it can't, if so."""
     with ThreadPoolExecutor(len(targets)) as threads:
         names = list(threads.map(_name_there, targets[1:], plans[1:]))
-        if passed_lately("hops", plans):
-            return names, None
         reached = list(threads.map(lambda name: _hop(head, name), names))
     for name, said in zip(names, reached, strict=True):
         if said is not None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from atoll.core.errors import ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import WORKDIR
+from atoll.tasks.client import tell
 from atoll.tasks.nodes import node_of
 from atoll.tasks.spec import ClusterSpec
-from atoll.tasks.supervisor_client import tell
 from atoll.tasks.sync.receive import lock_file, state_file
 
 _REMOVE_S = 300.0

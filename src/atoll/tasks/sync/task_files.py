@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import posixpath
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.paths import current_folder, write_atomic
-from atoll.providers.base import WORKDIR
+from atoll.providers import registry
+from atoll.providers.base import TARGETS, WORKDIR, Remote
 from atoll.tasks import clusters
+from atoll.tasks.nodes import plan_of
 from atoll.tasks.spec import ClusterSpec
-
-if TYPE_CHECKING:
-    from atoll.tasks.sync.host_disks import HostDisk
-    from atoll.tasks.sync.mounts import Mount
-    from atoll.tasks.sync.select import Selection
-    from atoll.tasks.sync.send import Progress
+from atoll.tasks.sync.git import check_git, fetch_git
+from atoll.tasks.sync.mounts import Mount, download, place, resolve_mounts
+from atoll.tasks.sync.select import Selection, select
+from atoll.tasks.sync.send import Progress, mirror, send
+from atoll.wire.command_output import parsed, skip_login_text
 
 
 def ship(
@@ -46,46 +48,41 @@ def ship(
         ConfigError: a source can't be read.
         ProvisionError: a node can't be written to.
     """
-    from atoll.tasks.sync.mounts import place, resolve_mounts
-    from atoll.tasks.sync.select import Selection, select
-
-    workdir_there = None if workdir is None else select(_source(cluster, workdir, say))
-    if workdir_there is not None and excluded is not None:
-        kept = tuple(each for each in workdir_there.entries if not PurePosixPath(each.path).is_relative_to(excluded))
-        workdir_there = replace(workdir_there, entries=kept)
-    resolved = resolve_mounts(mounts, workdir=workdir is not None)
-    if cluster.allocation.files != "homes" or cluster.num_nodes > 1:  # what comes from elsewhere comes once
-        cache = clusters.folder_of(cluster.name) / "nodes" / "mounts"
-        resolved = [_fetched(mount, cache, progress) for mount in resolved]
-    sources: list[tuple[Mount, Selection | Mount]] = []
-    for line in workdir_there.notes if workdir_there is not None else ():
-        say(line)
-    for mount in resolved:
+    sources: list[tuple[str | None, Selection | Mount]] = []  # by target; None is the workdir
+    if workdir is not None:
+        found = select(_source(cluster, workdir, say))
+        kept = [each for each in found.entries if not excluded or not PurePosixPath(each.path).is_relative_to(excluded)]
+        sources.append((None, dataclasses.replace(found, entries=tuple(kept))))
+        for line in found.notes:
+            say(line)
+    comes_once = cluster.allocation.files != "homes" or cluster.num_nodes > 1
+    for mount in resolve_mounts(mounts, workdir=workdir is not None):
         if mount.source is None:
-            found: Selection | Mount = Selection(
-                Path(), (), ("an empty folder that stays on its node: it has no source",)
-            )
+            say(f"{mount.key}: an empty folder that stays on its node: it has no source")
+            sources.append((mount.target, Selection(Path(), ())))
+        elif mount.is_url and not comes_once:
+            sources.append((mount.target, mount))
         else:
-            found = mount if mount.is_url else select(Path(mount.source))
-        sources.append((mount, found))
-        for line in found.notes if isinstance(found, Selection) else ():
-            say(f"{mount.key}: {line}")
+            found = select(_fetched(cluster, mount, progress) if mount.is_url else Path(mount.source))
+            sources.append((mount.target, found))
+            for line in found.notes:
+                say(f"{mount.key}: {line}")
 
     def put(disk: LocalDisk | HostDisk, counted: Progress | None) -> list[str]:
         lines = []
         with disk:
-            if workdir_there is not None:
-                lines += disk.put(workdir_there, disk.workdir, disk.workdir_link, counted)
-            for mount, found in sources:
-                dest, link = place(mount.target, disk.home, disk.workdir, disk.seen)
-                lines += disk.put(found, dest, link, counted)
+            for target, source in sources:
+                dest, link = disk.workdir, disk.workdir_link
+                if target is not None:
+                    dest, link = place(target, disk.home, disk.workdir, disk.seen)
+                lines += disk.put(source, dest, link, counted)
         return lines
 
     if cluster.allocation.files != "homes":  # all get the same at once: one tells how far it is
-        from atoll.tasks.sync.host_disks import host_disks
-
+        provider, is_run = registry.of(cluster.allocation), bool(cluster.allocation.files_in)
+        disks = [HostDisk(provider.remote(plan), plan.workdir, is_run=is_run) for plan in plan_of(cluster).nodes]
         with ThreadPoolExecutor(cluster.num_nodes) as threads:
-            every = list(threads.map(put, host_disks(cluster), [progress] + [None] * (cluster.num_nodes - 1)))
+            every = list(threads.map(put, disks, [progress] + [None] * (cluster.num_nodes - 1)))
     else:
         homes = [clusters.node_home(cluster.name, node) for node in range(cluster.num_nodes)]
         every = [put(LocalDisk(home), _counted(progress, node, len(homes))) for node, home in enumerate(homes)]
@@ -94,7 +91,7 @@ def ship(
 
 
 class LocalDisk:
-    """The disk of a node of this machine: a folder that is its home (``host_disks.HostDisk``)."""
+    """The disk of a node of this machine: a folder that is its home."""
 
     workdir_link = None
     seen = ()
@@ -114,10 +111,6 @@ class LocalDisk:
 
         ``link`` is noted for the node's agent, which mounts it: of the machine itself nothing is changed.
         """
-        from atoll.providers.base import TARGETS
-        from atoll.tasks.sync.mounts import Mount, download
-        from atoll.tasks.sync.send import mirror
-
         lines: list[str] = []
         if isinstance(source, Mount):
             download(source, Path(dest), progress)
@@ -130,15 +123,69 @@ class LocalDisk:
         return lines
 
 
+class HostDisk:
+    """The disk of an ssh host.
+
+    Attributes:
+        home, workdir: folders there.
+        workdir_link: where scripts look for the workdir, or None. A run's script starts in it: that link may be one
+            that a cluster's job goes by.
+        seen: further folders in which jobs see what is put.
+    """
+
+    seen = ("/tmp",)
+
+    def __init__(self, remote: Remote, workdir: str, *, is_run: bool = False) -> None:
+        self.home, self.workdir = remote.plan.home, workdir
+        self.workdir_link = None if is_run else posixpath.join(remote.plan.home, WORKDIR)
+        self._remote = remote
+
+    def __enter__(self) -> HostDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remote.close()
+
+    def put(self, source: Selection | Mount, dest: str, link: str | None, progress: Progress | None) -> list[str]:
+        """Make a folder there what was selected here, and link it where jobs are to see it; lines for the user."""
+        assert isinstance(source, Selection), "a URL is fetched before this"
+        host, lines = self._remote.plan.host, []
+        with tempfile.TemporaryFile() as stderr:
+            links = () if link is None else (link,)
+            process = self._remote.open("tasks.sync.receive", dest, *links, stderr=stderr)
+            assert process.stdin is not None
+            assert process.stdout is not None
+
+            def answer() -> Any:
+                line = process.stdout.readline() if process.stdout is not None else b""
+                if not line:
+                    raise BrokenPipeError
+                return parsed(host, line)
+
+            with process.stdout:
+                try:
+                    with process.stdin:
+                        skip_login_text(process.stdout)
+                        lines = send(source, process.stdin, answer, progress)
+                    said = answer()
+                    lines += [] if said is None else [f"{host}: {said}"]
+                except BrokenPipeError:
+                    pass  # it ended, and says why
+                process.stdout.read()
+                process.wait()
+            stderr.seek(0)
+            if process.returncode != 0:
+                shown = stderr.read().decode(errors="replace").strip().splitlines()
+                raise ProvisionError(f"{host}: {shown[-1] if shown else f'exit code {process.returncode}'}")
+        return lines
+
+
 def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, Any]) -> None:
     """Is there what ``ship`` would copy? Asks nobody: git repositories and buckets are taken as they are.
 
     Raises:
         ConfigError: a source can't be read.
     """
-    from atoll.tasks.sync.git import check_git
-    from atoll.tasks.sync.mounts import resolve_mounts
-
     if isinstance(workdir, str):
         _folder(workdir)
     elif workdir is not None:
@@ -157,23 +204,18 @@ def _source(cluster: ClusterSpec, workdir: str | Mapping[str, str], say: Callabl
     """The folder of this machine that is to be every node's workdir."""
     if isinstance(workdir, str):
         return _folder(workdir)
-    from atoll.tasks.sync.git import fetch_git
-
     source = clusters.folder_of(cluster.name) / "checkout"
     commit = fetch_git(workdir["url"], workdir.get("ref"), source)
     say(f"workdir is commit {commit[:12]} of its repository")
     return source
 
 
-def _fetched(mount: Mount, cache: Path, progress: Progress | None) -> Mount:
-    """The mount with a source on this machine."""
-    from atoll.tasks.sync.mounts import download
-
-    if not mount.is_url:
-        return mount
-    at = cache.joinpath(*(part for part in PurePosixPath(mount.target).parts if part not in ("~", "/")))
+def _fetched(cluster: ClusterSpec, mount: Mount, progress: Progress | None) -> Path:
+    """What a mount's URL names, brought to this machine."""
+    parts = (part for part in PurePosixPath(mount.target).parts if part not in ("~", "/"))
+    at = clusters.folder_of(cluster.name).joinpath("nodes", "mounts", *parts)
     download(mount, at, progress)
-    return dataclasses.replace(mount, source=str(at))
+    return at
 
 
 def _counted(progress: Progress | None, number: int, num_nodes: int) -> Progress | None:
