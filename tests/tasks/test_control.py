@@ -382,6 +382,7 @@ def test_more_than_the_kernel_takes(home: Path, spec: dict[str, Any], message: s
     assert cluster.run("echo ${#LONG}", env={"LONG": "x" * 131_000})[0] is SUCCEEDED
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_log_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_HOME", str(tmp_path))

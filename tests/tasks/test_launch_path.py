@@ -16,7 +16,7 @@ from tests.tasks.test_ssh_tasks import atoll, declare, trust
 
 from testbed.hosts import Testbed
 
-pytestmark = [pytest.mark.timeout(300)]  # several commands, on a machine that may be busy
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # several commands, on a machine that may be busy
 
 PROFILED = """
 import json, os, stat, subprocess, sys, threading
