@@ -143,7 +143,7 @@ def test_a_job_whose_answer_was_lost_on_its_way_is_added_once(home: Path) -> Non
     [
         ({"status": ClusterStatus.STOPPED}, {}, "atoll start train"),
         ({"status": ClusterStatus.DOWN}, {}, "atoll launch -c train"),
-        ({"num_nodes": 2}, {"num_nodes": 3}, "wants 3 nodes and cluster train has 2"),
+        ({"num_nodes": 2}, {"num_nodes": 3}, "needs 3 nodes and cluster train has 2"),
         ({"num_accelerators": 1}, {"num_accelerators": 2}, "needs 2 accelerators per node and cluster train has 1"),
     ],
 )
