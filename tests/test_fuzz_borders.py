@@ -23,7 +23,7 @@ import atoll as sky
 from atoll.cli.main import main
 from atoll.core.errors import AtollError
 from atoll.tasks import api, record
-from atoll.tasks.entrypoint import Overrides, load_tasks
+from atoll.tasks.entrypoint import load_tasks
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
 from atoll.tasks.variables import read_env_file
@@ -271,7 +271,7 @@ def test_task_files(place: Path, num_cases: int) -> None:
     for _ in range(num_cases):
         text = mutated(TASK, YAML_PIECES, chance)
         Path("task.yaml").write_bytes(text.encode(errors="surrogateescape"))
-        checked(text, lambda: load_tasks(Path("task.yaml"), overrides=Overrides()))
+        checked(text, lambda: load_tasks(Path("task.yaml"), {}))
 
 
 @sizes

@@ -4,7 +4,7 @@ A case is a file below ``tasks`` or ``scripts``. Its lines that begin with ``#>`
 
 - ``[[task]]``: attributes of each task that is read, or keys of its ``resources``; ``notes`` are all remarks on it.
 - ``error``: how the message that refuses the file begins, after its name.
-- ``[flags]``: fields of ``Overrides``. ``[files]``: files that lie where the command is typed.
+- ``[flags]``: ``Flags``. ``[files]``: files that lie where the command is typed.
 - ``[run]``: it is run. ``flags`` of ``atoll run``, ``script`` with its arguments where it isn't the file's name alone,
   or the ``python`` that is called with it; its ``code``, ``lines`` that are printed (each so often as it is listed),
   text that is ``said`` somewhere or ``absent``, whether there is a ``traceback``.
@@ -28,7 +28,7 @@ from tests.cli.test_cluster_commands import home
 from tests.pools import SOURCE_ROOT
 
 from atoll.core.errors import ConfigError
-from atoll.tasks.entrypoint import Overrides, load_tasks
+from atoll.tasks.entrypoint import load_tasks
 from atoll.tasks.task import Task
 
 __all__ = ["home"]
@@ -78,7 +78,7 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path, said: dict[str, Any]) -> list[Task]:
-    return load_tasks(path, overrides=Overrides(**said.get("flags", {})))
+    return load_tasks(path, said.get("flags", {}))
 
 
 @pytest.mark.parametrize("path", cases("tasks/*.yaml"))

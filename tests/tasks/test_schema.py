@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.tasks.entrypoint import Overrides, load_tasks
+from atoll.tasks.entrypoint import load_tasks
 from atoll.tasks.schema import Document, read_documents
 
 
@@ -24,7 +24,7 @@ def complaint(folder: Path, content: str) -> str:
     path = folder / "task.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
-        load_tasks(path, overrides=Overrides())
+        load_tasks(path, {})
     message = str(caught.value)
     assert "\n" not in message
     return message.removeprefix(f"{folder}/")
@@ -47,7 +47,7 @@ def test_every_mistake_is_told_in_the_order_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_text("nmae: a\nnum_nodes: many\nresources:\n  cpus: lots\n  ports: [1, x]\nrun: [echo]\n")
     with pytest.raises(ConfigError) as caught:
-        load_tasks(path, overrides=Overrides())
+        load_tasks(path, {})
     assert str(caught.value).replace(f"{path}", "task.yaml").splitlines() == [
         "task.yaml:1: nmae: there is no such key: did you mean 'name'?",
         "task.yaml:2: num_nodes is 'many': expected a whole number from 1 to 4096",
@@ -160,4 +160,4 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_bytes(b"\x7fELF\xff\xfe")
     with pytest.raises(ConfigError, match="is not text in UTF-8"):
-        load_tasks(path, overrides=Overrides())
+        load_tasks(path, {})

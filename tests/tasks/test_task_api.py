@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.tasks.api import launch
-from atoll.tasks.entrypoint import Overrides, load_command, load_entrypoint, load_tasks
+from atoll.tasks.entrypoint import load_command, load_entrypoint, load_tasks
 from atoll.tasks.resources import Resources
 from atoll.tasks.spec import JobSpec
 from atoll.tasks.task import Task, fixed_ports
@@ -69,7 +69,7 @@ def write(folder: Path, content: str, name: str = "task.yaml") -> str:
 
 
 def load(folder: Path, content: str, **flags: object) -> Task:
-    (task,) = load_tasks(write(folder, content), overrides=Overrides(**flags))  # type: ignore[arg-type]
+    (task,) = load_tasks(write(folder, content), flags)
     return task
 
 
@@ -217,7 +217,7 @@ def test_what_an_entrypoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     write(tmp_path, TRAIN, "train.yaml")
     write(tmp_path, TRAIN, "my train.yml")
-    none = Overrides()
+    none = {}
     assert load_entrypoint("train.yaml", none)[0].name == "minGPT-ddp"
     assert load_entrypoint("my train.yml", none)[0].name == "minGPT-ddp"
     assert load_entrypoint("python x.py --config train.yaml", none)[0].run == "python x.py --config train.yaml"
@@ -252,12 +252,19 @@ def test_half_a_character_is_refused_and_a_byte_of_the_command_line_is_not(tmp_p
     with pytest.raises(ConfigError, match=r"envs\.A: the value contains \\ud83d"):
         Task(envs={"A": "\ud83d"})
     byte = os.fsdecode(b"\xe9")
-    task = load_command(f"echo {byte}", Overrides(env=[f"A={byte}"]))
+    task = load_command(f"echo {byte}", {"env": [f"A={byte}"]})
     assert (task.run, task.envs) == (f"echo {byte}", {"A": byte})
 
 
 def test_a_command_with_flags() -> None:
-    flags = Overrides(name="hi", num_nodes=2, accelerators="none", env=["A=b=c"], infra="ssh/lab", ports=["80"])
+    flags = {
+        "name": "hi",
+        "num_nodes": 2,
+        "accelerators": "none",
+        "env": ["A=b=c"],
+        "infra": "ssh/lab",
+        "ports": ["80"],
+    }
     task = load_command("echo $A", flags)
     assert (task.name, task.num_nodes, task.run, task.envs) == ("hi", 2, "echo $A", {"A": "b=c"})
     assert (task.infra, task.resources.ports, task.job()[0].ports) == ("ssh/lab", ["80"], ())
@@ -265,7 +272,7 @@ def test_a_command_with_flags() -> None:
 
 def test_several_documents_are_a_pipeline(tmp_path: Path) -> None:
     path = write(tmp_path, "name: pipe\nexecution: serial\n---\nname: a\nrun: a\n---\nenvs: {X:}\nrun: b\n---\n")
-    tasks = load_tasks(path, overrides=Overrides(env=["X=1"]))
+    tasks = load_tasks(path, {"env": ["X=1"]})
     assert [(task.name, task.run, task.envs) for task in tasks] == [("a", "a", {"X": "1"}), ("pipe-1", "b", {"X": "1"})]
     with pytest.raises(ConfigError, match="holds 3 tasks, a pipeline"):
         Task.from_yaml(path)

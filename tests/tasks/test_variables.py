@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.tasks.entrypoint import Overrides, load_tasks
+from atoll.tasks.entrypoint import load_tasks
 from atoll.tasks.task import Task
 from atoll.tasks.variables import gather, read_env_file, substitute
 
@@ -18,7 +18,7 @@ from atoll.tasks.variables import gather, read_env_file, substitute
 def load(folder: Path, content: str, **flags: list[str]) -> Task:
     path = folder / "task.yaml"
     path.write_text(content)
-    (task,) = load_tasks(path, overrides=Overrides(**flags))  # type: ignore[arg-type]
+    (task,) = load_tasks(path, flags)
     return task
 
 

@@ -139,13 +139,11 @@ def tasks_of(entrypoint: Sequence[str], flags: TaskFlags) -> list[Task]:
     Raises:
         ConfigError: the file or a flag can't work.
     """
-    from atoll.tasks.entrypoint import Overrides, load_entrypoint
+    from atoll.tasks.entrypoint import load_entrypoint
 
-    lists = ("env", "env_file", "secret", "secret_file", "ports")
-    own = {each.name: getattr(flags, each.name) for each in fields(flags) if each.name not in ("strict", "of_clouds")}
+    own = {each.name: getattr(flags, each.name) for each in fields(flags) if each.name != "of_clouds"}
     own["accelerators"] = options.last_of("--gpus", flags.accelerators)
-    own |= {name: tuple(own[name] or ()) for name in lists}
-    return load_entrypoint(as_typed(entrypoint), Overrides(**own, **flags.of_clouds))
+    return load_entrypoint(as_typed(entrypoint), {**own, **flags.of_clouds})
 
 
 def as_typed(words: Sequence[str]) -> str:

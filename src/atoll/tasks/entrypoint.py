@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
-from atoll.tasks.resources import check_changes
+from atoll.tasks.resources import Resources, check_changes
 from atoll.tasks.schema import Document, Section, check, one_of, read_documents
 from atoll.tasks.spec import is_none
 from atoll.tasks.task import Name, Task, TaskSection
@@ -30,67 +29,37 @@ class _Header(Section):
     inter_connection: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overrides:
-    """Flags of the command, as text or what they were parsed to; they win over the file. None: not given.
-
-    A flag of the nodes (``cpus`` and what follows it) that says ``none`` takes the file's wish away.
-    """
-
-    name: str | None = None
-    workdir: str | None = None
-    git_url: str | None = None
-    git_ref: str | None = None
-    num_nodes: int | None = None
-    env: Sequence[str] = ()
-    env_file: Sequence[str] = ()
-    secret: Sequence[str] = ()
-    secret_file: Sequence[str] = ()
-    cpus: str | None = None
-    memory: str | None = None
-    accelerators: str | None = None
-    infra: str | None = None
-    cloud: str | None = None
-    region: str | None = None
-    zone: str | None = None
-    instance_type: str | None = None
-    use_spot: bool | None = None
-    image_id: str | None = None
-    disk_size: str | int | None = None
-    disk_tier: str | None = None
-    network_tier: str | None = None
-    local_disk: str | None = None
-    ports: Sequence[str] = ()
-    priority: int | None = None
-    job_recovery: str | None = None
-
-    def given(self, environ: Mapping[str, str]) -> Given:
-        """The variables that the flags give; ``environ`` is the caller's environment."""
-        return Given(
-            gather("--env", self.env, self.env_file, environ),
-            gather("--secret", self.secret, self.secret_file, environ),
-        )
-
-    def of_task(self) -> dict[str, Any]:
-        """Keys of the task that change."""
-        git = {"url": self.git_url, "ref": self.git_ref}
-        git = {key: value for key, value in git.items() if value is not None}
-        if git and self.workdir is not None:
-            raise ConfigError("--workdir and --git-url both say where the workdir comes from: give one of them")
-        flags = {"name": self.name, "num_nodes": self.num_nodes, "workdir": git or self.workdir}
-        return check(TaskSection, flags, _FLAGS)
-
-    def of_nodes(self) -> dict[str, Any]:
-        """Keys of the resources that change; None takes one away."""
-        names = [each.name for each in fields(self)]
-        flags = {key: getattr(self, key) for key in names[names.index("cpus") :]}
-        said = {key: value for key, value in flags.items() if value is not None and value != ()}
-        none = {key for key, value in said.items() if isinstance(value, str) and value.strip().lower() == "none"}
-        none |= {key for key in ("accelerators",) if is_none(said.get(key))}
-        return check_changes({key: None if key in none else value for key, value in said.items()}, _FLAGS)
+# Flags of the command by name, as text or what they were parsed to, None where not given; they win over the file.
+Flags = Mapping[str, Any]
 
 
-def load_entrypoint(entrypoint: str, overrides: Overrides) -> list[Task]:
+def _variables(flags: Flags) -> Given:
+    """The variables that the flags give."""
+    return Given(
+        gather("--env", flags.get("env") or (), flags.get("env_file") or (), os.environ),
+        gather("--secret", flags.get("secret") or (), flags.get("secret_file") or (), os.environ),
+    )
+
+
+def _task_changes(flags: Flags) -> dict[str, Any]:
+    """Keys of the task that the flags change."""
+    git = {"url": flags.get("git_url"), "ref": flags.get("git_ref")}
+    git = {key: value for key, value in git.items() if value is not None}
+    if git and flags.get("workdir") is not None:
+        raise ConfigError("--workdir and --git-url both say where the workdir comes from: give one of them")
+    changes = {"name": flags.get("name"), "num_nodes": flags.get("num_nodes"), "workdir": git or flags.get("workdir")}
+    return check(TaskSection, changes, _FLAGS)
+
+
+def _node_changes(flags: Flags) -> dict[str, Any]:
+    """Keys of the resources that the flags change; None, which a flag says as ``none``, takes one away."""
+    said = {key: value for key, value in flags.items() if key in Resources.model_fields and value is not None}
+    none = {key for key, value in said.items() if isinstance(value, str) and value.strip().lower() == "none"}
+    none |= {key for key in ("accelerators",) if is_none(said.get(key))}
+    return check_changes({key: None if key in none else value for key, value in said.items()}, _FLAGS)
+
+
+def load_entrypoint(entrypoint: str, flags: Flags) -> list[Task]:
     """The tasks of a file, where ``entrypoint`` names one by its ``.yaml``; else the command it is, as a task.
 
     Raises:
@@ -98,18 +67,18 @@ def load_entrypoint(entrypoint: str, overrides: Overrides) -> list[Task]:
     """
     path = Path(entrypoint.strip()).expanduser()
     if path.suffix.lower() in _SUFFIXES and (path.is_file() or not any(map(str.isspace, entrypoint.strip()))):
-        return load_tasks(path, overrides=overrides)
-    return [load_command(entrypoint, overrides)]
+        return load_tasks(path, flags)
+    return [load_command(entrypoint, flags)]
 
 
-def load_command(command: str, overrides: Overrides) -> Task:
+def load_command(command: str, flags: Flags) -> Task:
     """A task that runs ``command``."""
     if not command.strip():
         raise ConfigError("there is nothing to run: give a task file, or a command such as 'echo hi'")
-    return _load({"run": command}, Document("the command"), overrides)
+    return _load({"run": command}, Document("the command"), flags)
 
 
-def load_tasks(path: str | Path, *, overrides: Overrides) -> list[Task]:
+def load_tasks(path: str | Path, flags: Flags) -> list[Task]:
     """The tasks of a file, in order; several documents are a pipeline, which may begin with a header.
 
     Raises:
@@ -136,19 +105,19 @@ def load_tasks(path: str | Path, *, overrides: Overrides) -> list[Task]:
         pipeline = header.get("name")
         del documents[0]
     if len(documents) == 1:
-        task = _load(*documents[0], overrides)
+        task = _load(*documents[0], flags)
         task.name = task.name or pipeline
         return [task]
     # A name on the command line is the pipeline's: its tasks keep their own.
-    pipeline = overrides.name or pipeline
-    tasks = [_load(config, each, replace(overrides, name=None)) for config, each in documents]
+    pipeline = flags.get("name") or pipeline
+    tasks = [_load(config, each, {**flags, "name": None}) for config, each in documents]
     for index, task in enumerate(tasks):
         task.name = task.name or (f"{pipeline}-{index}" if pipeline else None)
     return tasks
 
 
-def _load(config: Any, document: Document, overrides: Overrides) -> Task:
-    return Task.from_document(config, document, overrides.given(os.environ), overrides.of_task(), overrides.of_nodes())
+def _load(config: Any, document: Document, flags: Flags) -> Task:
+    return Task.from_document(config, document, _variables(flags), _task_changes(flags), _node_changes(flags))
 
 
 def _missing(file: Path, shown: str) -> str:
