@@ -28,8 +28,9 @@ from atoll.images.built_images import built_images, prune_images
 from atoll.images.image import Image
 from atoll.images.installer import Pip
 from atoll.images.interpreters import running_interpreter
+from atoll.images.overlay import Environment
 from atoll.images.requirements import merge, without_cuda
-from atoll.images.resolve import Environment, resolve
+from atoll.images.resolve import resolve
 
 SRC = Path(__file__).parents[2] / "src"
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"

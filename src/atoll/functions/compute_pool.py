@@ -44,7 +44,8 @@ from atoll.gang.messages import Submit
 from atoll.gang.notifier import Notifier
 from atoll.gang.remote_ranks import OneUseArena
 from atoll.images.image import Image, check_env, check_pip
-from atoll.images.resolve import Environment, resolve
+from atoll.images.overlay import Environment
+from atoll.images.resolve import resolve
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodeRequest, Plan, Provider, wait_until_ready
 from atoll.providers.registry import kept

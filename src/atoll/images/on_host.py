@@ -1,8 +1,8 @@
-"""Makes an ``Image`` true on the host where it runs; ``remote_build`` starts it there. Standard library only.
+"""Builds an ``Image`` on the host where it runs; ``remote_build`` starts it there. Standard library only.
 
-On stdin comes one line of JSON, the request, and later, where they were asked for, a tar of wheels. On stdout go lines
-of JSON behind ``MARK``, as login scripts may print too: ``say``, ``wheels`` (which ones this host can use), and in the
-end ``done`` or ``failed``. The end of stdin means that the driver is gone.
+On stdin comes one line of JSON, ``request`` and ``wheels`` (``"none"``, ``"local"`` or ``"all"``), and a tar of these
+wheels. On stdout go lines of JSON behind ``MARK``, as login scripts may print too: ``say``, and in the end ``done``,
+``failed``, or ``needs``, which wheels this host has to be sent. The end of stdin means that the driver is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import site
 import sys
 import tarfile
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,60 +24,31 @@ from typing import IO
 
 from atoll.core.errors import AtollError, ImageError
 from atoll.images.installer import IndexUnreachable
-from atoll.images.overlay import Install, Overlay, Request, ensure_overlay
+from atoll.images.overlay import Request, ensure_overlay
 
 MARK = "atoll-image:"
 NAMES = "names.json"  # first member of the tar: local requirement to the file that stands for it
 _PATIENCE = {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "10"}  # without a network it is known soon
 
 
-class _Wheels:
-    """Gets wheels from the driver: of its local projects always, of all the rest where no index can be reached."""
+class _WheelsNeeded(Exception):
+    """The driver's local projects have to be sent."""
 
-    def __init__(self, source: IO[bytes], request: Request) -> None:
-        self._source = source
-        self._request = request
-        self.work: Path | None = None
 
-    def supply(self, work: Path, install: Install) -> Overlay:
-        self.work = work
-        try:
-            return self._supply(work, install)
-        finally:
-            self.work = None  # from here on it may be another process's
-
-    def _supply(self, work: Path, install: Install) -> Overlay:
-        wanted = self._request.requirements
-        if any(text.startswith("/") for text in wanted):
-            wanted = self._fetch(work / "wheels", everything=False)
-        for name, value in _PATIENCE.items():
-            os.environ.setdefault(name, value)
-        try:
-            return install(wanted)
-        except IndexUnreachable:
-            say("no package index can be reached from there: wheels are sent")
-        wanted = self._fetch(work / "wheels", everything=True)
-        os.environ.update(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(work / "wheels"))
-        return install(wanted)
-
-    def _fetch(self, folder: Path, *, everything: bool) -> list[str]:
-        """Fill a folder with wheels; the requirements, local ones as the wheels that stand for them."""
-        python = self._request.python or ".".join(platform.python_version_tuple()[:2])
-        _tell(wheels={"everything": everything, "python": python, "platforms": _platforms()})
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        names: dict[str, str] = {}
-        with tarfile.open(fileobj=self._source, mode="r|") as tar:
-            for member in tar:
-                content = tar.extractfile(member)
-                if content is None or "/" in member.name:
-                    raise ImageError(f"{member.name!r} came instead of a wheel")
-                if member.name == NAMES:
-                    names = json.load(content)
-                else:
-                    with (folder / member.name).open("wb") as file:
-                        shutil.copyfileobj(content, file, 1 << 20)
-        return [str(folder / names[text]) if text in names else text for text in self._request.requirements]
+def _unpack(source: IO[bytes], folder: Path) -> dict[str, str]:
+    """Put the driver's wheels into a folder; local requirements, and the wheels that stand for them."""
+    names: dict[str, str] = {}
+    with tarfile.open(fileobj=source, mode="r|") as tar:
+        for member in tar:
+            content = tar.extractfile(member)
+            if content is None or "/" in member.name:
+                raise ImageError(f"{member.name!r} came instead of a wheel")
+            if member.name == NAMES:
+                names = json.load(content)
+            else:
+                with (folder / member.name).open("wb") as file:
+                    shutil.copyfileobj(content, file, 1 << 20)
+    return {text: str(folder / name) for text, name in names.items()}
 
 
 def _platforms() -> list[str]:
@@ -101,13 +73,12 @@ def _tell(**message: object) -> None:
     os.write(1, f"{MARK}{json.dumps(message)}\n".encode())
 
 
-def _end_with_driver(wheels: _Wheels) -> None:
+def _end_with_driver(folder: Path) -> None:
     """Wait for the end of stdin; pip ends with this process."""
     poll = select.poll()
     poll.register(0, select.POLLRDHUP)
     poll.poll()
-    if (work := wheels.work) is not None:
-        shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -117,12 +88,33 @@ def main(_arguments: Sequence[str]) -> None:
     user = site.getusersitepackages()  # ranks see it, and this program was started without
     if sys.prefix == sys.base_prefix and os.path.isdir(user):
         sys.path.append(user)
-    request = Request(**json.loads(source.readline()))
-    wheels = _Wheels(source, request)
-    threading.Thread(target=_end_with_driver, args=(wheels,), daemon=True).start()
-    try:
-        overlay = ensure_overlay(request, say, wheels.supply)
-    except (AtollError, OSError) as error:
-        _tell(failed=str(error))
-    else:
-        _tell(done=asdict(overlay))
+    given = json.loads(source.readline())
+    request, wheels = Request(**given["request"]), given["wheels"]
+    needs = {"python": request.python or ".".join(platform.python_version_tuple()[:2]), "platforms": _platforms()}
+    with tempfile.TemporaryDirectory(prefix="atoll-wheels-", ignore_cleanup_errors=True) as folder:
+        threading.Thread(target=_end_with_driver, args=(Path(folder),), daemon=True).start()
+        names: dict[str, str] = {}
+
+        def requirements() -> list[str]:
+            if wheels == "all":
+                os.environ.update(PIP_NO_INDEX="1", PIP_FIND_LINKS=folder)
+            elif wheels == "none" and any(text.startswith("/") for text in request.requirements):
+                raise _WheelsNeeded
+            for name, value in _PATIENCE.items():
+                os.environ.setdefault(name, value)
+            return [names.get(text, text) for text in request.requirements]
+
+        try:
+            if wheels != "none":
+                names.update(_unpack(source, Path(folder)))
+            _tell(done=asdict(ensure_overlay(request, say, requirements)))
+        except _WheelsNeeded:
+            _tell(needs={"wheels": "local", **needs})
+        except IndexUnreachable as error:
+            if wheels == "all":
+                _tell(failed=str(error))
+                return
+            say("no package index can be reached from there: wheels are sent")
+            _tell(needs={"wheels": "all", **needs})
+        except (AtollError, OSError) as error:
+            _tell(failed=str(error))

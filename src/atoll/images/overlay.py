@@ -17,7 +17,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -51,25 +51,30 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlay:
-    """The answer: an interpreter, folders to put in front of its import path, and lines for the user."""
+class Environment:
+    """What a rank is started with.
+
+    Attributes:
+        python: path of the interpreter.
+        paths: folders to put in front of its import path.
+        env: variables to set.
+        lines: one line for each thing the user should know, e.g. that a CUDA extra was dropped.
+    """
 
     python: str
-    paths: list[str]
-    lines: list[str]
-
-
-Install = Callable[[Sequence[str]], Overlay]
+    paths: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
 
 
 def ensure_overlay(
-    request: Request, progress: Progress, supply: Callable[[Path, Install], Overlay] | None = None
-) -> Overlay:
-    """The overlay of a request, built now if this machine has not built it yet.
+    request: Request, progress: Progress, requirements: Callable[[], Sequence[str]] | None = None
+) -> Environment:
+    """The environment of a request, built now if this machine has not built it yet.
 
     Args:
         progress: called with a line for each step that takes time. A build is interrupted by raising from it.
-        supply: called with a folder to work in and what installs requirements, to get wheels before.
+        requirements: called before a build: what to install in place of the request's own.
 
     Raises:
         ImageError: a package cannot be installed, a Debian package or the Python version is missing.
@@ -79,7 +84,7 @@ def ensure_overlay(
     if request.python not in (None, base.minor):
         base = find_interpreter(str(request.python))
     if base.running and not request.requirements:
-        return Overlay(base.python, [], [])
+        return Environment(base.python)
     store = atoll_home() / "images"
     store.mkdir(mode=0o700, exist_ok=True)
     answer = store / f"plan-{_digest(asdict(request), asdict(base), base.state(), _pip_settings())}.json"
@@ -89,17 +94,14 @@ def ensure_overlay(
         if (known := _known(answer)) is not None:  # another process built it while this one waited
             return known
         interpreter = base if base.running else _venv(store, work, base, progress)
-
-        def install(requirements: Sequence[str]) -> Overlay:
-            if not requirements:
-                return Overlay(interpreter.python, [], [])
-            progress(redact(f"looking up {', '.join(sorted(requirements))}"))
+        made = Environment(interpreter.python)
+        if request.requirements:
+            wanted = requirements() if requirements else request.requirements
+            progress(redact(f"looking up {', '.join(sorted(wanted))}"))
             pip = Pip(interpreter.python, work, progress, request.constraints)
-            pins = pip.plan(requirements)
+            pins = pip.plan(wanted)
             paths = [_folder(store, work, interpreter, pip, pins, request.stamps, progress)] if pins else []
-            return Overlay(interpreter.python, paths, _hidden(interpreter, pins))
-
-        made = supply(work, install) if supply else install(request.requirements)
+            made = Environment(interpreter.python, tuple(paths), lines=_hidden(interpreter, pins))
         write_atomic(answer, json.dumps(asdict(made)).encode())
     prune_images()
     return made
@@ -121,10 +123,11 @@ def _pip_settings() -> dict[str, str]:
     return settings
 
 
-def _known(answer: Path) -> Overlay | None:
+def _known(answer: Path) -> Environment | None:
     """An answer on disk whose folders are all there; they count as used now."""
     try:
-        made = Overlay(**json.loads(answer.read_bytes()))
+        said = json.loads(answer.read_bytes())
+        made = Environment(said["python"], tuple(said["paths"]), lines=tuple(said["lines"]))
         os.utime(answer)
         for folder in (Path(made.python).parents[1], *(Path(path).parent for path in made.paths)):
             if folder.parent == answer.parent:
@@ -134,7 +137,7 @@ def _known(answer: Path) -> Overlay | None:
     return made
 
 
-def _hidden(interpreter: Interpreter, pins: Sequence[Pin]) -> list[str]:
+def _hidden(interpreter: Interpreter, pins: Sequence[Pin]) -> tuple[str, ...]:
     """One line naming the packages of the interpreter that ranks will see in another version."""
     changed = []
     for pin in pins:
@@ -143,7 +146,7 @@ def _hidden(interpreter: Interpreter, pins: Sequence[Pin]) -> list[str]:
         own = next((each.version for each in found if each.metadata["Version"]), pin.version)
         if own != pin.version:
             changed.append(f"{pin.name} {pin.version} (installed: {own})")
-    return [f"ranks see other versions than {interpreter.python} has: {', '.join(changed)}"] if changed else []
+    return (f"ranks see other versions than {interpreter.python} has: {', '.join(changed)}",) if changed else ()
 
 
 def _folder(

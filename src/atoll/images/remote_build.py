@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -99,62 +100,67 @@ class _Host:
         self._lock = threading.Lock()
 
     def run(self) -> dict[str, Any]:
-        """What the host says in the end."""
+        """What the host says in the end; it is asked again with the wheels that it needs."""
         try:
-            with tempfile.TemporaryFile() as said:
-                self._remote.bring_code()
-                with self._lock:
-                    if self._ended:
-                        raise ProvisionError("interrupted")
-                    process = self._process = self._remote.open("images.on_host", stderr=said)
-                try:
-                    done = self._converse(process)
-                finally:
-                    self.end()
-                if done is None:
-                    said.seek(0)
-                    lines = said.read().decode(errors="replace").strip().splitlines()
-                    raise ProvisionError(f"building the image ended early: {lines[-1] if lines else 'nothing said'}")
-                return done
+            self._remote.bring_code()
+            wheels, folder = "none", None
+            while True:
+                answer = self._ask(wheels, folder)
+                if "failed" in answer:
+                    raise ImageError(answer["failed"])
+                if "done" in answer:
+                    done: dict[str, Any] = answer["done"]
+                    return done
+                wheels = answer["needs"].pop("wheels")
+                folder = self._wheels.get(self._request, everything=wheels == "all", **answer["needs"])
         finally:
             self._remote.close()
 
-    def _converse(self, process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(dataclasses.asdict(self._request)).encode() + b"\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                _, mark, text = line.decode(errors="replace").partition(MARK)
-                message: dict[str, Any] = json.loads(text) if mark else {}
-                if "say" in message:
-                    self._say(f"{self.plan.host}: {message['say']}")
-                elif "wheels" in message:
-                    self._wheels.send(process.stdin, self._request, **message["wheels"])
-                elif "failed" in message:
-                    raise ImageError(message["failed"])
-                elif "done" in message:
-                    done: dict[str, Any] = message["done"]
-                    return done
-        except BrokenPipeError:
-            pass  # it says why
-        return None
+    def _ask(self, wheels: str, folder: Path | None) -> dict[str, Any]:
+        """The host's last message."""
+        with tempfile.TemporaryFile() as said:
+            with self._lock:
+                if self._ended:
+                    raise ProvisionError("interrupted")
+                process = self._process = self._remote.open("images.on_host", stderr=said)
+            assert process.stdin is not None and process.stdout is not None
+            message: dict[str, Any] = {}
+            try:
+                request = {"request": dataclasses.asdict(self._request), "wheels": wheels}
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                if folder is not None:
+                    self._wheels.send(process.stdin, folder)
+                process.stdin.flush()
+                for line in process.stdout:
+                    _, mark, text = line.decode(errors="replace").partition(MARK)
+                    message = json.loads(text) if mark else {}
+                    if "say" in message:
+                        self._say(f"{self.plan.host}: {message['say']}")
+                    elif message:
+                        return message
+            except BrokenPipeError:
+                pass  # it says why
+            finally:
+                _kill(process)
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            raise ProvisionError(f"building the image ended early: {lines[-1] if lines else 'nothing said'}")
 
     def end(self) -> None:
-        """End it there too, where it still runs. Safe to call twice, from any thread."""
+        """End it there too, where it still runs. From any thread."""
         with self._lock:
             self._ended = True
-            process = self._process
-            if process is None:
-                return
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None and not pipe.closed:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass  # what it had not read yet
+            if self._process is not None:
+                self._process.kill()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what it had not read yet
+                pipe.close()
 
 
 class _Wheels:
@@ -167,10 +173,8 @@ class _Wheels:
         self._names: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def send(
-        self, stream: IO[bytes], request: Request, *, everything: bool, python: str, platforms: Sequence[str]
-    ) -> None:
-        """Write a tar of wheels for a host of this kind; ``everything`` is wanted there, or local projects only."""
+    def get(self, request: Request, *, everything: bool, python: str, platforms: Sequence[str]) -> Path:
+        """A folder of wheels for a host of this kind: of local projects, or of ``everything`` that is requested."""
         with self._lock:
             folder = self._build_local(request)
             if everything:
@@ -178,6 +182,10 @@ class _Wheels:
                 if key not in self._got:
                     self._got[key] = self._download(request, python, platforms, f"wheels-{len(self._got)}")
                 folder = self._got[key]
+        return folder
+
+    def send(self, stream: IO[bytes], folder: Path) -> None:
+        """Write a tar of a folder's wheels."""
         with tarfile.open(fileobj=stream, mode="w|", bufsize=1 << 20) as tar:
             names = json.dumps(self._names).encode()
             about = tarfile.TarInfo(NAMES)
@@ -185,7 +193,6 @@ class _Wheels:
             tar.addfile(about, io.BytesIO(names))
             for wheel in sorted(folder.iterdir()):
                 tar.add(wheel, wheel.name)
-        stream.flush()
 
     def _build_local(self, request: Request) -> Path:
         """A folder with a wheel of every local project."""

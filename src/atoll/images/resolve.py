@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 
 from atoll.images.image import Image, check_env, check_pip
 from atoll.images.installer import Progress
 from atoll.images.interpreters import running_interpreter
 from atoll.images.local_files import include_paths
-from atoll.images.overlay import Request, ensure_overlay
+from atoll.images.overlay import Environment, Request, ensure_overlay
 from atoll.images.requirements import constraint_lines, location_stamp, merge, without_cuda
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """What a rank is started with.
-
-    Attributes:
-        python: path of the interpreter.
-        paths: folders to put in front of its import path.
-        env: variables to set.
-        lines: one line for each thing the user should know, e.g. that a CUDA extra was dropped.
-    """
-
-    python: str
-    paths: tuple[str, ...]
-    env: dict[str, str]
-    lines: tuple[str, ...]
 
 
 def resolve(
@@ -56,10 +38,9 @@ def resolve(
         base = [f"cloudpickle=={version('cloudpickle')}"]  # as here, so that both ends speak one dialect
     request, lines = request_of(image, check_pip("pip=", pip), base=base, has_gpu=has_gpu)
     variables = {**check_env("Image(env=)", image.env), **check_env("env=", env)}
-    paths = include_paths(image.includes)
     overlay = ensure_overlay(request, progress or (lambda line: None))
-    paths += overlay.paths
-    return Environment(overlay.python, tuple(dict.fromkeys(paths)), variables, (*lines, *overlay.lines))
+    paths = tuple(dict.fromkeys([*include_paths(image.includes), *overlay.paths]))
+    return Environment(overlay.python, paths, variables, (*lines, *overlay.lines))
 
 
 def request_of(
