@@ -200,7 +200,9 @@ def test_another_version_than_the_environments_hides_it_and_says_so(home: Path, 
     environment = resolve(Image(pip=["cloudpickle>=99"]), has_gpu=False)
     assert seen_by_ranks(environment, "import cloudpickle; print(cloudpickle.__version__)") == "99.0"
     own = version("cloudpickle")
-    assert environment.lines == (f"ranks see other versions than {sys.executable} has: cloudpickle 99.0 (there {own})",)
+    assert environment.lines == (
+        f"ranks see other versions than {sys.executable} has: cloudpickle 99.0 (installed: {own})",
+    )
     assert resolve(Image(pip=["cloudpickle>=99"]), has_gpu=False) == environment, "the line comes each time"
 
 

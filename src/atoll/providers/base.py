@@ -205,11 +205,6 @@ class Allocation:
         return found
 
 
-def gpu_row(gpu: Gpu, **more: object) -> dict[str, Any]:
-    """A row of ``atoll gpus``."""
-    return {"index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "memory_gb": gpu.memory_gb, **more}
-
-
 def wait_until_ready(
     provider: Provider, allocation: Allocation, report: Report, given_up: Callable[[], bool] = lambda: False
 ) -> Allocation:
@@ -264,11 +259,9 @@ class NodePlan:
         is_elsewhere: it is on another machine, or reached as if it were: memory and files are not shared with it.
         host: what to call it in messages.
         reach: what the provider reaches it by.
-        python: its interpreter, and ``python_version`` that one's, e.g. ``(3, 12, 1)``.
-        home: where ranks start.
-        workdir: where a job's files lie.
-        folder: a folder of the user's that can be written to and stays.
-        tmp: where temporary files go.
+        python, python_version: its interpreter, and that one's version, e.g. ``(3, 12, 1)``.
+        home, workdir: where ranks start, and where a job's files lie.
+        folder, tmp: folders of the user's that can be written to: one that stays, and one for temporary files.
         cores: that its ranks share.
         base_env: environment of a command there.
         bundles: code that ranks import from, Atoll's first; ``present`` are digests of those that are there.
@@ -444,11 +437,7 @@ class Session:
         self.shared_networks: tuple[str, ...] = tuple(node.addr for node in self.plan.nodes)
 
     def refresh(self, allocation: Allocation) -> None:
-        """Go by this allocation from now on, and ask its nodes what they have.
-
-        Raises:
-            ProvisionError: one can't be used.
-        """
+        """Go by this allocation from now on, and ask its nodes what they have."""
         self.allocation = allocation
         self.plan = self.provider.plan(self._request, allocation)
 
@@ -457,10 +446,7 @@ class Session:
         return self.provider.launch_agents(self.allocation, nodes, boot)
 
     def gpus(self, node: int, count: int, visible: str | None) -> tuple[Gpu, ...]:
-        """The GPUs that a job which wants ``count`` of a node may lease some of, the preferred ones first.
-
-        ``visible`` is the job's ``CUDA_VISIBLE_DEVICES``, which bounds them.
-        """
+        """The GPUs that a job may lease ``count`` of, bounded by its ``CUDA_VISIBLE_DEVICES``, ``visible``."""
         found = self.plan.nodes[node].gpus
         return found if visible is None else visible_gpus(found, visible)
 
@@ -511,11 +497,7 @@ class Provider(abc.ABC):
 
     @classmethod
     def resolve(cls, name: str) -> Provider:
-        """The provider behind ``KIND/NAME``.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The provider behind ``KIND/NAME``; a ``ConfigError`` where there is none."""
         return cls()
 
     @classmethod
@@ -528,11 +510,7 @@ class Provider(abc.ABC):
         return []
 
     def check(self, request: NodeRequest) -> None:
-        """Refuse what ``validate`` finds.
-
-        Raises:
-            ConfigError: there is something.
-        """
+        """Refuse what ``validate`` finds, as a ``ConfigError``."""
         if lines := self.validate(request):
             raise ConfigError("\n".join(lines))
 
@@ -568,32 +546,15 @@ class Provider(abc.ABC):
         return allocation.head.address
 
     def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
-        """A driver begins to use it.
-
-        Args:
-            request: as it was, for one worker a node.
-            folder: of the cluster, on this machine.
-            owner: what its agents are known by.
-
-        Raises:
-            ProvisionError: a node can't be used.
-        """
+        """The supervisor of the cluster in ``folder`` begins to use it; its agents are known by ``owner``."""
         return Session(self, allocation, request)
 
     @abc.abstractmethod
     def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[Node]:
-        """Start the agents of these nodes: one after the other, or all at once.
-
-        Raises:
-            ProvisionError, OSError: one could not be started.
-        """
+        """Start the agents of these nodes, one after the other or all at once; ``ProvisionError`` where one fails."""
 
     def remote(self, plan: NodePlan) -> Remote:
-        """The machine of a node elsewhere.
-
-        Raises:
-            ProvisionError: it can't be reached.
-        """
+        """The machine of a node elsewhere."""
         raise ProvisionError(f"{self.name} runs nothing on {plan.host or 'its nodes'} but agents")
 
     def examine(self) -> Iterator[tuple[bool, str]]:
@@ -607,19 +568,11 @@ class Provider(abc.ABC):
     def login_command(
         self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
     ) -> list[str]:
-        """What a person would type for a shell on a node elsewhere; ``options`` are ssh's.
-
-        Raises:
-            ConfigError: nobody can log in there.
-        """
+        """What a person would type for a shell on a node elsewhere; ``options`` are ssh's."""
         raise ConfigError(f"logging in to nodes is not possible on {allocation.infra}")
 
     def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
-        """Copy a path of a node elsewhere to ``here``, or ``up`` from there; why that failed, else nothing.
-
-        Raises:
-            ConfigError: nothing can be copied there.
-        """
+        """Copy a path of a node elsewhere to ``here``, or ``up`` from there; why that failed, else nothing."""
         raise ConfigError(f"nothing can be copied to nodes of {allocation.infra}, or from there")
 
     def copy_line(self, plan: NodePlan, path: str, into: str) -> str:
@@ -627,11 +580,7 @@ class Provider(abc.ABC):
         return f"copy {path} from {plan.host} into {into}"
 
     def end_orphans(self, allocation: Allocation, owner: str, first: int = 0) -> tuple[list[str], list[str]]:
-        """End what earlier drivers of an owner left on the nodes, from the first on.
-
-        Returns:
-            what does not end, with its machine; and a line for each machine that could not be asked.
-        """
+        """End what earlier drivers left on nodes, from ``first`` on: what does not end, and a line for each error."""
         return [], []
 
     def release(self, allocation: Allocation, *, keep_disks: bool) -> Allocation:

@@ -167,6 +167,11 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
+def gpu_row(gpu: Gpu, **more: object) -> dict[str, Any]:
+    """A row of ``atoll gpus``."""
+    return {"index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "memory_gb": gpu.memory_gb, **more}
+
+
 def in_turn(gpus: tuple[Gpu, ...], node: int, count: int) -> tuple[Gpu, ...]:
     """The GPUs with a node's own share first: neighbours stay together, and nodes start out with different ones."""
     own = node * count % len(gpus) if gpus else 0

@@ -24,9 +24,8 @@ from atoll.providers.base import (
     Plan,
     Provider,
     Session,
-    gpu_row,
 )
-from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, in_turn, local_gpus
+from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, gpu_row, in_turn, local_gpus
 from atoll.providers.local_node import LocalNode, first_granted, isolation, start_agent
 from atoll.providers.local_session import LocalSession
 from atoll.providers.network import Network, NetworkUnavailable, address_of, reason_unavailable

@@ -29,10 +29,9 @@ from atoll.providers.base import (
     Report,
     Session,
     Site,
-    gpu_row,
 )
 from atoll.providers.bundle import atoll_bundle
-from atoll.providers.gpus import Gpu
+from atoll.providers.gpus import Gpu, gpu_row
 from atoll.providers.ssh import facts, preflight, site
 from atoll.providers.ssh.connection import connections, on_each
 from atoll.providers.ssh.host_node import SSHNode, node_plan, start_agent
