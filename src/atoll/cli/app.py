@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from atoll import __version__
 from atoll.cli import check, clusters, completion, launching, nodes, output, run, train, weights
@@ -45,7 +46,29 @@ images that fill the disk           → atoll images ls,  atoll images prune
 what can be used from here          → atoll check,  atoll gpus
 """
 
+# The commands of `atoll --help`.
+_PANELS = {
+    "Run things": ("run", "launch", "exec", "train"),
+    "Look at them": ("status", "queue", "logs", "gpus", "check"),
+    "Clusters and jobs": ("cancel", "stop", "start", "down", "autostop", "ssh", "cp"),
+    "Models": ("recipes", "data", "generate", "export", "import"),
+    "Functions": ("pools", "result", "images"),
+    "Shell": ("completion",),
+}
+
+
+class _Grouped(TyperGroup):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in panels."""
+        width = max(map(len, self.commands))
+        for title, names in _PANELS.items():
+            helps = [self.commands[name].get_short_help_str(formatter.width - 6 - width) for name in names]
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), text) for name, text in zip(names, helps, strict=True)])
+
+
 app = typer.Typer(
+    cls=_Grouped,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": normalized},
     help=_HELP,
     no_args_is_help=True,
@@ -242,7 +265,7 @@ def run_command() -> None:
     """Do what the command line says, and exit."""
     try:
         _ready_streams()
-        with _one_interrupt():
+        with _one_interrupt(), output.spinner(" ".join(["atoll", *sys.argv[1:2]]), until_output=True):
             try:
                 app(prog_name="atoll")
             finally:
@@ -257,7 +280,9 @@ def run_command() -> None:
             output.drop(sys.stdout.fileno())  # what is left of it can't be written at the end either
         sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
-        sys.exit(130)
+        if not output.spinner.has_printed:  # nobody has said yet what that ended
+            print("\natoll: interrupted", file=sys.stderr)
+        sys.exit(ExitCode.INTERRUPTED)
     finally:
         if output.is_closed():
             sys.exit(128 + signal.SIGPIPE)  # as a shell shows the end of programs that know nothing of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -51,8 +52,12 @@ def check(
     if as_json:
         shown.print_json([asdict(each) for each in found])
     else:
-        for each in found:
-            print(f"{shown.paint('✓', '32') if each.ok else shown.paint('✗', '31')} {each.infra}: {each.text}")
+        rows = [("✓" if each.ok else "✗", each.infra, each.text) for each in found]
+        if sys.stdout.isatty():
+            shown.print_table(("", "INFRA", "FOUND"), rows)
+        else:
+            for mark, infra, text in rows:
+                print(f"{mark} {infra}: {text}")
         for line in () if infras else registry.undeclared():
             print(line)
     if not all(each.ok for each in found):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from atoll.cli import options, shown, train_job
+from atoll.cli.output import spinner
+from atoll.cli.run import RUN_NAME
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import command_line
@@ -49,14 +51,16 @@ def register(app: typer.Typer) -> None:
 def status(
     names: Names = None,
     ip: Annotated[bool, typer.Option("--ip", help="Print only the address of the cluster's head.")] = False,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Include clusters that are down.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Include clusters that are down, and those of `atoll run`.")
+    ] = False,
     refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Also ask the hosts of SSH clusters.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Include the notes from when each was made.")
     ] = False,
     output: options.Output = "table",
 ) -> None:
-    """Show clusters.
+    """Show clusters, the newest first.
 
     \b
         atoll status
@@ -70,6 +74,9 @@ def status(
     damaged: dict[str, AtollError | OSError] = {}
     wanted = _named(names, problems) if names else None
     found = api.status(wanted, all=everything, on_error=damaged.__setitem__)
+    found.sort(key=lambda each: each.created_s, reverse=True)
+    hidden = [each for each in found if not names and not everything and RUN_NAME.fullmatch(each.name)]
+    found = [each for each in found if each not in hidden]
     if names and not found and not damaged:
         problems.exit()
     if ip:
@@ -84,6 +91,8 @@ def status(
         shown.print_json([*(shown.cluster_row(each, jobs) for each, jobs in rows), *bad])
     else:
         _print_status(rows, damaged, refresh)
+        if hidden:
+            print(f"{len(hidden)} of `atoll run`: atoll status --all")
     for each in found if verbose and not as_json else ():
         for line in each.notes:
             print(f"{each.name}: {line}")
@@ -313,7 +322,7 @@ def stop(
 def start(
     names: Names = None, everything: All = False, yes: options.Yes = False, output: options.Output = "table"
 ) -> None:
-    """Restart stopped clusters, for `atoll launch` and `atoll exec`.
+    """Restart stopped clusters.
 
     \b
         atoll start train
@@ -393,7 +402,7 @@ def _each(
         print("no cluster is up")
     rows: list[dict[str, Any]] = []
     for name, answer in _at_once(wanted, act):
-        with problems.told(name):
+        with problems.told(name), spinner(f"cluster {name}", interrupted="the same command again finishes it"):
             ended = answer()
             kept = clusters.find(name)
             status = (kept.status if kept else ClusterStatus.DOWN).value

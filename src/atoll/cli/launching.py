@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.cli import options, shown
-from atoll.cli.output import OutputClosed
+from atoll.cli.output import CopyProgress, OutputClosed, spinner
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.errors import ConfigError
 from atoll.core.exit_codes import ExitCode
@@ -195,7 +195,7 @@ class _Command:
             variants=variants_of(self._sweep),
             parallel=self._parallel,
             say=self.tell,
-            progress=shown.CopyProgress(),
+            progress=CopyProgress(),
             **how,
         )
         tasks = tasks_of(entrypoint, self._flags)
@@ -268,7 +268,8 @@ class _Command:
         from atoll.tasks.launches import launch
 
         try:
-            jobs = launch(requests, cluster, options, earlier)
+            with spinner(f"launching on cluster {cluster}"):
+                jobs = launch(requests, cluster, options, earlier)
         except KeyboardInterrupt:
             self.tell(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
             raise

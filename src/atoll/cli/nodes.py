@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from atoll.cli import options, shown
+from atoll.cli.output import spinner
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.tasks.spec import ClusterSpec, node_name
 
@@ -244,6 +245,7 @@ def _forward(forwards: Sequence[Forward], enter: Sequence[str]) -> None:
 def _become(command: list[str], env: Mapping[str, str] = os.environ) -> NoReturn:
     """Be this program from now on."""
     sys.stdout.flush()
+    spinner.make_room(b"\n")
     try:
         os.execvpe(command[0], command, env)
     except FileNotFoundError:

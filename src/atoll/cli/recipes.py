@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.cli import options
+from atoll.cli.shown import print_json, print_table
 from atoll.core.errors import ConfigError
 from atoll.core.validation import command_line
 
@@ -34,14 +34,14 @@ def ls(output: options.Output = "table") -> None:
     rows = [_row(name) for name in shipped_names()]
     rows.sort(key=lambda row: (row["name"].split("_")[0], row["parameters"]))
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return
-    print(f"{'NAME':13} {'PARAMS':>7} {'CPU':3} {'SEQ_LEN':>7}  {'LAYOUT':21}  NOTE")
+    table = []
     for row in rows:
         small = row["parameters"] < 1e8  # trains on a CPU in minutes
         size = f"{row['parameters'] / 1e6:.1f} M" if small else f"{row['parameters'] / 1e9:.1f} B"
-        head = f"{row['name']:13} {size:>7} {'✓' if small else ' ':3} {row['seq_len']:7}"
-        print(f"{head}  {row['layout']:21}  {row['note']}")
+        table.append((row["name"], size, "✓" if small else "", str(row["seq_len"]), row["layout"], row["note"]))
+    print_table(("NAME", "PARAMS", "CPU", "SEQ_LEN", "LAYOUT", "NOTE"), table)
     print("\n`atoll recipes show NAME` prints every key, `atoll recipes cp NAME` writes a file to edit")
 
 

@@ -16,7 +16,7 @@ import typer
 
 from atoll.cli import options, shown
 from atoll.cli.options import is_number, num_processes
-from atoll.cli.output import OutputClosed
+from atoll.cli.output import CopyProgress, OutputClosed, spinner
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
 
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-_RUN_NAME = re.compile(r"run-[0-9a-f]{6}")
+RUN_NAME = re.compile(r"run-[0-9a-f]{6}")  # of the clusters that ``atoll run`` makes
 _NUM_KEPT = 20  # runs that have ended, whose logs are kept
 
 
@@ -194,13 +194,14 @@ def run(
         from_here=True,
         announce=False,
         say=_say,
-        progress=shown.CopyProgress(),
+        progress=CopyProgress(),
     )
     name = f"run-{random.token_hex(3)}"
     code: int = ExitCode.CANCELLED
     with contextlib.suppress(KeyboardInterrupt), _interrupted_by_signals(handled), registry.kept():
         try:
-            (job,) = launch([request], name, how)
+            with spinner("starting ranks"):
+                (job,) = launch([request], name, how)
             assert writer is not None
             code = _show(job, writer, handled)
             _say(f"the whole log: {command_line('atoll', 'logs', name)}")
@@ -345,7 +346,7 @@ def _forget_old_runs() -> None:
     from atoll.tasks import clusters, lifecycle
 
     ended = []
-    for name in filter(_RUN_NAME.fullmatch, clusters.all_names()):
+    for name in filter(RUN_NAME.fullmatch, clusters.all_names()):
         with contextlib.suppress(AtollError):
             cluster = clusters.load(name)
             if cluster.status is ClusterStatus.DOWN:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,12 @@ _BEGIN = b"Waiting for task resources"  # the last of a job's own lines before i
 _GOOD = re.compile(r"^✓.*$".encode(), re.M)
 _BAD = re.compile(r"^(?:✗|ERROR:).*$".encode(), re.M)
 _CYAN, _GREEN, _RED, _DIM = "36", "32", "31", "2"
-_LEAST_SHOWN = 20  # characters of a table's last column, however narrow the terminal is
+_STYLES = {  # of a table's cells, by their first word
+    **dict.fromkeys(("UP", "SUCCEEDED", "✓"), "green"),
+    **dict.fromkeys(("RUNNING", "INIT", "PENDING"), "cyan"),
+    **dict.fromkeys(("STOPPED", "CANCELLED"), "yellow"),
+    **dict.fromkeys(("FAILED", "DAMAGED", "✗"), "red"),
+}
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
 _MOST_NAMED = 20  # jobs whose numbers a line gives
 _RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in these, however long the log is
@@ -59,13 +63,24 @@ def paint(text: str, colour: str, stream: IO[Any] | None = None) -> str:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, cut: bool = False) -> None:
-    """Columns as wide as they need to be; with ``cut`` the last one ends where a terminal does."""
-    widths = [max(len(row[at]) for row in [titles, *rows]) for at in range(len(titles))]
-    if cut and sys.stdout.isatty():
-        left = shutil.get_terminal_size().columns - sum(widths[:-1]) - 2 * len(widths[:-1])
-        rows = [(*row[:-1], _short(row[-1], max(left, _LEAST_SHOWN))) for row in rows]
-    for row in [titles, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    """Columns as wide as they need to be; a table on a terminal, where ``cut`` ends the last column at its edge."""
+    if not sys.stdout.isatty():
+        widths = [max(len(row[at]) for row in [titles, *rows]) for at in range(len(titles))]
+        for row in [titles, *rows]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for title in titles:
+        is_last = title is titles[-1]
+        table.add_column(title, no_wrap=cut or not is_last, overflow="ellipsis" if cut and is_last else "fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell.partition("_")[0], "")) for cell in row))
+    Console(highlight=False).print(table)
 
 
 def duration(seconds: float) -> str:
@@ -302,10 +317,6 @@ def print_jobs(rows: Sequence[JobRow]) -> None:
     print_table(("ID", "NAME", "SUBMITTED", "DURATION", "RESOURCES", "STATUS", ""), shown, cut=True)
 
 
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
 # ------------------------------------------------------------------------------------------------------ sweeps
 def sweep_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """One record a job of a sweep: values, how it ended, and its last JSON line or last line."""
@@ -351,25 +362,3 @@ def print_sweep(rows: Sequence[Mapping[str, Any]]) -> None:
         values = [str(row["labels"].get(key, "")) for key in keys]
         shown.append((str(row["job_id"]), *values, row["status"], code, seconds, (text or "").partition("\n")[0]))
     print_table(("JOB", *keys, "STATUS", "EXIT", "SECONDS", "RESULT"), shown, cut=True)
-
-
-# ---------------------------------------------------------------------------------------------------- progress
-class CopyProgress:
-    """How far copying to the nodes is, once it takes over a second: a moving line on a terminal, else one in 10 s."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None  # when copying did: before it, hosts may have been looked at for long
-        self._said = 0.0
-        self._moving = sys.stderr.isatty()
-
-    def __call__(self, done_bytes: int, num_bytes: int) -> None:
-        now = time.monotonic()
-        over = done_bytes >= num_bytes
-        if self._began is None:
-            self._began = self._said = now
-        if now - self._began < 1 or (not over and now - self._said < (0.1 if self._moving else 10)):
-            return
-        self._said = now
-        line = f"copying to the nodes: {done_bytes / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB"
-        start, end = ("\r\033[K", "\n" if over else "") if self._moving else ("", "\n")
-        print(f"{start}{line}", end=end, file=sys.stderr, flush=True)

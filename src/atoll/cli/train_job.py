@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.cli import shown
+from atoll.cli.output import CopyProgress, spinner
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import current_folder
 from atoll.core.validation import command_line
@@ -200,9 +201,10 @@ def submit(
         infra=infra,
         down=True,
         say=say,
-        progress=shown.CopyProgress(),
+        progress=CopyProgress(),
     )
-    (job,) = launch([request], f"train-{secrets.token_hex(3)}", how)
+    with spinner(f"launching on {infra}"):
+        (job,) = launch([request], f"train-{secrets.token_hex(3)}", how)
     return TrainJob(job)
 
 

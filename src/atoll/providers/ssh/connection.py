@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, TypeVar
 
+from atoll.core import terminal
 from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.providers.ssh.errors import LoginDenied, explain, silent
@@ -40,7 +41,6 @@ _PERSIST_ALONE_S = 5
 _LONGEST_PATH = 104 - 18 - 16  # of a Unix socket, less what ssh and we put behind the folder
 _FAILED = 255  # ssh's own exit code
 _IN_A_TERMINAL = "; or run this in a terminal, where ssh asks for the password or code"
-_prompts = threading.Lock()  # one question at a time on the terminal
 
 
 class Connection:
@@ -76,7 +76,7 @@ class Connection:
             except LoginDenied as denied:
                 if not _has_terminal():
                     raise LoginDenied(f"{denied}{_IN_A_TERMINAL if denied.may_ask else ''}") from None
-            with _prompts:
+            with terminal.prompts:
                 answer = self._run(command, data, _PROMPT_S, ask=True)
             with contextlib.suppress(OSError):  # it did not stay
                 os.pwrite(self._lock_file, f"{self._socket.stat().st_ino:20}".encode(), 0)
