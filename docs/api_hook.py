@@ -1,4 +1,4 @@
-"""mkdocs hook: fills the API page from `atoll.__all__` and `atoll.train.__all__`: what is public is documented."""
+"""mkdocs hook: fills the API pages from `atoll.__all__` and `atoll.train.__all__`: what is public is documented."""
 
 from __future__ import annotations
 
@@ -14,8 +14,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 atoll = importlib.import_module("atoll")
 train = importlib.import_module("atoll.train")
 
-MARKER = "<!-- every public name -->"
-TRAIN_MARKER = "<!-- every public name of atoll.train -->"
+MARKER = "<!-- public names -->"
+# What a page has, in this order; every public name is on one.
+PAGES = {
+    "api-functions": "compute gather ComputeFunction Pending Group RankResults CallFuture Stream result instance_info "
+    "InstanceInfo report latest_checkpoint shard DistributedSampler",
+    "api-pools": "ComputePool Image named_pools LogLine integrations events",
+    "api-providers": "Local SSH Accelerator NVIDIA",
+    "api-tasks": "Task Resources launch exec Job JobStatus status queue tail_logs cancel stop start autostop down "
+    "ClusterStatus",
+    "api-errors": "AtollError ConfigError UsageError UnknownCluster ProvisionError ImageError RemoteError "
+    "RemoteTraceback WorkerDied NodeLost HangError CallTimeout PoolClosed NeverDispatched SerializationError "
+    "CheckpointError NonFiniteError",
+}
 # Members that modules of the package call on each other.
 INTERNAL = ("settle", "settle_streams", "submit_call", "place")
 # What calls give back: nobody makes one, so there is no constructor to show.
@@ -23,57 +34,41 @@ GIVEN = {"CallFuture", "Group", "Pending", "RankResults", "Stream"}
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Replace the markers on the API page by one section for each public name, grouped by what it is."""
-    if page.file.src_uri != "api-reference.md":
+    """Put one section for each public name in the place of a page's marker."""
+    name = page.file.src_uri.removesuffix(".md")
+    if name not in PAGES and name != "api-train":
         return markdown
-    for marker, lines in ((MARKER, _sections()), (TRAIN_MARKER, _training())):
-        if marker not in markdown:
-            raise ValueError(f"docs/api-reference.md has lost its line {marker!r}")
-        markdown = markdown.replace(marker, "\n".join(lines))
-    return markdown
+    if MARKER not in markdown:
+        raise ValueError(f"docs/{name}.md has lost its line {MARKER!r}")
+    return markdown.replace(MARKER, "\n".join(_training() if name == "api-train" else _sections(PAGES[name].split())))
 
 
 def _training() -> list[str]:
     lines: list[str] = []
     for name in sorted(train.__all__, key=str.lower):
-        lines += [*_block(f"{train._WHERE[name]}.{name}", f"atoll.train.{name}", level=3), ""]
+        lines += [*_block(f"{train._WHERE[name]}.{name}", f"atoll.train.{name}", level=2), ""]
     return lines
 
 
-def _sections() -> list[str]:
-    groups: dict[str, list[str]] = {
-        "Calls and data": [],
-        "Pools, images and providers": [],
-        "Tasks and clusters": [],
-        "Errors": [],
-    }
-    for name in sorted((n for n in atoll.__all__ if not n.startswith("__")), key=str.lower):
-        value = getattr(atoll, name)
-        if inspect.isclass(value) and issubclass(value, BaseException):
-            groups["Errors"].append(name)
-        elif _home(name).startswith("atoll.functions"):
-            groups["Calls and data"].append(name)
-        elif _home(name).startswith("atoll.tasks"):
-            groups["Tasks and clusters"].append(name)
-        else:
-            groups["Pools, images and providers"].append(name)
+def _sections(names: list[str]) -> list[str]:
+    left_out = {name for name in atoll.__all__ if not name.startswith("__")} - {*" ".join(PAGES.values()).split()}
+    if left_out:
+        raise ValueError(f"on no page of docs/api_hook.py: {sorted(left_out)}")
     lines: list[str] = []
-    for title, names in groups.items():
-        lines += [f"## {title}", ""]
-        for name in names:
-            lines += [*_body(name, getattr(atoll, name)), ""]
+    for name in names:
+        lines += [*_body(name, getattr(atoll, name)), ""]
     return lines
 
 
 def _body(name: str, value: object) -> list[str]:
     """The mkdocstrings block of one name; a public module shows its public functions below it."""
     if not isinstance(value, ModuleType):
-        return _block(_home(name), f"sky.{name}", level=3)
-    lines = [f"### sky.{name}", "", inspect.getdoc(value) or "", ""]
+        return _block(_home(name), f"sky.{name}", level=2)
+    lines = [f"## sky.{name}", "", inspect.getdoc(value) or "", ""]
     public = getattr(value, "__all__", None) or [n for n in vars(value) if not n.startswith("_")]
     for member in public:
         if getattr(getattr(value, member), "__module__", "").startswith("atoll"):
-            lines += [*_block(f"{value.__name__}.{member}", f"sky.{name}.{member}", level=4), ""]
+            lines += [*_block(f"{value.__name__}.{member}", f"sky.{name}.{member}", level=3), ""]
     return lines
 
 

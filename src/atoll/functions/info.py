@@ -10,7 +10,7 @@ __all__ = ["InstanceInfo", "Peer", "instance_info"]
 def instance_info() -> InstanceInfo:
     """Where the running call is: node, ranks, world size, head address, peers, accelerators.
 
-    Outside a pool it describes a world of one, so that ``info.is_head`` is true in a plain run.
+    Outside a pool it describes a world of size 1, so that ``info.is_head`` is true in a plain run.
     """
     ctx = current()
     if ctx is None:
