@@ -37,7 +37,7 @@ class InstanceInfo:
         accelerator: name of this node's accelerator, such as ``"A100"``, or None on CPU.
         accelerators: how many of them this node has.
         job_id: id of the call, the same on all its ranks.
-        simulated: True where the accelerator was asked for but is not there, and ranks run on CPU.
+        simulated: True if the requested accelerator is simulated on CPU.
     """
 
     node: int

@@ -4,11 +4,11 @@ The tree::
 
     AtollError
     ├── ConfigError            a value that cannot work (also a ValueError)
-    ├── UsageError             an operator or a call used in a way that cannot mean what was meant (also a TypeError)
-    ├── SerializationError     an argument, result or function that cannot travel (also a TypeError)
+    ├── UsageError             an operator or a call used in a wrong way (also a TypeError)
+    ├── SerializationError     an argument, result or function that can't be sent to a rank (also a TypeError)
     ├── ProvisionError         a node could not be started
     ├── ImageError             the packages of an Image could not be installed
-    ├── PoolClosed             the pool is not up, or went away
+    ├── PoolClosed             the pool is not up, or has ended
     ├── RemoteError            the function raised, and its exception could not be rebuilt here
     ├── WorkerDied             a rank's process ended during a call
     ├── NodeLost               a node's agent went away, and every rank on it
@@ -50,7 +50,7 @@ class ConfigError(AtollError, ValueError):
 
 
 class UsageError(AtollError, TypeError):
-    """A call or operator used in a way that cannot mean what was meant; the message shows the right form."""
+    """A call or operator used in a wrong way; the message shows the right form."""
 
 
 class SerializationError(AtollError, TypeError):
@@ -74,7 +74,7 @@ class ImageError(AtollError):
 
 
 class PoolClosed(AtollError):
-    """The pool is not up: never entered, already left, past its ``ttl``, or its server went away."""
+    """The pool is not up: never entered, already left, past its ``ttl``, or its server ended."""
 
 
 class RemoteTraceback(Exception):
@@ -201,11 +201,11 @@ class NonFiniteError(AtollError):
 
 
 class HangError(AtollError, TimeoutError):
-    """Ranks made no progress for ``hang_timeout`` seconds; the gang was stopped.
+    """Ranks made no progress for ``hang_timeout`` seconds; all ranks were stopped.
 
     Attributes:
-        missing: ranks that did not arrive where the others wait; none where that can't be told.
-        waiting: ranks that sit in a collective.
+        missing: ranks that did not arrive where the others wait; empty if not known.
+        waiting: ranks that wait in a collective.
         stacks: state and Python stack of every rank that was still running, by rank.
         why: what proves that it hung.
     """

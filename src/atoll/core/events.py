@@ -92,7 +92,7 @@ class MetricsReported(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSuspected(Event):
-    """Ranks have made no progress for ``silent_s`` seconds; the call goes on. ``why`` says more, if any."""
+    """Ranks have made no progress for ``silent_s`` seconds; the call continues. ``why`` says more, if known."""
 
     job_id: str
     ranks: tuple[int, ...]

@@ -24,7 +24,7 @@ _PARTS = ("function", "args", "kwargs", "where")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``@sky.compute(...)`` was given; None leaves it to the pool."""
+    """What ``@sky.compute(...)`` was given; None uses the pool's."""
 
     retries: int | None = None
     timeout: float | None = None
@@ -75,7 +75,7 @@ def compute(function: Any = None, /, *, retries: int | None = None, timeout: flo
     Bare or called. Works on functions, methods, lambdas, partials and generator functions (which stream).
 
     Args:
-        retries: how often a call that lost a rank is started again; the pool's setting by default.
+        retries: maximum number of restarts of a call that lost a rank; the pool's by default.
         timeout: seconds the call may take; the pool's by default, which sets no limit.
 
     Raises:
@@ -101,7 +101,7 @@ def _decorate(function: Any, options: Options) -> Any:
 
 
 def _refusal(operator: str, *, reflected: bool = False) -> Callable[[Any, object], NoReturn]:
-    """An operator that people take for ``@`` or ``>>``; it says the right form."""
+    """An operator confused with ``@`` or ``>>``; the error shows the right form."""
 
     def refuse(self: _Dispatched, other: object) -> NoReturn:
         left, right = (other, self) if reflected else (self, other)
@@ -170,7 +170,7 @@ class Pending(_Dispatched, Generic[R]):
         return results
 
     def __rshift__(self, pool: ComputePool) -> R:
-        """Run on one rank, as a world of one; the result."""
+        """Run on one rank, with world size 1; returns the result."""
         if type(pool) is not ComputePool:
             pool = self._target(pool, ">>")
         self._used = True
@@ -183,7 +183,7 @@ class Pending(_Dispatched, Generic[R]):
         return Group([self]) & other
 
     def submit(self, pool: ComputePool) -> CallFuture[R]:
-        """Start the call on one rank and go on; the same as ``pool.submit(function, ...)``."""
+        """Start the call on one rank in the background; the same as ``pool.submit(function, ...)``."""
         self._used = True
         return self._start(pool)
 
@@ -226,7 +226,7 @@ class Pending(_Dispatched, Generic[R]):
 
 
 class Group(_Dispatched):
-    """Several calls to run side by side, each on one rank as a world of one: ``group >> pool``."""
+    """Several calls to run side by side, each on one rank with world size 1: ``group >> pool``."""
 
     def __init__(self, calls: list[Pending[Any]], *, stream: bool = False) -> None:
         self.calls = calls
@@ -269,11 +269,11 @@ def gather(*calls: Pending[Any] | Group, stream: bool = False) -> Group:
     """Put calls side by side: ``sky.gather(*calls) >> pool`` gives their results in call order.
 
     Args:
-        calls: pending calls; more of them than ranks wait their turn.
+        calls: pending calls; those beyond the number of ranks wait their turn.
         stream: give an iterator of results as they complete.
 
     Raises:
-        UsageError: something that is no pending call.
+        UsageError: an argument is not a pending call.
         ConfigError: ``stream`` is neither True nor False.
     """
     stream = check_truth("stream", stream)

@@ -73,7 +73,7 @@ class ComputePool:
         accelerator: accelerators per node, in any spelling: ``"A100"``, ``"A100:2"``, ``sky.NVIDIA.A100``; also
             ``accelerators=`` and ``gpus=``. None leases all GPUs of the machine.
         image: packages and variables of the ranks.
-        pip, env: added to the image's, and winning over them.
+        pip, env: added to the image's; they take precedence.
         workers_per_node: ranks per node; ``"auto"``, the default, is one per accelerator, otherwise one. Also
             ``nproc=`` and ``nproc_per_node=``.
         timeout: seconds a call may take; None sets no limit.
@@ -316,7 +316,7 @@ class ComputePool:
         return results
 
     def run_one(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
-        """Run on one rank, as a world of one; the same as ``function(...) >> pool``."""
+        """Run on one rank, with world size 1; the same as ``function(...) >> pool``."""
         future = self.submit_call(function, args, kwargs, whole_gang=False)
         try:
             result: R = future.result()
@@ -338,7 +338,7 @@ class ComputePool:
     def submit(
         self, function: Callable[..., Any], /, *args: Any, everywhere: bool = False, detach: bool = False, **kwargs: Any
     ) -> Any:
-        """Start a call on one rank, or with ``everywhere=True`` on every rank, and go on.
+        """Start a call on one rank, or with ``everywhere=True`` on every rank, in the background.
 
         Returns a ``concurrent.futures.Future`` whose ``cancel()`` also stops a call that runs. With ``detach=True``
         the call outlives this process, in a named pool, and its id is returned: ``sky.result(id)`` gives the result
@@ -366,7 +366,7 @@ class ComputePool:
         ordered: bool = True,
         chunksize: int | None = None,
     ) -> Iterator[R]:
-        """Run the function on each item, spread over the ranks, each a world of one.
+        """Run the function on each item, spread over the ranks, each with world size 1.
 
         Args:
             iterables: one for each argument; may be endless, they are read as ranks become free.

@@ -45,7 +45,7 @@ class Integrated:
         import torch
 
         if self.framework == "transformers" and not torch.cuda.is_available():
-            # On CPU ranks the Trainer takes itself for a world of one, in silence, unless told.
+            # On CPU ranks the Trainer silently assumes world size 1 unless told otherwise.
             os.environ["ACCELERATE_USE_CPU"] = "true"
         explicit(self.backend, self.timeout)
         return self.function(*args, **kwargs)
@@ -63,7 +63,7 @@ class Integrated:
 
 @suggests_keywords
 def torch(function: Any = None, /, *, backend: str | None = None, timeout: float | None = None) -> Any:
-    """Make the torch process group before the function starts and leave it after, also in a world of one.
+    """Make the torch process group before the function starts and leave it after, also over one rank.
 
     Args:
         backend: ``"nccl"``, ``"gloo"``, another that torch has, one for each device as in

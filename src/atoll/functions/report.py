@@ -33,7 +33,7 @@ def report(
         sharded: the checkpoint is this rank's part of one that all ranks report.
 
     Raises:
-        UsageError: metrics that are no mapping, or checkpoints of several ranks without ``sharded=True``.
+        UsageError: metrics that are not a mapping, or checkpoints of several ranks without ``sharded=True``.
         ConfigError: a checkpoint path that does not exist, or ``sharded`` neither True nor False.
 
     Outside a pool it does nothing but check its arguments.

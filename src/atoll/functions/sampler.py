@@ -98,7 +98,7 @@ class DistributedSampler(Sized):
         """Choose the epoch whose order the next iteration takes; without it each epoch repeats the first order.
 
         Raises:
-            ConfigError: ``epoch`` is no whole number.
+            ConfigError: ``epoch`` is not a whole number.
         """
         try:
             self.epoch = operator.index(epoch)

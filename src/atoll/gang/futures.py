@@ -137,7 +137,7 @@ class CallFuture(Future[R], Generic[R]):
         return [report.metrics for report in list(self.reports)]
 
     def when_done(self, action: Callable[[Future[R]], object]) -> None:
-        """Do something of our own as soon as the call has ended; with the pool's lock held, so it must not block."""
+        """Call a function of Atoll as soon as the call has ended; with the pool's lock held, so it must not block."""
         super().add_done_callback(action)
 
     def add_done_callback(self, fn: Callable[[Future[R]], object]) -> None:

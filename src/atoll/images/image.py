@@ -23,8 +23,8 @@ _MIN_PYTHON = (3, 11)
 class Image:
     """Packages and variables for the ranks of a pool.
 
-    On local nodes the image overlays the interpreter that runs the driver: what that already has, in a version and
-    with the extras that are asked for, is not installed; the rest is built once and kept under ``ATOLL_HOME``.
+    On local nodes the image overlays the interpreter that runs the driver: what that already has, in a version and with
+    the requested extras, is not installed; the rest is built once and kept under ``ATOLL_HOME``.
 
     Attributes:
         python: ``"3.12"`` for that version; None or ``"auto"`` for the driver's interpreter.

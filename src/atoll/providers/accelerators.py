@@ -1,4 +1,4 @@
-"""Accelerators by name: every way of asking for one ends as an ``AcceleratorSpec``.
+"""Accelerators by name: every spelling of one becomes an ``AcceleratorSpec``.
 
 ``"A100"``, ``"a100:2"``, ``"A100-80GB"``, ``{"A100": 2}``, ``NVIDIA.A100``, ``NVIDIA.A100(count=2)`` and
 ``Accelerator.NVIDIA.A100(count=8, mig="3g.40gb")`` are the spellings.
@@ -63,12 +63,12 @@ _MEMORY: dict[str, tuple[int, ...]] = {name: sizes for cards in _CATALOG.values(
 class AcceleratorSpec:
     """Accelerators of one kind, for each node.
 
-    A spec can be called to ask for more of it: ``NVIDIA.A100(count=2)``.
+    A spec can be called for another count: ``NVIDIA.A100(count=2)``.
 
     Attributes:
         name: canonical name, e.g. ``"A100"``.
         count: accelerators of each node, at least 1.
-        memory_gb: memory of one card in GB where it was asked for, else None.
+        memory_gb: memory of one card in GB if it was given, otherwise None.
         mig: MIG profile that every card is split into, e.g. ``"3g.40gb"``, or None.
 
     Raises:
@@ -119,7 +119,7 @@ class AcceleratorSpec:
         """The spec that any accepted spelling stands for; None for None.
 
         Raises:
-            ConfigError: something that is no accelerator; the message names the nearest one.
+            ConfigError: an unknown accelerator; the message names the nearest one.
         """
         if value is None or isinstance(value, AcceleratorSpec):
             return value
@@ -131,7 +131,7 @@ class AcceleratorSpec:
 
 
 def mig_workers(spec: AcceleratorSpec) -> int:
-    """Slices of ``spec.mig`` on one card: 2 for ``A100(mig="3g.40gb")``; 1 where no profile was asked for.
+    """Slices of ``spec.mig`` on one card: 2 for ``A100(mig="3g.40gb")``; 1 without a profile.
 
     Raises:
         ConfigError: a card that cannot be split, or a profile it does not have.

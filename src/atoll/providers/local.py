@@ -41,8 +41,8 @@ class Local(Provider):
     """Nodes on this machine; the default provider.
 
     Args:
-        simulate: run on CPU what asks for accelerators the machine lacks, and say so in one line. With False
-            such a pool is refused.
+        simulate: run on CPU what requests accelerators the machine lacks, and print one line about it. False refuses
+            such a pool.
 
     Raises:
         ConfigError: ``simulate`` is neither True nor False.
@@ -65,7 +65,7 @@ class Local(Provider):
         return cls()
 
     def validate(self, request: NodeRequest) -> list[str]:
-        """Its addresses are used up at some point."""
+        """Its loopback addresses are limited."""
         if request.num_nodes <= _MOST_NODES:
             return []
         return [

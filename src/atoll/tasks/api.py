@@ -58,16 +58,16 @@ def launch(
         task: a ``sky.Task``.
         cluster_name: of the cluster; a new name by default.
         infra: where: ``local`` (the default) or ``ssh/NAME``.
-        idle_minutes_to_autostop: stop the cluster after so many minutes without a job.
-        down: take it down instead of stopping it; after its last job where no minutes are given.
-        no_setup: leave the task's setup out.
-        fast: leave setup out where the cluster is up and set up already.
-        simulate: run on CPU what asks for accelerators that this machine lacks.
+        idle_minutes_to_autostop: stop the cluster after this many minutes without a job.
+        down: remove it instead of stopping it; without minutes, right after its last job.
+        no_setup: skip the task's setup.
+        fast: skip setup if the cluster is up and already set up.
+        simulate: run on CPU what requests accelerators that this machine lacks.
         strict: a script ends at its first command that fails.
         on_line: called with each line that ``atoll launch`` would print.
 
     Returns:
-        the job; it goes on when this process ends.
+        the job; it outlives this process.
 
     Raises:
         ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
@@ -88,7 +88,7 @@ def launch(
 
 @checks_arguments
 def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = silent) -> Job:
-    """Start a task on a cluster that is up: its workdir is copied, its setup and file_mounts are left out.
+    """Start a task on a cluster that is up: copies its workdir, skips its setup and file_mounts.
 
     Raises:
         UnknownCluster: there is no such cluster.
@@ -129,14 +129,14 @@ def status(
     all: bool = False,
     on_error: Callable[[str, AtollError | OSError], None] | None = None,
 ) -> list[ClusterSpec]:
-    """Records of clusters, of all that are not down by default; ``all``: those too.
+    """Records of clusters; by default of all that are not down, with ``all`` of those too.
 
     Args:
         on_error: called with the name of a cluster that can't be read and why, instead of raising.
 
     Raises:
         UnknownCluster: a name that no cluster has.
-        AtollError: what is kept of a cluster is damaged.
+        AtollError: the record of a cluster is damaged.
     """
     if cluster_names is None:
         names = clusters.all_names()
@@ -178,9 +178,9 @@ def job(cluster_name: str, job_id: int | None = None) -> Job:
 
 @checks_arguments
 def cancel(cluster_name: str, job_ids: Sequence[int] | None = None, *, all: bool = False) -> list[int]:
-    """Ask jobs to end: those given, ``all`` that have not ended, or the newest that has not. Returns their numbers.
+    """Cancel jobs: those given, ``all`` unfinished ones, or the newest unfinished one. Returns their numbers.
 
-    With the newest goes the pipeline that it is of; jobs after one that is cancelled are cancelled by themselves.
+    The newest is cancelled with its whole pipeline; later jobs of a pipeline are cancelled with an earlier one.
 
     Raises:
         UnknownCluster: there is no such cluster or job.
@@ -212,7 +212,7 @@ def tail_logs(
     """Write a job's log, the newest job's by default, to ``output_stream`` or to standard output.
 
     Returns:
-        0, 100, 101 or 103 as the job stands then: succeeded, failed, not finished, cancelled.
+        the job's status as an exit code, 0, 100, 101 or 103: succeeded, failed, not finished, cancelled.
 
     Raises:
         UnknownCluster: there is no such cluster or job.
@@ -249,7 +249,7 @@ def sync_down_logs(cluster_name: str, job_id: int) -> Path:
 
 @checks_arguments
 def autostop(cluster_name: str, idle_minutes: int, down: bool = False) -> None:
-    """Stop a cluster, or take it ``down``, once no job has run for ``idle_minutes``; a negative number: never.
+    """Stop a cluster, or remove it (``down``), once no job has run for ``idle_minutes``; never if negative.
 
     Raises:
         UnknownCluster: there is no such cluster, or it is down.

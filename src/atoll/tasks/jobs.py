@@ -33,16 +33,16 @@ class Job:
     id: int
 
     def row(self) -> JobRow:
-        """Everything that is recorded of it.
+        """Its record.
 
         Raises:
-            UnknownCluster: it is not there (any more).
+            UnknownCluster: it does not exist (any more).
         """
         return find_job(clusters.load(self.cluster), self.id)
 
     @property
     def status(self) -> JobStatus:
-        """Where it stands."""
+        """Its status."""
         return self.row().status
 
     @property
@@ -52,12 +52,12 @@ class Job:
         return 0 if row.status is JobStatus.SUCCEEDED else row.exit_code
 
     def wait(self, timeout: float | None = None) -> JobStatus:
-        """Wait until it has ended, ``timeout`` seconds at most; returns where it stands then."""
+        """Wait until it has ended, ``timeout`` seconds at most; returns its status."""
         with _asking(clusters.load(self.cluster), self.id) as control:
             return control.wait(self.id, timeout)
 
     def logs(self, *, follow: bool = False, tail: int = 0, rank: int | None = None) -> str:
-        """Its log as text: what there is, or with ``follow`` all of it once it has ended.
+        """Its log as text: what there is so far, or all of it with ``follow``.
 
         Args:
             follow: wait for the end.
@@ -77,12 +77,12 @@ class Job:
         rank: int | None = None,
         on_event: Callable[[EventRow], object] | None = None,
     ) -> JobStatus:
-        """Hand its log to ``write`` as it comes; returns where it stands when that ends.
+        """Hand its log to ``write`` as it comes; returns its status at the end.
 
         ``on_event`` gets each event of the job, such as a new status, once the log up to it was handed on.
 
         Raises:
-            UnknownCluster: it is not there (any more).
+            UnknownCluster: it does not exist (any more).
             ConfigError: it has no such rank.
         """
         cluster = clusters.load(self.cluster)
@@ -99,7 +99,7 @@ def rows_of(jobs: Sequence[Job]) -> list[JobRow]:
     """The rows of jobs of one cluster, for one question to it.
 
     Raises:
-        UnknownCluster: one of them is not there (any more).
+        UnknownCluster: one of them does not exist (any more).
     """
     control = clusters.control_of(clusters.load(jobs[0].cluster))
     try:

@@ -23,11 +23,11 @@ def silent(text: str) -> None:
 
 @checks_arguments
 def stop(cluster_name: str, *, on_line: Say = silent) -> list[int]:
-    """Stop a cluster: its jobs end, its nodes' files are kept. Returns the jobs that were ended.
+    """Stop a cluster: ends its jobs, keeps its nodes' files. Returns the jobs that were ended.
 
     Args:
         cluster_name: the cluster.
-        on_line: called with a line about whom this waits for.
+        on_line: called with a line that says what this waits for.
 
     Raises:
         UnknownCluster: there is none, or it is down.
@@ -38,11 +38,11 @@ def stop(cluster_name: str, *, on_line: Say = silent) -> list[int]:
 
 @checks_arguments
 def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
-    """Take up a stopped cluster again.
+    """Restart a stopped cluster.
 
     Args:
         cluster_name: the cluster.
-        on_line: called with a line about whom this waits for.
+        on_line: called with a line that says what this waits for.
 
     Raises:
         UnknownCluster: there is none, or it is down.
@@ -56,12 +56,12 @@ def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
 
 @checks_arguments
 def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> list[int]:
-    """Take a cluster down: its jobs end, its nodes' files go, its jobs' logs are kept. Returns the jobs ended.
+    """Remove a cluster: ends its jobs, deletes its nodes' files, keeps its jobs' logs. Returns the jobs ended.
 
     Args:
         cluster_name: the cluster.
         purge: remove the record and the logs of its jobs from its head, too, and kill a supervisor that does not end.
-        on_line: called with a line about whom this waits for.
+        on_line: called with a line that says what this waits for.
 
     Raises:
         UnknownCluster: there is none.
@@ -101,7 +101,7 @@ def purge(name: str, say: Say, *, on_line: Say = silent) -> list[int]:
     Args:
         name: of the cluster.
         say: is told what could not be ended.
-        on_line: called with a line about whom this waits for.
+        on_line: called with a line that says what this waits for.
 
     Returns:
         the jobs that were ended.
@@ -229,7 +229,7 @@ def _is_due(cluster: ClusterSpec) -> bool:
 
 
 def set_autostop(cluster: ClusterSpec, idle_minutes: int, *, down: bool) -> ClusterSpec:
-    """Stop a cluster, or take it ``down``, after so many idle minutes; a negative number: never.
+    """Stop a cluster, or remove it (``down``), after this many idle minutes; never if negative.
 
     Raises:
         ConfigError: it is more than can be waited for.

@@ -265,17 +265,17 @@ class Resources(_Alternative):
     """What each node of a task should be. The keywords, and their many spellings, are those of a task file.
 
     Attributes:
-        infra: ``local``, ``ssh/NAME``, ``aws/us-east-1``, …, or None where any will do.
+        infra: ``local``, ``ssh/NAME``, ``aws/us-east-1``, …, or None for any.
         cpus: ``4``, or ``4+`` for at least 4.
-        memory: GB: ``32``, ``32+`` for at least 32, or ``4x`` for 4 a CPU.
-        accelerators: as a task file says it; ``requested`` has them one by one.
+        memory: GB: ``32``, ``32+`` for at least 32, or ``4x`` for 4 per CPU.
+        accelerators: as in a task file; ``requested`` lists them.
         ports: ports to open, ``8080`` or ``8000-8010``.
         autostop: when the idle cluster stops, or None for never.
-        any_of, ordered: alternatives, each of which says what is different.
+        any_of, ordered: alternatives, each with the keys that differ.
 
     Raises:
-        ConfigError: a value that cannot be.
-        UsageError: a keyword that there is not.
+        ConfigError: an invalid value.
+        UsageError: an unknown keyword.
     """
 
     any_of: list[_Alternative] | None = None

@@ -194,18 +194,19 @@ class Task:
         name: of the task and its jobs, or None.
         num_nodes: nodes that ``run`` runs on.
         setup, run: text of a bash script, or None.
-        envs: variables of both scripts. secrets: those whose values no message, list or record shows, among them every
-            name that ends in TOKEN, KEY, SECRET or PASSWORD.
+        envs: variables of both scripts.
+        secrets: variables whose values are hidden in messages, lists and records; every name that ends in TOKEN, KEY,
+            SECRET or PASSWORD is one.
         workdir: a folder, or a git repository as ``{"url": …, "ref": …}``, or None.
-        file_mounts: target on the node to source. ``$NAME`` stands in it, and in ``workdir``, as it was written:
+        file_mounts: target on the node to source. ``$NAME`` in it, and in ``workdir``, is kept as written:
             ``resolved_mounts`` and ``resolved_workdir`` replace it.
         volumes: mount point to a cloud's volume.
         resources: what each node should be.
-        notes: remarks of one line on what was read otherwise than it was written.
+        notes: one line for each value that was read differently from how it was written.
 
     Raises:
-        ConfigError: a value that cannot be.
-        UsageError: a keyword that there is not.
+        ConfigError: an invalid value.
+        UsageError: an unknown keyword.
     """
 
     @suggests_keywords
@@ -268,7 +269,7 @@ class Task:
         """The task of a file; ``env_overrides`` and ``secrets_overrides`` win over its variables.
 
         Raises:
-            ConfigError: what the file holds cannot be; the message names the line.
+            ConfigError: the file has an invalid value; the message names the line.
         """
         documents = read_documents(Path(path).expanduser(), str(path))
         if len(documents) != 1:
@@ -314,7 +315,7 @@ class Task:
 
     @property
     def infra(self) -> str:
-        """Where it asks to run: ``local`` where it doesn't say."""
+        """The infra it requests; ``local`` by default."""
         return self.resources.infra or self.resources.choices()[0].infra or DEFAULT
 
     @property
@@ -336,7 +337,7 @@ class Task:
         return self
 
     def set_resources(self, resources: Resources | Mapping[str, Any] | Iterable[Resources]) -> Task:
-        """Say what each node should be; of a list the first that can be had, of a set any. Returns the task."""
+        """Set the resources of each node; of a list the first available, of a set any. Returns the task."""
         if isinstance(resources, Resources):
             self.resources = resources
         elif isinstance(resources, Mapping):
@@ -406,7 +407,7 @@ class Task:
         return spec, dict(self.secrets)
 
     def to_yaml_config(self) -> dict[str, Any]:
-        """As a task file holds it; secrets without their values, so that they must be given again."""
+        """The task as a task file; secrets without their values, so that they must be given again."""
         config = {
             "name": self.name,
             "workdir": self.workdir,

@@ -138,7 +138,7 @@ def begin(request: Request, pool: str, log: str) -> None:
 
 
 def exists(job_id: str) -> bool:
-    """Was there ever a detached call of this id?"""
+    """Is there a detached call with this id?"""
     return job_id.isalnum() and len(job_id) < 100 and (folder_of(job_id) / "job.json").exists()
 
 
@@ -153,8 +153,8 @@ def result(job_id: str, timeout: float | None = None) -> Any:
     Raises:
         ConfigError: no such call.
         SerializationError: its value can't be loaded in this process.
-        CallTimeout: it has not ended by then; it goes on.
-        PoolClosed: its pool went away before it ended.
+        CallTimeout: it has not ended by then; the call continues.
+        PoolClosed: its pool ended before the call did.
     """
     if not exists(job_id):
         raise ConfigError(

@@ -58,7 +58,7 @@ class _Settings:
 @suggests_fields
 @dataclass(frozen=True, slots=True)
 class SSH(Provider):
-    """Nodes on hosts reached with the user's own ``ssh``: one a host, the first is the head.
+    """Nodes on hosts reached with the user's own ``ssh``: one per host; the first is the head.
 
     Args:
         hosts: ``"gpu-1"``, ``"user@a"``, ``"b:2222"``, or ``"gpu-*"`` for the Hosts of ``~/.ssh/config`` it fits.
