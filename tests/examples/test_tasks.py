@@ -39,7 +39,7 @@ def test_torchrun_told_who_is_who(examples: Path) -> None:
     tell = 'echo "$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES: $SKYPILOT_NUM_GPUS_PER_NODE" $SKYPILOT_NODE_IPS'
     more = ("--num-nodes", "4", "--gpus", "L4:4", "--cpus", "8+")
     said = atoll("launch", "-c", "train", *more, f"{tell}; ls ~/sky_workdir/examples || true")
-    assert "cluster train is resized: 2 → 4 nodes, L4:1 → L4:4 a node, 4+ → 8+ CPUs" in said
+    assert "cluster train is resized: 2 → 4 nodes, L4:1 → L4:4 per node, 4+ → 8+ CPUs" in said
     ips = "127.0.0.1 127.0.0.2 127.0.0.3 127.0.0.4"
     for rank, who in enumerate(("head", "worker1", "worker2", "worker3")):
         assert f"{rank} of 4: 4 {ips}" in of(said, who)
@@ -68,7 +68,7 @@ def test_more_nodes_and_cards_on_the_cluster_that_is_still_up() -> None:
     atoll("launch", "-c", "train", "--num-nodes", "2", "--gpus", "L4:2", "--cpus", "4+", "true")
     more = ("--num-nodes", "4", "--gpus", "L4:4", "--cpus", "8+")
     said = atoll("launch", "-c", "train", TRAIN, *more, "--env", "STEPS=2", within_s=200)
-    assert "cluster train is resized: 2 → 4 nodes, L4:2 → L4:4 a node, 4+ → 8+ CPUs" in said
+    assert "cluster train is resized: 2 → 4 nodes, L4:2 → L4:4 per node, 4+ → 8+ CPUs" in said
     assert "0.64M parameters, 4,025,023 bytes of text, 16 ranks on cpu" in of(said)
     assert losses(said)[2] < KNOWS_NOTHING
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import small
 from atoll.cli.app import app
 from atoll.cli.train import _say_next
+from atoll.cli.train_job import Training
 from atoll.train.recipe.load import load_recipe
 from atoll.train.session import run
 
@@ -39,7 +40,7 @@ def test_what_a_run_says_is_next_can_be_typed(
     given = ["--train.output_dir", "out of it", "--checkpoint.path=kept here", "--train.steps", "2"]
     first = run("a recipe.toml", given, report=lambda event: None)
     loaded = load_recipe("a recipe.toml", given)
-    _say_next(loaded, vars(first), None, "local", 1, None, None, given)
+    _say_next(Training(loaded, "a recipe.toml", given), vars(first), None)
     found = commands(capsys.readouterr().out)
     assert found.keys() == {"train longer", "generate text", "export to Hugging Face", "scale"}
     for words in (found["generate text"], found["export to Hugging Face"]):
@@ -65,7 +66,7 @@ def test_what_cannot_be_done_is_not_suggested(tmp_path: Path, capsys: pytest.Cap
         train__global_batch=1,
         train__micro_batch=1,
     )
-    _say_next(load_recipe(tree), vars(small.train(tree)), None, "local", 1, None, None, [])
+    _say_next(Training(load_recipe(tree), None, []), vars(small.train(tree)), None)
     assert commands(capsys.readouterr().out).keys() == {"train longer", "export to Hugging Face"}
 
 

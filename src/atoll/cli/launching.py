@@ -83,16 +83,8 @@ def launch(
     from atoll.tasks import clusters
 
     name = clusters.check_name(cluster) if cluster is not None else clusters.fresh_name()
-    command = _Command(flags, detach, dryrun, sweep, parallel, output, is_unnamed=cluster is None)
-    command.run(
-        entrypoint,
-        name,
-        simulate=not no_simulate,
-        setup=not no_setup,
-        fast=fast,
-        idle_minutes=idle,
-        down=down,
-    )
+    how = {"simulate": not no_simulate, "setup": not no_setup, "fast": fast, "idle_minutes": idle, "down": down}
+    _Command(flags, detach, dryrun, sweep, parallel, output, cluster is None).run(entrypoint, name, **how)
 
 
 def exec_(
@@ -131,28 +123,21 @@ def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
         shown.note(f"{here[0]} is in this folder, which is not sent to the nodes: --workdir . sends it")
 
 
+@dataclasses.dataclass
 class _Command:
     """What ``launch`` and ``exec`` share: from the command line to the exit code."""
 
-    def __init__(
-        self,
-        flags: TaskFlags,
-        detach: bool,
-        dryrun: bool,
-        sweep: list[str] | None,
-        parallel: int,
-        output: str,
-        *,
-        is_unnamed: bool = False,
-    ) -> None:
-        self._flags = flags
-        self._detach = detach
-        self._dryrun = dryrun
-        self._sweep = sweep or ()
-        self._parallel = parallel
-        self._json = options.as_json(output)
+    flags: TaskFlags
+    detach: bool
+    dryrun: bool
+    sweep: list[str] | None
+    parallel: int
+    output: str
+    is_unnamed: bool = False
+
+    def __post_init__(self) -> None:
+        self._json = options.as_json(self.output)
         self._stream = sys.stderr if self._json else sys.stdout
-        self._is_unnamed = is_unnamed
         self._submitted: list[Job] = []
 
     def tell(self, line: str) -> None:
@@ -165,7 +150,7 @@ class _Command:
             self._run(entrypoint, cluster, **how)
         except OutputClosed:
             then = self._goes_on(cluster)
-            if then is None and not self._submitted and not self._dryrun:
+            if then is None and not self._submitted and not self.dryrun:
                 then = f"nothing was started on cluster {cluster}"
             if then is not None:
                 shown.note(f"atoll: standard output is closed: {then}")
@@ -190,20 +175,20 @@ class _Command:
         from atoll.tasks.requests import Options, reason_not_together, task_request, variants_of
 
         options = Options(
-            infra=self._flags.infra,
-            strict=self._flags.strict,
-            variants=variants_of(self._sweep),
-            parallel=self._parallel,
+            infra=self.flags.infra,
+            strict=self.flags.strict,
+            variants=variants_of(self.sweep or ()),
+            parallel=self.parallel,
             say=self.tell,
             progress=CopyProgress(),
             **how,
         )
-        tasks = tasks_of(entrypoint, self._flags)
-        if len(tasks) > 1 and self._sweep:
+        tasks = tasks_of(entrypoint, self.flags)
+        if len(tasks) > 1 and self.sweep:
             raise ConfigError(f"--sweep with a pipeline of {len(tasks)} tasks: launch the tasks one by one with it")
         _hint_at_files(entrypoint, tasks)
         requests = [task_request(task, options) for task in tasks]
-        if self._dryrun:
+        if self.dryrun:
             decisions = plan(requests, cluster, options)
             for line in announcement(requests, decisions):
                 self.tell(line)
@@ -214,7 +199,7 @@ class _Command:
         apart = reason_not_together(requests)
         if apart is None:
             self._exit(cluster, *self._run_together(requests, cluster, options))
-        elif self._detach:
+        elif self.detach:
             raise ConfigError(
                 f"--detach with a pipeline of {len(tasks)} tasks that can't be submitted at once: {apart}. Leave "
                 f"--detach out, so that this command starts each when the one before has succeeded"
@@ -225,8 +210,8 @@ class _Command:
     def _run_together(self, requests: Sequence[JobRequest], cluster: str, options: Options) -> tuple[list[Job], int]:
         """All of them are jobs from the beginning, and need this process no more."""
         jobs = self._submit(requests, cluster, options)
-        if self._detach or self._sweep:
-            return jobs, ExitCode.OK if self._detach else self._show_sweep(jobs)
+        if self.detach or self.sweep:
+            return jobs, ExitCode.OK if self.detach else self._show_sweep(jobs)
         code: int = ExitCode.OK
         later = list(jobs)
         while later and code == ExitCode.OK:
@@ -276,7 +261,7 @@ class _Command:
         self._submitted += jobs
         first, several = jobs[0].id, len(jobs) > 1
         self.tell(f"Jobs submitted, IDs: {first}-{jobs[-1].id}" if several else f"Job submitted, ID: {first}")
-        if self._detach:
+        if self.detach:
             self.tell(shown.to_see(cluster, [job.id for job in jobs]))
         return jobs
 
@@ -284,7 +269,7 @@ class _Command:
         self.tell(f"the pipeline ends here: {left} of its tasks {'was' if left == 1 else 'were'} not started")
 
     def _exit(self, cluster: str, jobs: Sequence[Job], code: int) -> None:
-        if not self._detach and code != ExitCode.NOT_FINISHED:
+        if not self.detach and code != ExitCode.NOT_FINISHED:
             self._say_next(cluster, jobs)
         if self._json:
             self._print_json(jobs)
@@ -298,7 +283,7 @@ class _Command:
         said = f"Job ID{'s' if len(jobs) > 1 else ''}: {', '.join(str(job.id) for job in jobs)}"
         if cluster.status is ClusterStatus.UP:
             runs, enters = command_line("atoll", "exec", name, "TASK"), command_line("atoll", "ssh", name)
-            stays = f"Cluster {name} stays up. " if self._is_unnamed else ""
+            stays = f"Cluster {name} stays up. " if self.is_unnamed else ""
             self.tell(f"{said}. {stays}Next: {runs}, {enters}, {command_line('atoll', 'down', name)}")
         else:
             self.tell(f"{said}. Cluster {name} is {cluster.status} now")
@@ -336,7 +321,7 @@ class _Command:
             pause_s = min(1.5 * pause_s, 0.25)
 
     def _print_json(self, jobs: Sequence[Job]) -> None:
-        if self._sweep:
+        if self.sweep:
             shown.print_json(shown.sweep_rows(jobs))
             return
         rows: list[dict[str, Any]] = [{"cluster": job.cluster, **shown.job_row(job.row())} for job in jobs]

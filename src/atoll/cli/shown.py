@@ -239,15 +239,9 @@ def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> di
     return {
         "name": cluster.name,
         "status": cluster.status.value,
-        "infra": cluster.infra,
-        "num_nodes": cluster.num_nodes,
-        "accelerator": cluster.accelerator,
-        "num_accelerators": cluster.num_accelerators,
-        "simulated": cluster.simulated,
-        "cpus": cluster.cpus,
+        **_fields(cluster, "infra", "num_nodes", "accelerator", "num_accelerators", "simulated", "cpus"),
         "memory": cluster.memory_gb,
-        "autostop_minutes": cluster.autostop_minutes,
-        "autodown": cluster.autodown,
+        **_fields(cluster, "autostop_minutes", "autodown"),
         "launched_at": cluster.created_s,
         "supervised_from": "here" if cluster.allocation.supervised_here else cluster.allocation.head.name,
         "num_unfinished_jobs": None if unfinished is None else len(unfinished),
@@ -257,14 +251,11 @@ def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> di
 
 def decision_row(decision: Decision) -> dict[str, Any]:
     """What ``--dryrun -o json`` says of a task."""
-    cluster = decision.cluster
     return {
-        "cluster": cluster.name,
-        "infra": cluster.infra,
-        "num_nodes": cluster.num_nodes,
-        "accelerator": decision.accelerator,
-        "num_accelerators": decision.num_accelerators,
-        "simulated": cluster.simulated,
+        "cluster": decision.cluster.name,
+        **_fields(decision.cluster, "infra", "num_nodes"),
+        **_fields(decision, "accelerator", "num_accelerators"),
+        "simulated": decision.cluster.simulated,
         "notes": list(decision.lines),
     }
 
@@ -274,8 +265,7 @@ def job_row(row: JobRow) -> dict[str, Any]:
     return {
         "job_id": row.id,
         "job_name": row.name,
-        "task_id": row.task_id,
-        "user": row.user,
+        **_fields(row, "task_id", "user"),
         "status": row.status.value,
         "reason": row.reason,
         "exit_code": 0 if row.status is JobStatus.SUCCEEDED else row.exit_code,
@@ -283,14 +273,14 @@ def job_row(row: JobRow) -> dict[str, Any]:
         "start_at": row.started_s,
         "end_at": row.ended_s,
         "restarts": row.restarts,
-        "num_nodes": row.spec.num_nodes,
-        "accelerator": row.spec.accelerator,
-        "num_accelerators": row.spec.num_accelerators,
-        "simulated": row.spec.simulated,
-        "group": row.spec.group,
+        **_fields(row.spec, "num_nodes", "accelerator", "num_accelerators", "simulated", "group"),
         "labels": dict(row.spec.labels),
         "after": row.spec.after,
     }
+
+
+def _fields(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def print_jobs(rows: Sequence[JobRow]) -> None:

@@ -18,6 +18,7 @@ import typer
 
 from atoll.cli import options, train_job
 from atoll.cli.output import OutputClosed, spinner
+from atoll.cli.train_job import Training, TrainJob
 from atoll.core.errors import AtollError, ConfigError, ProvisionError, RemoteTraceback
 from atoll.core.exit_codes import ExitCode
 from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
@@ -25,7 +26,6 @@ from atoll.providers import registry
 from atoll.providers.base import DEFAULT
 
 if TYPE_CHECKING:
-    from atoll.cli.train_job import TrainJob
     from atoll.core.events import Event as PoolEvent
     from atoll.gang.log_router import LogLine
     from atoll.train.events import Event
@@ -75,13 +75,24 @@ def train(
 
     as_json = options.as_json(output)
     num_nodes, num_ranks, where = nodes or 1, _num_ranks(nproc), infra or DEFAULT
-    accelerator = options.last_of("--gpus", gpus)
     recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
     _refuse_misspelt(context, arguments)
     with spinner("reading the recipe"):
         loaded = load_recipe(recipe, arguments, world_size=num_nodes * (num_ranks or 1))
+    gpu_text = options.last_of("--gpus", gpus)
+    asked = Training(
+        loaded,
+        recipe,
+        arguments,
+        where,
+        num_nodes,
+        num_ranks,
+        gpu_text,
+        resume=not no_resume,
+        allow_changes=allow_changes,
+    )
     if dryrun:
-        _dryrun(loaded, num_nodes, num_ranks, accelerator, as_json)
+        _dryrun(asked, as_json)
         return
     require_complete(loaded.recipe)
     _check_schedule(loaded)
@@ -89,35 +100,13 @@ def train(
         if registry.is_here(where):
             if detach:
                 raise typer.BadParameter("--detach needs --infra: local ranks end with this terminal")
-            remote, result = (
-                None,
-                _run(
-                    loaded,
-                    num_nodes,
-                    num_ranks,
-                    accelerator,
-                    quiet=as_json,
-                    resume=not no_resume,
-                    allow_changes=allow_changes,
-                ),
-            )
+            remote, result = None, _run(asked, quiet=as_json)
         else:
             show = _screen(as_json)
             with contextlib.closing(show):
                 for note in loaded.notes:
                     show.say(note)
-                remote = train_job.submit(
-                    loaded,
-                    recipe,
-                    arguments,
-                    infra=where,
-                    nodes=num_nodes,
-                    nproc=num_ranks,
-                    gpus=accelerator,
-                    resume=not no_resume,
-                    allow_changes=allow_changes,
-                    say=show.say,
-                )
+                remote = train_job.submit(asked, show.say)
                 show.say(f"job {remote.job.id} of cluster {remote.job.cluster}. {remote.come_back()}")
                 if detach:
                     return
@@ -132,7 +121,7 @@ def train(
     if as_json:
         print(json.dumps(result, indent=2))
     elif result["steps"]:
-        _say_next(loaded, result, remote, where, num_nodes, num_ranks, accelerator, arguments)
+        _say_next(asked, result, remote)
     if remote is not None:
         remote.take_down()
     if result["status"] != "finished":
@@ -221,26 +210,17 @@ def _follow(remote: TrainJob, show: _Screen) -> dict[str, Any]:
     return result
 
 
-def _run(
-    loaded: Loaded,
-    nodes: int,
-    nproc: int | None,
-    gpus: str | None,
-    *,
-    quiet: bool,
-    resume: bool,
-    allow_changes: bool,
-) -> dict[str, Any]:
+def _run(asked: Training, *, quiet: bool) -> dict[str, Any]:
     """Train on ranks of this terminal."""
     from atoll.cli.rank import train_rank
     from atoll.functions.compute_pool import ComputePool
     from atoll.train.events import Note, Progress, decode
     from atoll.train.folder import fresh_folder
 
-    show = _screen(quiet)
+    show, loaded = _screen(quiet), asked.loaded
     tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
     folder = Path(loaded.recipe.train.output_dir).absolute()
-    if not resume:
+    if not asked.resume:
         folder = fresh_folder(folder)
         tree["train"]["output_dir"] = str(folder)
     began, loaded_torch = threading.Event(), threading.Event()
@@ -264,9 +244,9 @@ def _run(
     for note in loaded.notes:
         show(Note(note))
     pool = ComputePool(
-        nodes=nodes,
-        accelerator=gpus,
-        workers_per_node=nproc if nproc is not None else "auto",
+        nodes=asked.nodes,
+        accelerator=asked.gpus,
+        workers_per_node=asked.nproc if asked.nproc is not None else "auto",
         logs=on_line,
         on_event=on_event,
         env={DRIVER_PID: os.getpid()},
@@ -279,7 +259,8 @@ def _run(
         ranks = "one rank" if pool.world_size == 1 else f"{pool.world_size} ranks"
         show(Note(f"starting {ranks}"))
         show(Progress(_LOADING, 0, None))  # takes seconds
-        future = pool.submit(train_rank, tree, {"resume": resume, "allow_changes": allow_changes}, everywhere=True)
+        choices = {"resume": asked.resume, "allow_changes": asked.allow_changes}
+        future = pool.submit(train_rank, tree, choices, everywhere=True)
         with _interruptible(_LocalStop(folder), began, show, _ASKS):
             results: list[dict[str, Any]] = list(future.result())
     return results[0]
@@ -386,39 +367,31 @@ def _interruptible(
         run.forget()
 
 
-def _say_next(
-    loaded: Loaded,
-    result: dict[str, Any],
-    remote: TrainJob | None,
-    infra: str,
-    nodes: int,
-    nproc: int | None,
-    gpus: str | None,
-    arguments: list[str],
-) -> None:
+def _say_next(asked: Training, result: dict[str, Any], remote: TrainJob | None) -> None:
     from atoll.train.metrics.summary import next_steps
 
-    wanted = loaded.recipe.train
+    recipe = asked.loaded.recipe
+    wanted = recipe.train
     folder = shown_path(result["output_dir"])  # --no-resume has made one of its own
     if remote is not None:
         head, fetch, folder = remote.fetch_line(result["output_dir"])
         print(f"\nresults are in {result['output_dir']} on {head}; to get them here:")
         print(f"  {fetch}")
     elsewhere = ["--train.output_dir", folder] if folder != shown_path(str(Path(wanted.output_dir).absolute())) else []
-    where = [*([] if remote is None else ["--infra", infra]), *([] if gpus is None else ["--gpus", gpus])]
+    fits_twice = remote is None or 2 * asked.nodes <= remote.num_hosts
+    given = {"--infra": remote and asked.infra, "--gpus": asked.gpus, "--nproc": asked.nproc}
+    flags = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
     lines = next_steps(
-        loaded.source,
+        asked.loaded.source,
         folder,
-        options=[*where, *([] if nproc is None else ["--nproc", str(nproc)]), *arguments, *elsewhere],
+        options=[*flags, *asked.overrides, *elsewhere],
         steps=2 * result["steps"],
         status=result["status"],
         has_checkpoint=result["checkpoint"] is not None,
-        nodes=nodes,
-        to_scale=_to_scale(loaded.recipe, 2 * result["world_size"])
-        if remote is None or 2 * nodes <= remote.num_hosts
-        else None,
-        generates=loaded.recipe.data.tokenizer is not None,
-        exports=_has_export(loaded.recipe),
+        nodes=asked.nodes,
+        to_scale=_to_scale(recipe, 2 * result["world_size"]) if fits_twice else None,
+        generates=recipe.data.tokenizer is not None,
+        exports=_has_export(recipe),
     )
     if lines:
         print("\nnext:")
@@ -455,13 +428,13 @@ def _has_export(recipe: Recipe) -> bool:
     return True
 
 
-def _dryrun(loaded: Loaded, nodes: int, nproc: int | None, gpus: str | None, as_json: bool) -> None:
+def _dryrun(asked: Training, as_json: bool) -> None:
     with spinner("loading PyTorch"):
         from atoll.train.dryrun import dryrun
 
-    for line in loaded.notes:
+    for line in asked.loaded.notes:
         print(f"note: {line}", file=sys.stderr)
-    found = dryrun(loaded.recipe, nodes=nodes, nproc=nproc, gpus=gpus)
+    found = dryrun(asked.loaded.recipe, nodes=asked.nodes, nproc=asked.nproc, gpus=asked.gpus)
     print(json.dumps(found.facts, indent=2) if as_json else "\n".join(found.lines))
     if not found.ok:
         raise typer.Exit(ExitCode.USAGE)

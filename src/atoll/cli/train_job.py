@@ -11,7 +11,7 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import current_folder
 from atoll.core.validation import command_line
 from atoll.providers import registry
+from atoll.providers.base import DEFAULT, NodeRequest
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus, Restarts
 
 if TYPE_CHECKING:
@@ -33,6 +34,26 @@ _NAME = re.compile(r"train-[0-9a-f]{6}")
 _RANK = re.compile(rb"rank=(\d+)")
 _SAVE_S = 600.0  # ranks have as long to save after Ctrl-C or a cancel
 _EVENT, _RESULT = b'{"event": ', b'{"result": '  # how lines of the job's log begin that are no text
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a command line says of a run.
+
+    Attributes:
+        loaded: the recipe; ``recipe`` and ``overrides`` are how it was typed.
+        nproc: ranks per node; None is one per GPU, otherwise one.
+    """
+
+    loaded: Loaded
+    recipe: str | None
+    overrides: list[str]
+    infra: str = DEFAULT
+    nodes: int = 1
+    nproc: int | None = None
+    gpus: str | None = None
+    resume: bool = True
+    allow_changes: bool = False
 
 
 def is_training(cluster: str) -> bool:
@@ -139,71 +160,50 @@ class TrainJob:
         return cluster.allocation.head.name, line, here
 
 
-def submit(
-    loaded: Loaded,
-    recipe: str | None,
-    overrides: Sequence[str],
-    *,
-    infra: str,
-    nodes: int,
-    nproc: int | None,
-    gpus: str | None,
-    resume: bool,
-    allow_changes: bool,
-    say: Callable[[str], None],
-) -> TrainJob:
+def submit(asked: Training, say: Callable[[str], None]) -> TrainJob:
     """Launch a recipe as a job: the current folder goes to the hosts, the ranks start in it, results stay there.
 
     Args:
-        loaded: the recipe.
-        recipe, overrides: as they were typed.
         say: called with a line for each thing the user should know.
 
     Raises:
         ConfigError: there are no such hosts, or too few, or one lacks the GPUs; the recipe can't be sent.
         ProvisionError: a host can't be used.
     """
-    from atoll.providers.base import NodeRequest
     from atoll.tasks.launches import launch
     from atoll.tasks.requests import JobRequest, Options, accelerators_of, kept_files_in
 
     folder = Path(current_folder())
-    flags = [*([] if resume else ["--no-resume"]), *(["--allow-changes"] if allow_changes else [])]
-    words = [_sent_recipe(recipe, folder), "--events", *flags, *overrides]
+    flags = [*([] if asked.resume else ["--no-resume"]), *(["--allow-changes"] if asked.allow_changes else [])]
+    words = [_sent_recipe(asked.recipe, folder), "--events", *flags, *asked.overrides]
 
     def make(cluster: ClusterSpec) -> tuple[JobSpec, Mapping[str, str]]:
         most = cluster.allocation.max_restarts
         return JobSpec(
-            name=re.sub(r"[^a-zA-Z0-9]+", "-", loaded.recipe.name).strip("-") or None,
-            num_nodes=nodes,
+            name=re.sub(r"[^a-zA-Z0-9]+", "-", asked.loaded.recipe.name).strip("-") or None,
+            num_nodes=asked.nodes,
             command=("python3", "-u", "-m", "atoll.train", *words),
-            num_processes=nproc or max(1, cluster.num_accelerators),
-            restarts=Restarts(on_lost_nodes=most if resume else 0),  # a run that starts over would do so again
+            num_processes=asked.nproc or max(1, cluster.num_accelerators),
+            restarts=Restarts(on_lost_nodes=most if asked.resume else 0),  # a run that starts over would do so again
             workdir=True,
             save_s=_SAVE_S,
         ), {}
 
     request = JobRequest(
         resources=NodeRequest(
-            num_nodes=nodes,
-            infra=infra,
-            accelerators=None if gpus is None else accelerators_of(gpus),
+            num_nodes=asked.nodes,
+            infra=asked.infra,
+            accelerators=None if asked.gpus is None else accelerators_of(asked.gpus),
             files_in=kept_files_in(folder),
         ),
         make=make,
         workdir=str(folder),
-        excluded=loaded.recipe.train.output_dir,
+        excluded=asked.loaded.recipe.train.output_dir,
         packages=_requirements(),
-        name=loaded.recipe.name,
+        name=asked.loaded.recipe.name,
     )
-    how = Options(
-        command="train",
-        infra=infra,
-        down=True,
-        say=say,
-        progress=CopyProgress(),
-    )
-    with spinner(f"launching on {infra}"):
+    how = Options(command="train", infra=asked.infra, down=True, say=say, progress=CopyProgress())
+    with spinner(f"launching on {asked.infra}"):
         (job,) = launch([request], f"train-{secrets.token_hex(3)}", how)
     return TrainJob(job)
 
