@@ -721,7 +721,7 @@ def test_a_damaged_cluster_spoils_no_other(atoll: Atoll, three: Path, file: str)
     assert "DAMAGED" in out
     assert len(err.splitlines()) == 1
     assert "atoll down --purge b" in err
-    assert [row["name"] for row in json.loads(atoll("status", "-o", "json")[1])] == ["a", "c", "b"]
+    assert [row["name"] for row in json.loads(atoll("status", "-o", "json")[1])] == ["c", "a", "b"]
     assert atoll("status", "b")[0] == 100
     code, out, err = atoll("queue")
     assert (code, out.count("SUCCEEDED"), len(err.splitlines())) == (0, 2, 1)
