@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -227,6 +228,23 @@ def test_the_reader_goes_on_where_one_who_waited_stops(played: Callable[[int], G
     gang.agents.returns(0, number, "late")
     eventually(lambda: completed_in, "the answer is read")
     assert future.result(30) == ["late"]
+
+
+def test_a_forked_child_that_waits_takes_no_answer_from_its_parent(played: Callable[[int], Gangs]) -> None:
+    gang = played(1)
+    future, number = gang.call()
+    gang.agents.rank(0)
+    child = os.fork()
+    if not child:
+        try:
+            future.result(0.5)
+        except TimeoutError:
+            os._exit(3)
+        finally:
+            os._exit(4)
+    gang.agents.returns(0, number, "the parent's")
+    assert future.result(30) == ["the parent's"]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 @pytest.mark.parametrize("how", ["cancelled", "its rank died", "its node was lost"])

@@ -77,8 +77,9 @@ _make_current: Callable[[], CallContext] | None = None
 def current() -> CallContext | None:
     """The context of the call running in this process, or None outside a pool."""
     global _current, _make_current
-    if _make_current is not None:
-        _current, _make_current = _make_current(), None
+    make = _make_current
+    if make is not None:
+        _current, _make_current = make(), None
     return _current
 
 

@@ -252,6 +252,8 @@ class Gang:
         Passing an answer from one thread to another costs more than all else of a call. Returns once there is one, or
         where the reader has to do it, with the seconds that are left.
         """
+        if os.getpid() != self._pid:  # a forked child's copy: what it reads, its parent would miss
+            return timeout_s
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         channel = None
         try:

@@ -148,7 +148,8 @@ class Channel(Sender):
             self._frame(self._found.popleft())
 
     def _end(self, error: OSError | WireError | None) -> bool:
-        self._loop.unwatch(self._fd)
+        with self._lock:  # who sends in another thread must not ask the loop for what is no longer there
+            self._loop.unwatch(self._fd)
         self._ended(error)
         return False
 

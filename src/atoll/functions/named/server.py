@@ -11,8 +11,6 @@ import fcntl
 import json
 import os
 import pickle
-import queue
-import selectors
 import shutil
 import signal
 import socket
@@ -21,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,9 +36,11 @@ from atoll.gang.call import Call, Failure, Sink
 from atoll.gang.gang import Gang
 from atoll.gang.members import GangSpec
 from atoll.wire import frames
+from atoll.wire.channel import Channel
 from atoll.wire.codec import dumps, loads
+from atoll.wire.event_loop import EventLoop
 from atoll.wire.exceptions import packed, unpacked
-from atoll.wire.frames import Frame, Parser, WireError, close_all, pack, receive, send_all
+from atoll.wire.frames import Frame, RawFrame, WireError, pack
 
 _BACKLOG_BYTES = 64 << 20  # log output waiting for a client that doesn't read; more is dropped, the files have it
 _LAST_WORDS_S = 0.5  # a pool that ends gives its clients this long to take how their calls ended
@@ -49,56 +49,32 @@ _NOT_OURS = (WireError, LookupError, TypeError, ValueError, AttributeError, Impo
 _PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
 
 
-class Client:
-    """A process that is attached: frames to it go through a thread of its own, so that a slow one blocks nobody."""
+class Client(Channel):
+    """A process that is attached. What it does not read waits here, so that a slow one blocks nobody."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.parser = Parser()
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: EventLoop,
+        frame: Callable[[Client, RawFrame], object],
+        ended: Callable[[Client], object],
+    ) -> None:
+        # The server's loop and the gang's threads both send.
+        super().__init__(sock, loop, lambda raw: frame(self, raw), lambda _error: ended(self), threading.RLock())
         self.calls: dict[int, Call] = {}
         self.attached = False
         self.wants_events = False
-        self._closed = False
-        self._waiting_bytes = 0
-        self._lock = threading.Lock()  # the server's loop and the gang's reader both send
-        self._queue: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="atoll-client", daemon=True)
-        self._writer.start()
 
-    def send(self, data: bytes, fds: tuple[int, ...] = (), *, droppable: bool = False) -> None:
+    def send(self, data: bytes | memoryview, fds: Sequence[int] = (), *, droppable: bool = False) -> None:
         """Queue a frame; owns its descriptors."""
-        with self._lock:
-            wanted = not self._closed and not (droppable and self._waiting_bytes > _BACKLOG_BYTES)
-            if wanted:
-                self._waiting_bytes += len(data)
-                self._queue.put((data, fds))
-        if not wanted:
-            close_all(fds)
+        if not droppable or self.num_bytes <= _BACKLOG_BYTES:
+            super().send(data, fds)
 
-    def _write(self) -> None:
-        alive = True
-        while (item := self._queue.get()) is not None:
-            data, fds = item
-            if alive:
-                try:
-                    send_all(self.sock, data, fds)
-                except OSError:
-                    alive = False
-            with self._lock:
-                self._waiting_bytes -= len(data)
-            close_all(fds)
-
-    def close(self, *, last_words_s: float = 0.0) -> None:
-        """Stop sending and hang up, after what waits to be sent where it is taken in time."""
+    def close(self) -> None:
+        """Hang up."""
         with self._lock:
-            self._closed = True
-            self._queue.put(None)
-        self._writer.join(last_words_s)
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self._writer.join(2.0)
-        self.sock.close()
-        self.parser.close()
+            super().close()
+            self.sock.close()
 
 
 class ClientSink(Sink):
@@ -140,7 +116,7 @@ class Clients:
     wants_events = True
     num_put = num_done = 0
 
-    def __init__(self, clients: dict[socket.socket, Client]) -> None:
+    def __init__(self, clients: set[Client]) -> None:
         self._clients = clients
 
     def log(self, call: Call | None, rank: int, is_stderr: bool, data: bytes) -> None:
@@ -152,7 +128,7 @@ class Clients:
     def event(self, event: events.Event | Callable[[], events.Event]) -> None:
         """What happens to a call goes to the client that made it, what happens to the pool to all that listen."""
         always = isinstance(event, events.CallRetried | events.HangSuspected)  # told to the user without on_event too
-        listening = [client for client in list(self._clients.values()) if client.wants_events or always]
+        listening = [client for client in list(self._clients) if client.wants_events or always]
         job_id = getattr(event, "job_id", None)
         if job_id is not None:
             listening = [c for c in listening if any(j.request.job_id == job_id for j in list(c.calls.values()))]
@@ -192,12 +168,12 @@ class Server:
         self.name: str = wanted["name"]
         self.extra_path: list[str] = wanted["extra_path"]
         self.node_of = [node.node for node in spec.plan.nodes for _ in range(node.num_ranks)]
-        self.clients: dict[socket.socket, Client] = {}
+        self.clients: set[Client] = set()
         self.detached: dict[Call, detached.StoreSink] = {}
         self._ending = False
         self._quiet_since = time.monotonic()
         self.gang = Gang(spec, Clients(self.clients))
-        self._selector = selectors.DefaultSelector()
+        self._loop = EventLoop()
 
     def start(self) -> None:
         """Bring the gang up, then listen."""
@@ -209,19 +185,15 @@ class Server:
         with short_path(self.folder, SOCKET) as path:
             self._listener.bind(path)
         self._listener.listen(64)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._loop.watch(self._listener.fileno(), lambda _readable, _writable: self._accept())
         self._quiet_since = time.monotonic()
 
     def serve(self) -> None:
         """Until idle for long enough, told to end, or the gang breaks."""
         try:
             while not self._ending and self.gang.usable:
-                for key, _ in self._selector.select(min(0.5, self.idle_s / 4)):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-                if self.detached or any(client.attached for client in list(self.clients.values())):
+                self._loop.turn(min(0.5, self.idle_s / 4))
+                if self.detached or any(client.attached for client in self.clients):
                     self._quiet_since = time.monotonic()
                 elif time.monotonic() - self._quiet_since > self.idle_s:
                     return
@@ -238,14 +210,18 @@ class Server:
         gone = self.folder.with_name(f".{self.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self.folder.rename(gone)
+        self._loop.unwatch(self._listener.fileno())
         self._listener.close()
         shutil.rmtree(gone, ignore_errors=True)
         self.gang.stop()
         for sink in list(self.detached.values()):
             sink.join()
-        for client in list(self.clients.values()):
-            client.close(last_words_s=_LAST_WORDS_S)
-        self._selector.close()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while any(client.num_bytes for client in self.clients) and (left := deadline - time.monotonic()) > 0:
+            self._loop.turn(left)
+        for client in self.clients:
+            client.close()
+        self._loop.close()
 
     # -- clients --------------------------------------------------------------------------------------------------
 
@@ -257,30 +233,17 @@ class Server:
         if _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1] != os.getuid():
             sock.close()
             return
-        client = Client(sock)
-        self.clients[sock] = client
-        self._selector.register(sock, selectors.EVENT_READ, client)
+        self.clients.add(Client(sock, self._loop, self._on_frame, self._gone))
 
-    def _read(self, client: Client) -> None:
+    def _on_frame(self, client: Client, raw: RawFrame) -> None:
         try:
-            data, fds = receive(client.sock)
-            received = client.parser.feed(data, fds) if data else []
-        except (OSError, WireError):
-            data, received = b"", []
-        if not data:
+            self._handle(client, raw.parsed())
+        except _NOT_OURS as error:  # another Atoll's: not this pool's end
+            print(f"a client sent what is no frame of ours: {type(error).__name__}: {error}", file=sys.stderr)
             self._gone(client)
-            return
-        for raw in received:
-            try:
-                self._handle(client, raw.parsed())
-            except _NOT_OURS as error:  # another Atoll's: not this pool's end
-                print(f"a client sent an unknown frame: {type(error).__name__}: {error}", file=sys.stderr)
-                self._gone(client)
-                return
 
     def _gone(self, client: Client) -> None:
-        self._selector.unregister(client.sock)
-        self.clients.pop(client.sock, None)
+        self.clients.discard(client)
         for call in list(client.calls.values()):
             self.gang.handle(m.Cancel(call, PoolClosed("the process that made the call went away")))
         client.close()
