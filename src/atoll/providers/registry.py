@@ -175,8 +175,8 @@ def _find(kind: str) -> type[Provider] | None:
 
 def _own(kind: str) -> type[Provider] | None:
     """The user's own, of ``ATOLL_HOME/providers``."""
-    path = atoll_home() / "providers" / f"{kind}.py"
-    if not path.is_file():
+    path = next((path for path in (atoll_home() / "providers").glob("*.py") if path.stem == kind), None)
+    if path is None:
         return None
     spec = importlib.util.spec_from_file_location(f"atoll_provider_{kind}", path)
     assert spec is not None and spec.loader is not None
