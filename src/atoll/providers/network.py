@@ -27,12 +27,17 @@ _END_S = 2.0
 _MTU = "65520"
 _RESOLVER = "10.0.2.3"  # where slirp4netns answers, with what this machine resolves
 _SUBNET = "10.213"  # of the bridge, /16
-# What listens on the head's 127.0.0.1, as scripts bind to its address, is reached at the cluster's address too.
+# What listens on the head's 127.0.0.1, as scripts bind to its address, is reached at the cluster's address too, unless
+# something listens just there.
 _FORWARD = """
-table ip atoll {{
-    chain from_others {{ type nat hook prerouting priority -100; ip daddr {address} dnat to 127.0.0.1; }}
-    chain from_here {{ type nat hook output priority -100; ip daddr {address} dnat to 127.0.0.1; }}
-}}
+table ip atoll {
+    chain from_others {
+        type nat hook prerouting priority -100
+        iifname != "atoll0" accept
+        socket wildcard 0 accept
+        fib daddr type local dnat to 127.0.0.1
+    }
+}
 """
 _PROGRAMS = (("unshare", "util-linux"), ("nsenter", "util-linux"), ("slirp4netns", "slirp4netns"), ("ip", "iproute2"))
 
@@ -145,7 +150,7 @@ def _hold_linked(cluster: str) -> subprocess.Popen[bytes]:
             _ip(own, f"addr add {address}/16 dev atoll0", "link set atoll0 up", keep=bridge)
             subprocess.run(  # without nft, only what listens on every address is reached
                 [*own, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/atoll0/route_localnet && exec nft -f -"],
-                input=_FORWARD.format(address=address).encode(),
+                input=_FORWARD.encode(),
                 pass_fds=bridge,
                 stderr=subprocess.DEVNULL,
             )
