@@ -20,6 +20,7 @@ from tests.tasks.test_cases_more import inside
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.tasks import control, protocol, supervisor
+from atoll.tasks.client import Client
 from atoll.tasks.protocol import PREAMBLE, decode, request
 from atoll.tasks.remote_control import RemoteControl
 from atoll.tasks.rows import EventRow
@@ -428,6 +429,25 @@ def test_events_are_pushed_as_they_happen_each_once(home: Path) -> None:
         assert control_here.follow(job, log.append, see) is SUCCEEDED
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
         assert events == cluster.control.events(job)
+
+
+def test_the_end_of_a_job_is_pushed_to_whoever_waits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = LocalCluster.make(home)
+    asked: list[str] = []
+    ask = Client.ask
+    monkeypatch.setattr(Client, "ask", lambda self, what, *a, **how: asked.append(what) or ask(self, what, *a, **how))
+    for control_here in (cluster.control, program_control()):
+        job = cluster.submit("until [ -e go ]; do sleep 0.05; done")
+        go = cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go"
+        cluster.wait_for_status(job, JobStatus.RUNNING)
+        asked.clear()
+        assert control_here.wait(job, 0.1) is JobStatus.RUNNING
+        timer = threading.Timer(0.5, go.touch)
+        timer.start()
+        assert control_here.wait(job) is SUCCEEDED
+        assert len(asked) == 2, asked  # one for each wait
+        timer.join()
+        go.unlink()
 
 
 def test_a_client_that_does_not_read_holds_nobody_up_and_misses_nothing(home: Path) -> None:

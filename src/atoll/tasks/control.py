@@ -259,21 +259,21 @@ class LocalControl:
                 self._end_remains()
         return record.change(self._folder, **fields)
 
-    def remove_nodes(self) -> list[str]:
-        """Cancel the jobs, end what still runs of them, and remove the nodes' files. Logs stay.
+    def remove_nodes(self) -> tuple[list[int], list[str]]:
+        """Cancels the jobs, ends what still runs of them, and removes the nodes' files. Logs stay.
 
         Returns:
-            a line for each host on which nobody could look whether something runs.
+            the jobs that had not ended, and a line for each host that nobody could look at.
 
         Raises:
             AtollError: something can't be ended.
         """
         if not supervisor.is_running(self._folder):  # on a full disk the store can't be opened before
             remove_tree(self._folder / "nodes")
-        self._end_jobs()
+        ended = self._end_jobs()
         lines = self._end_remains()
         remove_tree(self._folder / "nodes")
-        return lines
+        return ended, lines
 
     def end(self) -> list[int]:
         """End the jobs, whatever is wrong; a supervisor that does not end in time is killed. Returns the jobs ended.
@@ -312,13 +312,14 @@ class LocalControl:
         finally:
             os.close(lock)
 
-    def _end_jobs(self) -> None:
-        self.cancel(None)
+    def _end_jobs(self) -> list[int]:
+        ended = self.cancel(None)
         if not self._wait_until_idle():
             raise AtollError(
                 f"jobs of cluster {self._folder.name} did not end in time after they were cancelled; "
                 f"{state_of_supervisor(self._folder)}"
             )
+        return ended
 
     def _wait_until_idle(self) -> bool:
         """Has the supervisor ended, within what its jobs have to end and a while more?"""
@@ -428,6 +429,13 @@ OPERATIONS = frozenset(  # these methods of LocalControl, which RemoteControl ha
 )
 
 
+_NOTHING: dict[str, list[Any]] = {
+    "queue": [],
+    "cancel": [],
+    "remove_nodes": [[], []],
+}  # what these answer where the folder was removed
+
+
 def _answer(name: str, control: LocalControl, folder: Path, message: Mapping[str, Any]) -> bytes:
     try:
         operation = str(message.get("op"))
@@ -443,8 +451,8 @@ def _answer(name: str, control: LocalControl, folder: Path, message: Mapping[str
             )
             if operation == "queue":
                 _send(answer(note=why))
-            if operation in ("queue", "cancel", "remove_nodes"):
-                return answer(value=[])
+            if operation in _NOTHING:
+                return answer(value=_NOTHING[operation])
             raise NothingLeft(why)
         args, kwargs = arguments(message, _send)
         return answer(value=encode(getattr(control, operation)(*args, **kwargs)))

@@ -168,25 +168,18 @@ def rollback_cluster(name: str, before: ClusterSpec | None) -> None:
 def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
     """End its jobs, then have it stopped or down; the jobs that were ended."""
     control = clusters.control_of(cluster)
-    try:
-        ended = control.cancel(None)
-    except AtollError:  # on a full disk it takes the room that the nodes' files have
-        if status is not ClusterStatus.DOWN or not cluster.allocation.supervised_here:
-            raise
-        control.remove_nodes()
-        ended = control.cancel(None)
     if status is ClusterStatus.DOWN:
-        if lines := control.remove_nodes():
-            from atoll.tasks.client import tell
+        from atoll.tasks.client import tell
+        from atoll.tasks.sync.host_files import remove_files
 
-            for line in lines:
-                tell(line)
+        ended, lines = control.remove_nodes()
+        for line in lines:
+            tell(line)
         if cluster.allocation.files == "hosts":
-            from atoll.tasks.sync import host_files
-
-            host_files.remove_files(cluster)
+            remove_files(cluster)
         clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
+        ended = control.cancel(None)
         clusters.change(cluster, status=status)
     registry.of(cluster.allocation).release(cluster.allocation, keep_disks=status is not ClusterStatus.DOWN)
     return ended
