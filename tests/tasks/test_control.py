@@ -129,8 +129,8 @@ def test_a_job_whose_answer_was_lost_on_its_way_is_added_once(home: Path) -> Non
     first = f"({there}) | head -c {len(MARK + protocol.answer(version=protocol.VERSION))}; exit 255"
     command = ["sh", "-c", f"[ -e {lost} ] || {{ touch {lost}; {first}; }}; {there}"]
     control = RemoteControl(command, "train", patience_s=60.0)
-    assert control.submit(JobSpec(run="true"), {"TOKEN": "a value of its own"}) == 1
-    assert control.submit(JobSpec(run="true"), {}) == 2  # another job of the same text
+    assert control.submit(JobSpec(run="true", key="one"), {"TOKEN": "a value of its own"}) == 1
+    assert control.submit(JobSpec(run="true", key="another"), {}) == 2  # another job of the same text
     assert lost.exists()
     assert [job.id for job in cluster.control.queue()] == [2, 1]
     assert cluster.control.submit(JobSpec(run="true", key=cluster.control.job(1).spec.key), {}) == 1

@@ -14,7 +14,6 @@ import errno
 import functools
 import os
 import re
-import secrets as random
 import shutil
 import sqlite3
 import sys
@@ -96,7 +95,6 @@ class LocalControl:
         record.check_owner(self._folder)
         _check(spec, cluster)
         check_size(spec, secrets)
-        spec = dataclasses.replace(spec, key=spec.key or random.token_hex(8))
         number: int = self.ask_supervisor("add", spec, secrets, user_name())
         return number
 

@@ -258,6 +258,7 @@ def submit_jobs(
                 rank_in_group=rank,
                 num_in_group=max(1, len(options.variants)),
                 parallel=options.parallel,
+                key=random.token_hex(8),  # a connection may be lost before the answer comes
             )
             jobs.append(Job(cluster.name, control.submit(one, secrets)))
         if number < len(specs):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import secrets as random
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,7 @@ from atoll.tasks.client import Client, OnEvent, ProgramStream, StreamLost, Write
 from atoll.tasks.control import LocalControl, Seen
 from atoll.tasks.nodes import node_of
 from atoll.tasks.record import folder_of
-from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
+from atoll.tasks.spec import ClusterSpec, JobStatus
 from atoll.tasks.sync.host_files import remove_files
 
 _PATIENCE_S = 300.0  # a connection to the head that was there may be gone for so long
@@ -62,6 +60,7 @@ class RemoteControl:
         self._client = Client(connect, self._head, self._head, functools.partial(_note, self._head))
 
     create = remote(LocalControl.create)
+    submit = remote(LocalControl.submit)
     cancel = remote(LocalControl.cancel)
     queue = remote(LocalControl.queue)
     job = remote(LocalControl.job)
@@ -70,11 +69,6 @@ class RemoteControl:
     end = remote(LocalControl.end)
     events = remote(LocalControl.events)
     position_of_tail = remote(LocalControl.position_of_tail)
-
-    def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:
-        """Adds a job, once however often the connection is lost meanwhile; returns its number."""
-        number: int = self.call("submit", (dataclasses.replace(spec, key=spec.key or random.token_hex(8)), secrets), {})
-        return number
 
     def change(self, **fields: Any) -> ClusterSpec:
         """Changes fields of the record."""
