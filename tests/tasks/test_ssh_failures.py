@@ -341,11 +341,11 @@ def test_a_head_that_is_off_hinders_no_other_command(bed: Testbed, run: Run) -> 
     for each in (watched, left):
         each.says("rank=1.* up\n")
     os.killpg(left.process.pid, signal.SIGINT)
-    assert "Job 1 goes on" in left.ends(101, 15)
+    assert "Job 1 is still running" in left.ends(101, 15)
     bed.hosts[0].power_off()
     watched.says(r"the connection to the head of cluster c \(h1\) is lost", 45)
     os.killpg(watched.process.pid, signal.SIGINT)
-    assert "Job 1 goes on" in watched.ends(101, 15)
+    assert "Job 1 is still running" in watched.ends(101, 15)
     nothing_runs_on(bed.hosts[1])
     assert "were not asked for their jobs; `atoll status --refresh`" in atoll("status", timeout=15)
     said = atoll("status", "--refresh", timeout=60)
