@@ -102,6 +102,7 @@ def test_hosts_without_a_shared_folder_are_refused_at_the_start(make_bed: MakeBe
     assert "rank 1 on host h2 does not see what rank 0 wrote there" in said
     assert "a folder that all hosts mount" in said
     assert "s3://" in said
+    assert "a rank failed" not in said  # the job's end says which and why
     assert "step 1/4" not in said
     assert "Traceback" not in said
     nothing_stays(bed)
@@ -134,7 +135,7 @@ def test_ctrl_c_saves_on_the_hosts_and_the_same_command_goes_on(lab: Testbed, pr
     done = steps_in(folder / "outputs/tiny")[-1]
     assert not (folder / "outputs/tiny/stop").exists()
     assert f"step-{done:08}" in os.listdir(folder / "outputs/tiny/checkpoints")
-    again = train(project, *words, "--train.steps", str(done + 2))
+    again = train(project, *words, "--train.steps", str(done + 2), "--allow-changes")
     assert f"resumed at step {done}" in again
     assert f"finished: {done + 2} of {done + 2} steps" in again
     elsewhere = train(project, "tiny.toml", "--nodes", "2", "--no-resume", "--train.steps", "1")

@@ -96,28 +96,29 @@ def train(
         return
     require_complete(loaded.recipe)
     _check_schedule(loaded)
-    try:
-        if registry.is_here(where):
+    if registry.is_here(where):
+        if detach:
+            raise typer.BadParameter("--detach needs --infra: local ranks end with this terminal")
+        remote = None
+        try:
+            result = _run(asked, quiet=as_json)
+        except AtollError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a user's model raises on a rank
+            print(f"atoll: a rank failed: {type(error).__name__}: {error}", file=sys.stderr)
+            if isinstance(error.__cause__, RemoteTraceback):
+                print(error.__cause__, file=sys.stderr)
+            raise typer.Exit(ExitCode.FAILED) from None
+    else:
+        show = _screen(as_json)
+        with contextlib.closing(show):
+            for note in loaded.notes:
+                show.say(note)
+            remote = train_job.submit(asked, show.say)
+            show.say(f"job {remote.job.id} of cluster {remote.job.cluster}. {remote.come_back()}")
             if detach:
-                raise typer.BadParameter("--detach needs --infra: local ranks end with this terminal")
-            remote, result = None, _run(asked, quiet=as_json)
-        else:
-            show = _screen(as_json)
-            with contextlib.closing(show):
-                for note in loaded.notes:
-                    show.say(note)
-                remote = train_job.submit(asked, show.say)
-                show.say(f"job {remote.job.id} of cluster {remote.job.cluster}. {remote.come_back()}")
-                if detach:
-                    return
-                result = _follow(remote, show)
-    except AtollError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a user's model raises on a rank
-        print(f"atoll: a rank failed: {type(error).__name__}: {error}", file=sys.stderr)
-        if isinstance(error.__cause__, RemoteTraceback):
-            print(error.__cause__, file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from None
+                return
+            result = _follow(remote, show)
     if as_json:
         print(json.dumps(result, indent=2))
     elif result["steps"]:
