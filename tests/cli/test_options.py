@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from atoll.cli import options
 from atoll.cli.app import app
@@ -66,3 +67,11 @@ def test_processes_per_node() -> None:
     for text, num_cores in (("gpu", 8), ("cpu", None), ("0", 8), ("x", 8)):
         with pytest.raises(typer.BadParameter, match="--nproc-per-node"):
             options.num_processes(text, 0, num_cores, "ssh/lab")
+
+
+def test_generate_names_a_run_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs/austen").mkdir(parents=True)
+    (tmp_path / "outputs/austen/summary.json").write_text("{}")
+    done = CliRunner().invoke(app, ["generate", "outputs/austin", "It is"])
+    assert str(done.exception) == "outputs/austin: no such run folder: did you mean 'outputs/austen'?"

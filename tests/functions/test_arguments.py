@@ -154,6 +154,7 @@ def test_a_folder_that_goes_away_later_is_left_out_of_the_import_path(tmp_path: 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: sky.ComputePool(gpu="L4"), r"ComputePool\(\) has no argument 'gpu': did you mean 'gpus'\?"),
         (lambda: sky.ComputePool(node=2), r"ComputePool\(\) has no argument 'node': did you mean 'nodes'\?"),
         (lambda: sky.compute(retry=2), r"compute\(\) has no argument 'retry': did you mean 'retries'\?"),
         (lambda: sky.gather(streams=True), r"gather\(\) has no argument 'streams': did you mean 'stream'\?"),

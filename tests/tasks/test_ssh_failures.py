@@ -347,7 +347,7 @@ def test_a_head_that_is_off_hinders_no_other_command(bed: Testbed, run: Run) -> 
     os.killpg(watched.process.pid, signal.SIGINT)
     assert "Job 1 is still running" in watched.ends(101, 15)
     nothing_runs_on(bed.hosts[1])
-    assert "were not asked for their jobs; `atoll status --refresh`" in atoll("status", timeout=15)
+    assert "the jobs are known on their heads; `atoll status --refresh`" in atoll("status", timeout=15)
     said = atoll("status", "--refresh", timeout=60)
     assert "atoll: cluster c: h1: " in said
     for words in (("logs", "c"), ("exec", "c", "true")):

@@ -25,7 +25,7 @@ from atoll.cli.shown import duration, print_json, print_table
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
 from atoll.core.exit_codes import ExitCode, exit_code_of
 
-_SAME_S = 1.0  # a Ctrl-C so soon after another is the same wish
+_SAME_S = 1.0  # a Ctrl-C so soon after another counts as the same
 
 _HELP = """Train one model on any hardware you can reach.
 
@@ -96,7 +96,7 @@ _LACKING = {
     "jobs": "`atoll launch -d TASK` starts a job that outlives the terminal, `atoll queue` shows it",
     "serve": "`atoll launch TASK` runs a server as a job, `atoll ssh NAME -L PORT` reaches it",
     "api": "there is no server to start: every command works by itself",
-    "cost-report": "your machines have no price; `atoll status --all` shows clusters that are down, too",
+    "cost-report": "your own machines have no price; `atoll status --all` also shows clusters that are down",
     "show-gpus": "`atoll gpus` shows those of this machine, `atoll gpus ssh/NAME` those of hosts",
 }
 
@@ -280,7 +280,7 @@ def run_command() -> None:
             output.drop(sys.stdout.fileno())  # what is left of it can't be written at the end either
         sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
-        if not output.spinner.has_printed:  # nobody has said yet what that ended
+        if not output.spinner.has_printed:  # nothing has said yet what that ended
             print("\natoll: interrupted", file=sys.stderr)
         sys.exit(ExitCode.INTERRUPTED)
     finally:

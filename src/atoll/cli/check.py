@@ -65,7 +65,7 @@ def check(
 
 
 def gpus(
-    place: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, or ssh/NAME.")] = None,
+    where: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, or ssh/NAME.")] = None,
     infra: Annotated[str, typer.Option(help="The same as a flag.")] = DEFAULT,
     output: options.Output = "table",
 ) -> None:
@@ -78,7 +78,7 @@ def gpus(
     from atoll.providers import registry
 
     as_json = options.as_json(output)
-    rows, lines = registry.resolve(place or infra).gpu_rows()
+    rows, lines = registry.resolve(where or infra).gpu_rows()
     for line in lines:
         shown.note(line) if rows or as_json else print(line)
     if as_json:

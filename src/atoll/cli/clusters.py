@@ -127,11 +127,11 @@ def _print_status(
         + [(name, "-", "-", _DAMAGED, "-", "?", "-") for name in damaged],
     )
     if any(jobs is None for _, jobs in rows) and not refreshed:
-        print("?: their heads were not asked for their jobs; `atoll status --refresh` does")
+        print("?: the jobs are known on their heads; `atoll status --refresh` asks them")
 
 
 def _unfinished(cluster: ClusterSpec, ask: bool) -> list[JobRow] | None:
-    """Its jobs that go on; None where they would have to be asked for elsewhere, or nobody answers."""
+    """Its unfinished jobs; None if only its head knows and is not asked, or does not answer."""
     from atoll.tasks import clusters
 
     if not cluster.allocation.supervised_here and not ask:
@@ -177,7 +177,7 @@ def queue(
     wanted = _named(names, problems) if names else [each.name for each in api.status(on_error=problems.of)]
     found: dict[str, list[JobRow]] = {}
     for name, answer in _at_once(wanted, lambda name, _: api.queue(name, skip_finished=skip_finished)):
-        with problems.told(name):
+        with problems.reported(name):
             found[name] = answer()
     if as_json:
         shown.print_json([{"cluster": name, **shown.job_row(row)} for name, rows in found.items() for row in rows])
@@ -310,13 +310,11 @@ def stop(
     """
     from atoll.tasks import lifecycle
 
-    def halt(name: str, say: Say) -> list[int]:
-        return lifecycle.stop(name, on_line=say)
+    def stop_one(name: str, say: Say) -> tuple[list[int], str]:
+        jobs = lifecycle.stop(name, on_line=say)
+        return jobs, f"stopped; `{command_line('atoll', 'start', name)}` restarts it"
 
-    def said(name: str) -> str:
-        return f"stopped; `{command_line('atoll', 'start', name)}` restarts it"
-
-    _each(names, everything, output, halt, said, up_only=True)
+    _each(names, everything, output, stop_one, up_only=True)
 
 
 def start(
@@ -329,14 +327,11 @@ def start(
     """
     from atoll.tasks import lifecycle
 
-    def take_up(name: str, say: Say) -> list[int]:
+    def start_one(name: str, say: Say) -> tuple[list[int], str]:
         lifecycle.start(name, on_line=say)
-        return []
+        return [], f"up; `{command_line('atoll', 'exec', name, 'TASK')}` runs on it"
 
-    def said(name: str) -> str:
-        return f"up; `{command_line('atoll', 'exec', name, 'TASK')}` runs on it"
-
-    _each(names, everything, output, take_up, said)
+    _each(names, everything, output, start_one)
 
 
 def down(
@@ -355,35 +350,28 @@ def down(
     """
     from atoll.tasks import clusters, lifecycle
 
-    already: set[str] = set()
-
-    def take_down(name: str, say: Say) -> list[int]:
+    def remove_one(name: str, say: Say) -> tuple[list[int], str]:
         if purge:
-            return lifecycle.purge(name, lambda line: shown.note(f"atoll: {line}"), on_line=say)
-        if clusters.load(name).status is ClusterStatus.DOWN:
-            already.add(name)
-        return lifecycle.down(name, on_line=say)
+            return lifecycle.purge(name, lambda line: shown.note(f"atoll: {line}"), on_line=say), "down and forgotten"
+        already = " already" if clusters.load(name).status is ClusterStatus.DOWN else ""
+        jobs = lifecycle.down(name, on_line=say)
+        return jobs, f"down{already}; its jobs' logs are kept ({command_line('atoll', 'logs', name)})"
 
-    def said(name: str) -> str:
-        kept = f"; its jobs' logs are kept ({command_line('atoll', 'logs', name)})"
-        return "down and forgotten" if purge else f"down{' already' if name in already else ''}{kept}"
-
-    _each(names, everything, output, take_down, said, find=lifecycle.left if purge else None)
+    _each(names, everything, output, remove_one, find=lifecycle.left if purge else None)
 
 
 def _each(
     names: list[str] | None,
     everything: bool,
     output: str,
-    act: Callable[[str, Say], list[int]],
-    said: Callable[[str], str],
+    act: Callable[[str, Say], tuple[list[int], str]],
     *,
     up_only: bool = False,
     find: Callable[[Sequence[str]], list[str]] | None = None,
 ) -> None:
-    """Do something to clusters, and say so; ``act`` gives the jobs that it ended, and says whom it waits for.
+    """Do something to clusters; ``act`` gives the jobs that it ended and what the cluster is now.
 
-    What one of them is refused, or is not there, stops none of the others.
+    An error of one of them stops none of the others.
     """
     from atoll.tasks import api, clusters
 
@@ -402,15 +390,15 @@ def _each(
         print("no cluster is up")
     rows: list[dict[str, Any]] = []
     for name, answer in _at_once(wanted, act):
-        with problems.told(name), spinner(f"cluster {name}", interrupted="the same command again finishes it"):
-            ended = answer()
+        with problems.reported(name), spinner(f"cluster {name}", interrupted="the same command again finishes it"):
+            ended, state = answer()
             kept = clusters.find(name)
             status = (kept.status if kept else ClusterStatus.DOWN).value
             rows.append({"name": name, "status": status, "cancelled_jobs": ended})
             if not as_json:
                 what, was = ("job", "was") if len(ended) == 1 else ("jobs", "were")
                 jobs = f" ({what} {', '.join(map(str, ended))} {was} cancelled)" if ended else ""
-                print(f"Cluster {name} is {said(name)}{jobs}", flush=True)
+                print(f"Cluster {name} is {state}{jobs}", flush=True)
     if as_json:
         shown.print_json(rows)
     problems.exit()
@@ -447,38 +435,38 @@ def _at_once(names: Sequence[str], act: Callable[[str, Say], T]) -> Iterator[tup
 def _named(
     patterns: Sequence[str], problems: _Problems, find: Callable[[Sequence[str]], list[str]] | None = None
 ) -> list[str]:
-    """The clusters of these names and patterns; what is not there is told, and stops none of the others."""
+    """The clusters of these names and patterns; one that does not exist stops none of the others."""
     from atoll.tasks import clusters
 
     wanted: dict[str, None] = {}
     for pattern in patterns:
-        with problems.told():
+        with problems.reported():
             wanted |= dict.fromkeys((find or clusters.matching)([pattern]))
     return list(wanted)
 
 
 class _Problems:
-    """What went wrong with single clusters; it is told at once, and counts in the exit code."""
+    """Errors of single clusters: printed at once, and counted in the exit code."""
 
     def __init__(self) -> None:
         self._code = ExitCode.OK
 
     @contextlib.contextmanager
-    def told(self, name: str | None = None) -> Iterator[None]:
-        """Tell what fails inside, and go on after it."""
+    def reported(self, name: str | None = None) -> Iterator[None]:
+        """Print what fails inside, and continue."""
         try:
             yield
         except (AtollError, OSError) as error:
             self.of(name, error)
 
     def of(self, name: str | None, error: AtollError | OSError) -> None:
-        """Something failed for the cluster of this name, or for one that there is not."""
+        """Print an error of the cluster of this name, or of no known one."""
         text = str(error)
         shown.note(f"atoll: {text}" if name is None or name in text else f"atoll: cluster {name}: {text}")
         self._code = max(self._code, ExitCode.NOT_FOUND if isinstance(error, LookupError) else ExitCode.FAILED)
 
     def exit(self, most: int = ExitCode.NOT_FOUND) -> None:
-        """Exit as the worst of it, with ``most`` at most; go on where nothing went wrong."""
+        """Exit with the worst code, at most ``most``; return if there was no error."""
         if min(self._code, most) != ExitCode.OK:
             raise typer.Exit(min(self._code, most))
 
@@ -509,10 +497,11 @@ def autostop(
 
     minutes = -1 if never else idle
 
-    def set_it(name: str, _say: Say) -> list[int]:
-        api.autostop(name, minutes, down=down)
-        return []
-
     when = f"after {minutes} idle minute{'s' if minutes > 1 else ''}" if minutes else "once no job is left"
-    said = f"{'taken down' if down else 'stopped'} {when}" if minutes >= 0 else "never stopped by itself"
-    _each(names, everything, output, set_it, lambda _: f"{said} from now on", up_only=True)
+    state = f"{'removed' if down else 'stopped'} {when}" if minutes >= 0 else "never stopped automatically"
+
+    def set_one(name: str, _say: Say) -> tuple[list[int], str]:
+        api.autostop(name, minutes, down=down)
+        return [], f"{state} from now on"
+
+    _each(names, everything, output, set_one, up_only=True)

@@ -107,7 +107,7 @@ def exec_(
 
 
 def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
-    """Scripts of this folder that a command names, though the folder is not sent along."""
+    """Point out scripts of this folder in a command, if the folder is not sent to the nodes."""
     script, words = entrypoint[0], " ".join(entrypoint).split()
     if len(entrypoint) == 1 and script.endswith(".py") and Path(script).is_file():
         raise ConfigError(
@@ -140,30 +140,30 @@ class _Command:
         self._stream = sys.stderr if self._json else sys.stdout
         self._submitted: list[Job] = []
 
-    def tell(self, line: str) -> None:
-        """A line beside the answer: where that is JSON, standard output is its alone."""
+    def _print(self, line: str) -> None:
+        """Print a line that is not the answer: on standard error if that is JSON."""
         print(line, file=self._stream, flush=True)
 
     def run(self, entrypoint: Sequence[str], cluster: str, **how: Any) -> None:
-        """Submit the tasks that were meant, show them, and exit as the last one did."""
+        """Submit the tasks, show them, and exit as the last one did."""
         try:
             self._run(entrypoint, cluster, **how)
         except OutputClosed:
-            then = self._goes_on(cluster)
+            then = self._still_running(cluster)
             if then is None and not self._submitted and not self.dryrun:
                 then = f"nothing was started on cluster {cluster}"
             if then is not None:
                 shown.note(f"atoll: standard output is closed: {then}")
             raise
         except KeyboardInterrupt:  # between two steps that know what to say
-            then = self._goes_on(cluster)
+            then = self._still_running(cluster)
             if then is None:
                 raise
-            self.tell(f"\n{then[0].upper()}{then[1:]}")
+            self._print(f"\n{then[0].upper()}{then[1:]}")
             raise typer.Exit(ExitCode.NOT_FINISHED) from None
 
-    def _goes_on(self, cluster: str) -> str | None:
-        """What is still running without this command, and how to see it; None where nothing is."""
+    def _still_running(self, cluster: str) -> str | None:
+        """Which jobs are still running, and how to see them; None if none is."""
         going = [job.id for job in self._submitted if not job.status.ended]
         if not going:
             return None
@@ -179,7 +179,7 @@ class _Command:
             strict=self.flags.strict,
             variants=variants_of(self.sweep or ()),
             parallel=self.parallel,
-            say=self.tell,
+            say=self._print,
             progress=CopyProgress(),
             **how,
         )
@@ -191,8 +191,8 @@ class _Command:
         if self.dryrun:
             decisions = plan(requests, cluster, options)
             for line in announcement(requests, decisions):
-                self.tell(line)
-            self.tell("nothing was started (--dryrun)")
+                self._print(line)
+            self._print("nothing was started (--dryrun)")
             if self._json:
                 shown.print_json([shown.decision_row(each) for each in decisions])
             return
@@ -208,7 +208,7 @@ class _Command:
             self._exit(cluster, *self._run_apart(requests, cluster, options))
 
     def _run_together(self, requests: Sequence[JobRequest], cluster: str, options: Options) -> tuple[list[Job], int]:
-        """All of them are jobs from the beginning, and need this process no more."""
+        """Submit all of them at once; they don't need this process any more."""
         jobs = self._submit(requests, cluster, options)
         if self.detach or self.sweep:
             return jobs, ExitCode.OK if self.detach else self._show_sweep(jobs)
@@ -217,10 +217,10 @@ class _Command:
         while later and code == ExitCode.OK:
             job = later.pop(0)
             if len(jobs) > 1:
-                self.tell(f"Task {len(jobs) - len(later)} of {len(jobs)} is job {job.id}")
+                self._print(f"Task {len(jobs) - len(later)} of {len(jobs)} is job {job.id}")
             code = shown.follow(job, self._stream, fresh=True)
         if later and code == ExitCode.NOT_FINISHED:
-            self.tell(f"What follows it in the pipeline starts by itself: {command_line('atoll', 'queue', cluster)}")
+            self._print(f"What follows it in the pipeline starts by itself: {command_line('atoll', 'queue', cluster)}")
         elif later:
             for job in later:
                 job.wait(_CANCELLED_S)
@@ -228,13 +228,13 @@ class _Command:
         return jobs, code
 
     def _run_apart(self, requests: Sequence[JobRequest], cluster: str, options: Options) -> tuple[list[Job], int]:
-        """What one needs would be in the way of another: this process starts each when the one before has succeeded."""
+        """Submit each when the one before has succeeded, since they need different clusters."""
         done: list[Job] = []
         code: int = ExitCode.OK
         # A cluster that goes down after its last job must not do so between two of these.
         each = dataclasses.replace(options, idle_minutes=None, down=False)
         for number, request in enumerate(requests, 1):
-            self.tell(f"Task {number} of {len(requests)}: {request.name or 'unnamed'}")
+            self._print(f"Task {number} of {len(requests)}: {request.name or 'unnamed'}")
             done += self._submit([request], cluster, each, done)
             code = shown.follow(done[-1], self._stream, fresh=True)
             if code != ExitCode.OK:
@@ -256,17 +256,17 @@ class _Command:
             with spinner(f"launching on cluster {cluster}"):
                 jobs = launch(requests, cluster, options, earlier)
         except KeyboardInterrupt:
-            self.tell(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
+            self._print(f"\nnothing was started on cluster {cluster}: this ended before its job was submitted")
             raise
         self._submitted += jobs
         first, several = jobs[0].id, len(jobs) > 1
-        self.tell(f"Jobs submitted, IDs: {first}-{jobs[-1].id}" if several else f"Job submitted, ID: {first}")
+        self._print(f"Jobs submitted, IDs: {first}-{jobs[-1].id}" if several else f"Job submitted, ID: {first}")
         if self.detach:
-            self.tell(shown.to_see(cluster, [job.id for job in jobs]))
+            self._print(shown.to_see(cluster, [job.id for job in jobs]))
         return jobs
 
     def _say_over(self, left: int) -> None:
-        self.tell(f"the pipeline ends here: {left} of its tasks {'was' if left == 1 else 'were'} not started")
+        self._print(f"the pipeline ends here: {left} of its tasks {'was' if left == 1 else 'were'} not started")
 
     def _exit(self, cluster: str, jobs: Sequence[Job], code: int) -> None:
         if not self.detach and code != ExitCode.NOT_FINISHED:
@@ -284,16 +284,16 @@ class _Command:
         if cluster.status is ClusterStatus.UP:
             runs, enters = command_line("atoll", "exec", name, "TASK"), command_line("atoll", "ssh", name)
             stays = f"Cluster {name} stays up. " if self.is_unnamed else ""
-            self.tell(f"{said}. {stays}Next: {runs}, {enters}, {command_line('atoll', 'down', name)}")
+            self._print(f"{said}. {stays}Next: {runs}, {enters}, {command_line('atoll', 'down', name)}")
         else:
-            self.tell(f"{said}. Cluster {name} is {cluster.status} now")
+            self._print(f"{said}. Cluster {name} is {cluster.status} now")
 
     def _show_sweep(self, jobs: Sequence[Job]) -> int:
         try:
             statuses = self._await(jobs)
         except KeyboardInterrupt:
             name = jobs[0].cluster
-            self.tell(f"\nThe jobs are still running. {shown.to_see(name, [job.id for job in jobs])}")
+            self._print(f"\nThe jobs are still running. {shown.to_see(name, [job.id for job in jobs])}")
             return ExitCode.NOT_FINISHED
         if not self._json:
             shown.print_sweep(shown.sweep_rows(jobs))
@@ -313,7 +313,7 @@ class _Command:
                 if row.status.ended and row.id not in ended:
                     ended[row.id] = row.status
                     values = ", ".join(f"{key}={value}" for key, value in row.spec.labels.items())
-                    self.tell(f"job {row.id} ({values}): {row.status}" + (f", {row.reason}" if row.reason else ""))
+                    self._print(f"job {row.id} ({values}): {row.status}" + (f", {row.reason}" if row.reason else ""))
             if len(ended) == len(jobs):
                 return list(ended.values())
             # The more jobs, the longer they take and the longer a look does: looking must not cost the square.

@@ -56,9 +56,9 @@ def ssh(
     wanted = [Forward.parse(each) for each in forwards or ()]
     words = list(command or ())
     if not cluster.allocation.shares_machine:
-        told = [part for each in wanted for part in ("-L", f"{each.port}:{each.host}:{each.host_port}")]
+        tunnels = [part for each in wanted for part in ("-L", f"{each.port}:{each.host}:{each.host_port}")]
         line = words if len(words) < 2 else [shlex.join(words)]
-        _become(registry.of(cluster.allocation).login_command(cluster.allocation, node, told, line))
+        _become(registry.of(cluster.allocation).login_command(cluster.allocation, node, tunnels, line))
     from atoll.tasks import clusters
 
     home = clusters.node_home(cluster.name, node)
@@ -198,7 +198,7 @@ def _process_of(home: Path) -> int | None:
 
 
 def _environment(pid: int | None) -> dict[str, str]:
-    """What a job's process was given of its node, and of its place in the job."""
+    """The variables of a job's process that say where it runs."""
     if pid is None:
         return {}
     pairs = (each.partition("=") for each in os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0"))
@@ -206,7 +206,7 @@ def _environment(pid: int | None) -> dict[str, str]:
 
 
 def _enter(pid: int | None, only: Sequence[str] = tuple(_NAMESPACES)) -> list[str]:
-    """The command that enters what namespaces ``pid`` has of its own; nothing where it has none, or it can't be."""
+    """The command that enters the namespaces of ``pid``; empty if it has none of its own, or they can't be entered."""
     nsenter = shutil.which("nsenter")
     if pid is None or nsenter is None:
         return []
@@ -243,7 +243,7 @@ def _forward(forwards: Sequence[Forward], enter: Sequence[str]) -> None:
 
 
 def _become(command: list[str], env: Mapping[str, str] = os.environ) -> NoReturn:
-    """Be this program from now on."""
+    """Replace this process by a program."""
     sys.stdout.flush()
     spinner.make_room(b"\n")
     try:

@@ -75,7 +75,7 @@ class Spinner:
 
         Args:
             until_output: only until something is printed.
-            interrupted: what is said on standard error after a Ctrl-C.
+            interrupted: what standard error gets after a Ctrl-C.
         """
         before = self.text, self._until_output
         self.text, self._until_output = text, until_output

@@ -206,7 +206,7 @@ def run(
             code = _show(job, writer, handled)
             _say(f"the whole log: {command_line('atoll', 'logs', name)}")
         finally:
-            _take_down(name)
+            _remove_cluster(name)
     raise typer.Exit(code)
 
 
@@ -328,8 +328,8 @@ def _show(job: Job, writer: RankWriter, handled: frozenset[int]) -> int:
     return status.exit_code
 
 
-def _take_down(name: str) -> None:
-    """Leave nothing of the run but its log, and no more logs than are kept."""
+def _remove_cluster(name: str) -> None:
+    """Remove the run's cluster, and the logs of old runs."""
     from atoll.tasks import clusters, lifecycle
 
     try:
@@ -342,7 +342,7 @@ def _take_down(name: str) -> None:
 
 
 def _forget_old_runs() -> None:
-    """Keep the logs of the last runs, and no others."""
+    """Keep the logs of the last runs only."""
     from atoll.tasks import clusters, lifecycle
 
     ended = []

@@ -38,7 +38,7 @@ _RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in t
 
 
 def note(text: str) -> None:
-    """A remark that is no part of the answer."""
+    """A remark that is not part of the answer."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -165,7 +165,7 @@ def _check_schedule(loaded: Loaded) -> None:
 
 
 def _recipe_and_overrides(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The first argument that is no ``--section.key`` and no value of one; and the others."""
+    """The first argument that is not a ``--section.key`` or its value; and the others."""
     recipe: str | None = None
     overrides: list[str] = []
     waiting = iter(arguments)

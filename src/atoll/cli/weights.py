@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.core.errors import ConfigError
-from atoll.core.validation import command_line
+from atoll.core.validation import command_line, nearest
 
 if TYPE_CHECKING:
     from atoll.train.data.tokenizer import Tokenizer
@@ -151,6 +151,10 @@ def generate(
 
     place = _device(device)
     _refuse_broken_text(prompt)
+    if not Path(source).exists() and (
+        runs := [path.parent.name for path in Path(source).parent.glob("*/summary.json")]
+    ):
+        raise ConfigError(f"{source}: no such run folder{nearest(Path(source).name, runs, str(Path(source).parent))}")
     with progress_bar(f"loading {source}") as progress, open_source(source, None, progress) as opened:
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")

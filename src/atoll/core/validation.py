@@ -81,7 +81,8 @@ def _checked(
             name = _OTHER_NAMES.get(unknown, "")
             if name not in names:
                 known = [each for each in names if each != "self"]
-                hint = nearest(unknown, known) or f": it takes {', '.join(known)}"
+                others = [other for other, name in _OTHER_NAMES.items() if name in names]
+                hint = nearest(unknown, [*known, *others]) or f": it takes {', '.join(known)}"
                 where = function.__qualname__.removesuffix(".__init__")
                 raise UsageError(f"{where}() has no argument {unknown!r}{hint}")
             if kwargs.setdefault(name, kwargs[unknown]) != kwargs.pop(unknown):
