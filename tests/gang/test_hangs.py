@@ -157,23 +157,6 @@ def test_nobody_feels_the_looking() -> None:
         assert pool.run(sleeps_in_c) == [[0, 0, 0]], "no sleep was cut short, and poll got no EINTR"
 
 
-def test_idle_is_no_hang() -> None:
-    import time
-
-    with sky.ComputePool(nodes=1, hang_timeout=1) as pool:
-        assert_usable(pool)
-        time.sleep(1.5)
-        assert_usable(pool)
-
-
-def test_a_stream_that_nobody_reads_is_no_failure_of_its_rank() -> None:
-    def values() -> object:
-        yield from range(3)
-
-    with sky.ComputePool(nodes=1, hang_timeout=5) as pool:
-        assert list(pool.run_one(values)) == [0, 1, 2]
-
-
 # ------------------------------------------------------------------------------------------------------- what proves it
 STACK = """\
   File "/home/u/train.py", line 7 in step

