@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 from tests.pools import SOURCE_ROOT, eventually
 
-from atoll.cli.launching import _Command
 from atoll.cli.shown import sweep_rows
-from atoll.cli.task_flags import TaskFlags
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.control import LocalControl
 from atoll.tasks.jobs import Job
@@ -150,7 +148,7 @@ def test_a_sweep_of_a_task_file_with_envs_that_it_overrides():
     assert os.listdir(clusters.folder_of("t") / "jobs") != []
 
 
-def test_waiting_for_a_sweep_asks_for_all_its_jobs_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_sweep_asks_for_all_its_jobs_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster.make(home)
     with Store(cluster.folder) as store:
         for _ in range(50):
@@ -161,6 +159,5 @@ def test_waiting_for_a_sweep_asks_for_all_its_jobs_at_once(home: Path, monkeypat
         asked = getattr(LocalControl, name)
         monkeypatch.setattr(LocalControl, name, lambda *a, asked=asked: questions.append(a) or asked(*a))
     jobs = [Job("train", job_id + 1) for job_id in range(50)]
-    assert _Command(TaskFlags(), False, False, ["X=1"], 1, "table")._await(jobs) == [JobStatus.SUCCEEDED] * 50
     assert len(sweep_rows(jobs)) == 50
-    assert len(questions) == 2
+    assert len(questions) == 1

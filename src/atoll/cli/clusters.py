@@ -246,9 +246,7 @@ def logs(
     elif follow:
         code = shown.follow(job, sys.stdout, tail=tail, rank=rank)
     else:
-        writer = shown.LogWriter(sys.stdout)
-        code = job.follow(writer, follow=False, tail=tail, rank=rank).exit_code
-        writer.close()
+        code = job.follow(shown.LogWriter(sys.stdout), follow=False, tail=tail, rank=rank).exit_code
     if code != ExitCode.OK:
         raise typer.Exit(code)
 

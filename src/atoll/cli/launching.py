@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -290,7 +289,7 @@ class _Command:
 
     def _show_sweep(self, jobs: Sequence[Job]) -> int:
         try:
-            statuses = self._await(jobs)
+            statuses = [self._wait(job) for job in jobs]
         except KeyboardInterrupt:
             name = jobs[0].cluster
             self._print(f"\nThe jobs are still running. {shown.to_see(name, [job.id for job in jobs])}")
@@ -302,23 +301,12 @@ class _Command:
         failed = any(status.exit_code == ExitCode.FAILED for status in statuses)
         return ExitCode.FAILED if failed else ExitCode.CANCELLED
 
-    def _await(self, jobs: Sequence[Job]) -> list[JobStatus]:
-        from atoll.tasks.jobs import rows_of
-
-        ended: dict[int, JobStatus] = {}
-        pause_s = 0.01
-        while True:
-            began = time.monotonic()
-            for row in rows_of(jobs):
-                if row.status.ended and row.id not in ended:
-                    ended[row.id] = row.status
-                    values = ", ".join(f"{key}={value}" for key, value in row.spec.labels.items())
-                    self._print(f"job {row.id} ({values}): {row.status}" + (f", {row.reason}" if row.reason else ""))
-            if len(ended) == len(jobs):
-                return list(ended.values())
-            # The more jobs, the longer they take and the longer a look does: looking must not cost the square.
-            time.sleep(max(pause_s, 5 * (time.monotonic() - began)))
-            pause_s = min(1.5 * pause_s, 0.25)
+    def _wait(self, job: Job) -> JobStatus:
+        status = job.wait()
+        row = job.row()
+        values = ", ".join(f"{key}={value}" for key, value in row.spec.labels.items())
+        self._print(f"job {row.id} ({values}): {status}" + (f", {row.reason}" if row.reason else ""))
+        return status
 
     def _print_json(self, jobs: Sequence[Job]) -> None:
         if self.sweep:

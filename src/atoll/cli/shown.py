@@ -113,32 +113,13 @@ class LogWriter:
         self._raw = stream.buffer if hasattr(stream, "buffer") else None
         self._stream = stream
         self._colour = in_colour(stream)
-        self._rest = b""
-        self._mid_line = False
+        self._is_mid_line = False
 
     def __call__(self, data: bytes) -> None:
-        if self._colour:
-            data = self._painted(self._rest + data)
-        self._put(data)
-
-    def _painted(self, data: bytes) -> bytes:
-        begun = b""
-        if self._mid_line:
-            line, end, data = data.partition(b"\n")
-            begun, self._mid_line = line + end, not end
-        cut = data.rfind(b"\n") + 1
-        if _PREFIX.match(data, cut):  # a line that waits for its end, such as a question
-            cut, self._mid_line = len(data), True
-        self._rest = data[cut:]
-        return begun + _coloured(data[:cut])
-
-    def close(self) -> None:
-        """Write what has no end of line."""
-        if self._rest:
-            self._put(_coloured(self._rest))
-            self._rest = b""
-
-    def _put(self, data: bytes) -> None:
+        if self._colour and data:
+            begun = data.find(b"\n") + 1 or len(data) if self._is_mid_line else 0
+            self._is_mid_line = not data.endswith(b"\n")
+            data = data[:begun] + _coloured(data[begun:])
         if self._raw is None:  # a stream of text only, as in a notebook
             self._stream.write(data.decode(errors="replace"))
             self._stream.flush()
@@ -179,10 +160,8 @@ def follow(job: Job, stream: IO[str], *, tail: int = 0, rank: int | None = None,
             status = job.follow(start.write, on_event=start.on_event)
             start.end(started=False)
     except KeyboardInterrupt:
-        writer.close()
         print(f"\nJob {job.id} is still running. {to_see(job.cluster, [job.id])}", file=stream, flush=True)
         return ExitCode.NOT_FINISHED
-    writer.close()
     return status.exit_code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +17,6 @@ from atoll.core.validation import command_line, nearest
 if TYPE_CHECKING:
     from atoll.train.data.tokenizer import Tokenizer
     from atoll.train.sources import Source
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an earlier export at DEST.")]
 MaxShard = Annotated[
@@ -225,9 +222,13 @@ def _device(wanted: str | None) -> str:
 
 
 def _bytes(text: str) -> float:
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or not 0 < (size := float(found[1]) * unit) < math.inf:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except (ValidationError, OverflowError):
+        size = 0
+    if size <= 0:
         raise ConfigError(f"--max-shard {text}: expected a size such as 5GB or 500MB")
     return size
 
