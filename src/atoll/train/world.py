@@ -148,12 +148,13 @@ def join(*, timeout_s: float) -> World:
 
     Raises:
         ConfigError: the environment is incomplete, or there are fewer GPUs than ranks.
+        ProvisionError: the ranks could not meet.
     """
     environ = os.environ
     rank = _number(environ, "RANK" if "RANK" in environ else "SLURM_PROCID", 0)
     try:
         return _join(timeout_s, environ)
-    except ConfigError as error:
+    except AtollError as error:
         if rank > 0:
             error.add_note(f"on rank {rank}")  # rank 0 may find nothing wrong
         raise
