@@ -96,18 +96,7 @@ class TaskNode(Talk):
         self.place = NodePlace(hostname=name, home=self.tmp, tmp=self.tmp, peers=hosts, **place)
         self.handle = start_agent(Boot(), self.place, f"ATOLL_POOL_TAG={self.tag}.{number}")
         super().__init__(self.handle.channel)
-        self.send(
-            frames.SETUP,
-            meta={
-                "node": number,
-                "tag": self.tag,
-                "env": {},
-                "cwd": "/",
-                "tmp_dir": self.tmp,
-                "ranks": [],
-                "task": True,
-            },
-        )
+        self.send(frames.SETUP, meta={"node": number, "tag": self.tag, "tmp_dir": self.tmp, "task": True})
         self.hello: dict[str, Any] = self.next(frames.AGENT).meta
 
     def terminate(self, number: int = EVERY) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.pools import eventually, no_swap, parent
 from tests.talking import BASE_ENV, TaskNode
 
-from atoll.agent.command import _SAYS_KILLED
+from atoll.agent.child import _SAYS_KILLED
 from atoll.wire import frames
 
 

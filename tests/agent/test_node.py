@@ -20,7 +20,7 @@ from tests.pools import SOURCE_ROOT, descriptors, environ, eventually, with_mark
 import leaks
 from atoll.agent.node import _LOG_BACKLOG_BYTES
 from atoll.agent.process_tree import OomCounter, kill_tree, shared_memory_names, tree
-from atoll.agent.rank import Output
+from atoll.agent.rank_io import Output
 from atoll.gang.members import _BOOT
 from atoll.providers.local_node import agent_command
 from atoll.wire import frames
@@ -53,23 +53,16 @@ class Agent:
 
     def set_up(self, program: str, ranks: int = 1, **more: Any) -> None:
         """Start ranks that run this program instead of the worker; what they say and print goes through the agent."""
-        self.send(
-            frames.SETUP,
-            meta={
-                "node": 0,
-                "tag": self.tag,
-                "python": sys.executable,
-                "argv": ["-S", "-c", program],
-                "env": {"PATH": os.defpath, leaks.TAG: os.environ[leaks.TAG]},
-                "cwd": str(self.tmp.parent),
-                "tmp_dir": str(self.tmp),
-                "ttl_s": None,
-                "ranks": [{"rank": rank, "local_rank": rank, "env": {}} for rank in range(ranks)],
-                **more,
-            },
-        )
+        setup = {"node": 0, "tag": self.tag, "tmp_dir": str(self.tmp)}
+        self.send(frames.SETUP, meta={**setup, **{name: more.pop(name) for name in ("ttl_s",) if name in more}})
+        env = {"PATH": os.defpath, leaks.TAG: os.environ[leaks.TAG]}
+        argv = [sys.executable, "-S", "-c", program]
+        self._start = {"argv": argv, "env": env, "cwd": str(self.tmp.parent), "channel": True, **more}
         for rank in range(ranks):
-            self.send(frames.SPAWN, rank)
+            self.spawn(rank)
+
+    def spawn(self, rank: int) -> None:
+        self.send(frames.START, rank, meta=self._start)
 
     def next(self, kind: int, seconds: float = 60.0) -> Frame:
         """The next frame of a kind; others are kept."""
@@ -140,19 +133,19 @@ def test_a_call_for_a_rank_that_is_gone_is_dropped(agent: Agent) -> None:
     os.close(fd)
     agent.send(frames.KILL, 0)
     agent.send(frames.CANCEL, 0, 1)
-    agent.send(frames.SPAWN, 0)
+    agent.spawn(0)
     assert agent.next(frames.EXIT).meta["exit_code"] == 9
     assert not any("memfd:test" in target for target in descriptors(agent.process.pid))
 
 
 def test_an_interpreter_that_is_not_there(agent: Agent) -> None:
-    agent.set_up("", python="/no/such/python")
+    agent.set_up("", argv=["/no/such/python"])
     exit_ = agent.next(frames.EXIT)
     assert exit_.meta["exit_code"] == 127
     assert "/no/such/python" in exit_.meta["tail"][0]
     before = len(descriptors(agent.process.pid))
     for _ in range(20):
-        agent.send(frames.SPAWN, 0)
+        agent.spawn(0)
         agent.next(frames.EXIT)
     eventually(lambda: len(descriptors(agent.process.pid)) <= before, "no more descriptors than before")
 
@@ -167,7 +160,7 @@ def test_many_deaths_leave_no_descriptor_and_no_zombie(agent: Agent) -> None:
     eventually(lambda: fds() < 16, "a rank's descriptors closed")
     few = fds()  # or a few more: it may be in the middle of closing them
     for _ in range(20):
-        agent.send(frames.SPAWN, 0)
+        agent.spawn(0)
         agent.next(frames.EXIT)
     eventually(lambda: fds() <= few, "no more descriptors than before")
     eventually(lambda: not _children(agent.process.pid), "no child, dead or alive")
@@ -310,7 +303,7 @@ def test_a_killed_agent_takes_its_ranks_along(agent: Agent, tmp_path: Path) -> N
         "local_world_size": 1, "total_nodes": 1, "peers": ["127.0.0.1"], "accelerator": None, "accelerators": 0,
         "simulated": False, "pool_id": agent.tag, "path": [p for p in sys.path if p],
     }  # fmt: skip
-    agent.set_up("", argv=["-c", worker], ranks_env=None, env={"ATOLL_SETUP": json.dumps(setup)})
+    agent.set_up("", argv=[sys.executable, "-c", worker], env={"ATOLL_SETUP": json.dumps(setup)})
     pid = agent.next(frames.STARTED).meta["pid"]
     agent.next(frames.HELLO)
     assert leaks.is_running(pid)

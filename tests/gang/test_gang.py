@@ -68,7 +68,7 @@ class Agents(Provider):
     def rank(self, number: int, *, again: bool = False) -> Talk:
         """The rank's end of its channel, as its agent was given it; it prints nothing."""
         if again or number not in self._ranks:
-            channel, *outputs = self.talk.next(frames.SPAWN, number).fds
+            channel, *outputs = self.talk.next(frames.START, number).fds
             close_all(outputs)
             self._ranks[number] = Talk(socket.socket(fileno=channel))
         return self._ranks[number]

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from fcntl import ioctl
 from typing import Any
 
-from atoll.agent.rank import Output, last_lines
+from atoll.agent.rank_io import Output, last_lines
 from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed, ProvisionError, name_ranks
 from atoll.gang import messages as m
 from atoll.gang.call import Call
-from atoll.gang.members import GangSpec, node_setup
+from atoll.gang.members import GangSpec, node_setup, rank_start
 from atoll.gang.nodes import NodeChannel, Nodes
 from atoll.gang.notifier import Audience
 from atoll.gang.remote_ranks import OneUseArena, RankFiles
@@ -327,8 +327,9 @@ class Gang:
 
     def _spawn(self, action: m.Spawn) -> None:
         rank, node = action.rank, self.nodes.channels[self.node_of[action.rank]]
+        start = rank_start(self.spec, rank, self.node_of)
         if self.nodes.are_remote:
-            node.send(pack(frames.SPAWN, rank))
+            node.send(pack(frames.START, rank, 0, start))
             return
         self._drop_channel(rank)
         log = os.path.join(self.spec.log_dir, f"rank{rank}")
@@ -344,7 +345,7 @@ class Gang:
                     channel.outputs.append(output)
                     given.callback(os.close, writer)
                     fds.append(writer)
-                node.send(pack(frames.SPAWN, rank, num_fds=len(fds)), fds)
+                node.send(pack(frames.START, rank, 0, start, num_fds=len(fds)), fds)
                 failed.pop_all()
         except OSError as error:
             self._events.append(m.Broken(ProvisionError(f"rank {rank} could not be started: {error}")))
@@ -393,7 +394,7 @@ class Gang:
             handle.listen(lambda _silent_s, line: self.audience.note(line))
             frame, lost = functools.partial(self._on_agent_frame, node), functools.partial(self._node_lost, node)
             node.open(handle, Channel(handle.channel, self._loop, frame, lost, self._lock))
-            node.send(pack(frames.SETUP, meta=node_setup(self.spec, node.plan, self.node_of)))
+            node.send(pack(frames.SETUP, meta=node_setup(self.spec, node.plan)))
             self.handle(m.NodeUp(node.plan.node))
         return True
 

@@ -72,32 +72,28 @@ def sweep_stale(tmp_root: str) -> None:
                 os.close(fd)
 
 
-def node_setup(spec: GangSpec, plan: NodePlan, node_of: Sequence[int]) -> dict[str, Any]:
-    """What an agent is told to start: the body of its SETUP frame."""
-    mine = [rank for rank, node in enumerate(node_of) if node == plan.node]
+def node_setup(spec: GangSpec, plan: NodePlan) -> dict[str, Any]:
+    """What an agent is told first: the body of its SETUP frame."""
+    lease = _lease(spec, plan, _node_env(spec, plan).get(VISIBLE)) if plan.gpus else None
     tmp_dir = spec.tmp_dir(plan)
+    return {"node": plan.node, "tag": spec.pool_id, "tmp_dir": tmp_dir, "ttl_s": spec.ttl_s, "lease": lease}
+
+
+def rank_start(spec: GangSpec, rank: int, node_of: Sequence[int]) -> dict[str, Any]:
+    """What an agent starts a rank from: the body of its START frame."""
+    plan = spec.plan.nodes[node_of[rank]]
     if plan.is_elsewhere:
-        boot = _REMOTE_BOOT.format(path=plan.import_path)
-        place = {"python": plan.python, "cwd": plan.home}
-        env = {**plan.base_env, **spec.env, **plan.env}
+        python, cwd, boot = plan.python, plan.home, _REMOTE_BOOT.format(path=plan.import_path)
     else:
+        python, cwd = spec.python, spec.cwd
         boot = _BOOT.format(root=SOURCE_ROOT, module="atoll.worker.call_loop")
-        place = {"python": spec.python, "cwd": spec.cwd}
-        env = {**spec.env, **plan.env}
-    return {
-        "node": plan.node,
-        "tag": spec.pool_id,
-        **place,
-        "argv": ["-c", boot],
-        "env": env,
-        "tmp_dir": tmp_dir,
-        "ttl_s": spec.ttl_s,
-        "lease": _lease(spec, plan, env.get(VISIBLE)) if plan.gpus else None,
-        "ranks": [
-            {"rank": rank, "local_rank": local, "env": _rank_env(spec, plan, rank, local, len(mine))}
-            for local, rank in enumerate(mine)
-        ],
-    }
+    local, size = node_of[:rank].count(plan.node), node_of.count(plan.node)
+    env = {**_node_env(spec, plan), **_rank_env(spec, plan, rank, local, size)}
+    return {"argv": [python, "-c", boot], "env": env, "cwd": cwd, "channel": True}
+
+
+def _node_env(spec: GangSpec, plan: NodePlan) -> dict[str, str]:
+    return {**(plan.base_env if plan.is_elsewhere else {}), **spec.env, **plan.env}
 
 
 def _lease(spec: GangSpec, plan: NodePlan, visible: str | None) -> dict[str, Any]:

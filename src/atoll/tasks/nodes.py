@@ -138,9 +138,9 @@ class ClusterNodes:
         except (AtollError, OSError) as error:
             raise ProvisionError(str(error), node=node) from error
         tmp = boot.tmp(plan)
-        setup = {"node": node, "tag": tag, "env": {}, "cwd": "/", "log_dir": None, "tmp_dir": tmp, "ranks": []}
+        setup = {"node": node, "tag": tag, "tmp_dir": tmp, "task": True}
         try:
-            frames.send_all(handle.channel, frames.pack(frames.SETUP, meta={**setup, "task": True}))
+            frames.send_all(handle.channel, frames.pack(frames.SETUP, meta=setup))
         except (OSError, AtollError) as error:
             reason = handle.reason or str(error)
             handle.stop()

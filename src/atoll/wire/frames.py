@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-VERSION: Final = 3
+VERSION: Final = 4
 HEADER: Final = struct.Struct("<IBBHIQ")
 FLAGS_AT: Final = 5
 EVERY: Final = 0xFFFFFFFF  # as the rank of TERM and KILL: all of them
@@ -57,14 +57,13 @@ _EXIT = ("exit_code", "signal", "oom", "tail", "killed", "fault")
 # What a node's agent is told.
 SETUP: Final = _kind(
     1, "SETUP", "driver → agent",
-    "node", "tag", "python", "argv", "env", "cwd", "tmp_dir", "ttl_s", "lease", "ranks", "task",
+    "node", "tag", "tmp_dir", "ttl_s", "lease", "task",
 )  # fmt: skip
-# On this machine the rank's ends of its channel, standard output and error come along: the driver has the others.
-SPAWN: Final = _kind(2, "SPAWN", "driver → agent")
+# A rank has a channel: on this machine its ends of that, standard output and error come along.
+START: Final = _kind(2, "START", "driver → agent", "argv", "env", "cwd", "script", "shell", "channel")
 KILL: Final = _kind(3, "KILL", "driver → agent", "fault")
 STACKS: Final = _kind(4, "STACKS", "driver → agent → driver", "ranks")
 SHUTDOWN: Final = _kind(5, "SHUTDOWN", "driver → agent", "busy")
-START: Final = _kind(6, "START", "driver → agent", "argv", "env", "cwd", "script", "shell")  # a task's process
 TERM: Final = _kind(7, "TERM", "driver → agent", "signal", "whole")
 LEASE: Final = _kind(8, "LEASE", "driver → agent", "gpus", "count", "holder", "round")
 CANCEL: Final = _kind(11, "CANCEL", "driver → agent")  # which interrupts the rank if it still runs that call
@@ -77,6 +76,7 @@ CALL: Final = _kind(
 CREDIT: Final = _kind(12, "CREDIT", "driver → rank", "num")
 CLOSE: Final = _kind(13, "CLOSE", "driver → rank")
 GROUP: Final = _kind(14, "GROUP", "driver → rank", "go")
+TO_RANK: Final = frozenset((CALL, CREDIT, CLOSE, GROUP))
 # What a rank says, the same way.
 HELLO: Final = _kind(20, "HELLO", "rank → driver", "port")
 RESULT: Final = _kind(21, "RESULT", "rank → driver", "payload", "notes")

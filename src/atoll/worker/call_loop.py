@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from atoll.agent.process_tree import PR_SET_PDEATHSIG, prctl
-from atoll.agent.rank import CHANNEL_FD, CONTROL_FD
+from atoll.agent.rank_io import CHANNEL_FD, CONTROL_FD
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.wire import definitions, frames
 from atoll.wire.codec import dumps, is_plain, loads

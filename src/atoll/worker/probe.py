@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from atoll.agent.rank import LEAVE, LOOK
+from atoll.agent.rank_io import LEAVE, LOOK
 
 _ALL_SIGNALS = (*range(1, 32), *range(34, 65))  # the two between are the C library's own
 _MAX_FRAMES = 200
