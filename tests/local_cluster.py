@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import leaks
-from atoll.agent.process_tree import state
+from atoll.agent.process_tree import stat_of
 from atoll.tasks import record, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.rows import JobRow
@@ -108,4 +108,4 @@ def descendants(root: int) -> list[int]:
 def stop(pid: int) -> None:
     """SIGSTOP, and wait until the process has seen it: until then it goes on."""
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: state(pid) == b"T", f"process {pid} to be stopped")
+    until(lambda: (stat := stat_of(pid)) is not None and stat.state == "T", f"process {pid} to be stopped")

@@ -19,7 +19,7 @@ from tests.pools import SOURCE_ROOT, descriptors, environ, eventually, with_mark
 
 import leaks
 from atoll.agent.node import _LOG_BACKLOG_BYTES
-from atoll.agent.process_tree import OomCounter, kill_tree, shared_memory_names, tree
+from atoll.agent.process_tree import OomCounter, SharedMemory, kill_tree, tree
 from atoll.agent.rank_io import Output
 from atoll.gang.members import _BOOT
 from atoll.providers.local_node import agent_command
@@ -376,7 +376,9 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        assert shared_memory_names(process.pid) == {name}
+        memory = SharedMemory()
+        memory.note(process.pid)
+        assert memory.names == {name}
         kill_tree(process.pid, "ATOLL_RANK_TAG=nobody")
     assert not path.exists()
 

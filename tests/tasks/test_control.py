@@ -210,13 +210,13 @@ def test_nodes_that_start_in_any_order(home: Path) -> None:
     """A supervisor whose nodes take different times to start: ranks stay what they are, and setup is a barrier."""
     cluster = LocalCluster.make(home, num_nodes=4)
     program = (
-        "import sys, time; from atoll.tasks import dispatcher, supervisor; from atoll.tasks.nodes import ClusterNodes\n"
+        "import sys, time; from atoll.tasks import dispatcher; from atoll.tasks.nodes import ClusterNodes\n"
         "class Slow(ClusterNodes):\n"
         "    def start(self, job_id, node, *more):\n"
         "        time.sleep((0.3, 0.1, 0.4, 0.0)[node])\n"
         "        return super().start(job_id, node, *more)\n"
         "dispatcher.ClusterNodes = Slow\n"
-        "supervisor.main(sys.argv[1], int(sys.argv[2]))\n"
+        "dispatcher.main(sys.argv[1], int(sys.argv[2]))\n"
     )
     ours, theirs = socket.socketpair()
     with open(home / "err", "w") as errors, ours:

@@ -20,10 +20,10 @@ from tests.pools import NAMESPACE, SOURCE_ROOT, eventually, mode, namespaces_wor
 from tests.talking import BASE_ENV, Talk
 
 import leaks
-from atoll.agent import orphans as host_remains
+from atoll.agent import orphans
 from atoll.agent.process_tree import command_line
 from atoll.core.errors import AtollError, ProvisionError
-from atoll.tasks import remains, supervisor
+from atoll.tasks import reaper, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.nodes import ClusterNodes, StartedNode
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
@@ -333,7 +333,7 @@ def frozen(home: Path, name: str = "train") -> Iterator[list[int]]:
 
 def cluster_processes(cluster: LocalCluster) -> list[int]:
     """Its agents, and what comes before and after them."""
-    needle = f"ATOLL_OWNER={remains.owner_of(cluster.folder)}.".encode()
+    needle = f"ATOLL_OWNER={reaper.owner_of(cluster.folder)}.".encode()
     found = []
     for pid in leaks.descendants():
         with contextlib.suppress(OSError):
@@ -373,24 +373,24 @@ def test_only_what_is_this_clusters_of_this_home_and_machine_ends(
         assert (copy / "id").read_text() == (home / "id").read_text() != ""
         others = [home / "clusters/train2", home / "clusters/trai", copy / "clusters/train"]
         for other in others:
-            assert remains.end_here(other) == []
+            assert reaper.end_here(other) == []
         with monkeypatch.context() as elsewhere:  # which shares the folder
             elsewhere.setattr(os, "uname", lambda: types.SimpleNamespace(nodename="elsewhere"))
-            assert remains.end_here(home / "clusters/train") == []
+            assert reaper.end_here(home / "clusters/train") == []
         with monkeypatch.context() as another:
             another.setattr(os, "getuid", lambda: 12345)
-            assert remains.end_here(home / "clusters/train") == []
+            assert reaper.end_here(home / "clusters/train") == []
         # One that only looks like it, and one with the pid of another life.
-        owner = remains.owner_of(home / "clusters/train")
+        owner = reaper.owner_of(home / "clusters/train")
         strange = subprocess.Popen(
             ["sleep", "305"], env={"ATOLL_OWNER": f"{owner}0.x", "NOT_ATOLL_OWNER": f"{owner}.x"}
         )
         below.append(strange.pid)
-        assert host_remains.end(f"{owner}.ffffffff") == []
+        assert orphans.end(f"{owner}.ffffffff") == []
         assert all(map(leaks.is_running, below))
-        host_remains.end(owner, but=owner)
+        orphans.end(owner, but=owner)
         assert all(map(leaks.is_running, below))
-        assert remains.end_here(home / "clusters/train") == []
+        assert reaper.end_here(home / "clusters/train") == []
         assert [pid for pid in below if leaks.is_running(pid)] == [strange.pid]
         strange.kill()
         strange.wait()
@@ -400,9 +400,9 @@ def test_what_cannot_be_ended_is_named_and_the_cluster_is_not_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uninterruptible sleep can't be had at will: signals that do nothing stand for it."""
-    monkeypatch.setattr(host_remains, "_KILL_S", 0.3)
+    monkeypatch.setattr(orphans, "_KILL_S", 0.3)
     cluster = LocalCluster.make(tmp_path)
-    owner = remains.owner_of(cluster.folder)
+    owner = reaper.owner_of(cluster.folder)
     left = subprocess.Popen(["sleep", "306"], env={"ATOLL_OWNER": f"{owner}.x.y"})
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
     named = rf"process {left.pid} \(sleep 306\) on {os.uname().nodename}"
@@ -501,7 +501,7 @@ def test_a_home_whose_id_cannot_be_used_is_named_and_goes_down(
 def test_an_id_that_root_made_can_be_read_by_others(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        remains.owner_of(tmp_path / "clusters/train")
+        reaper.owner_of(tmp_path / "clusters/train")
     finally:
         os.umask(before)
     assert (tmp_path / "id").stat().st_mode & 0o777 == 0o644

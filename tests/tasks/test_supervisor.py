@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import leaks
-from atoll.agent.process_tree import command_line, state
+from atoll.agent.process_tree import command_line, stat_of
 from atoll.core.errors import AtollError
 from atoll.tasks import control, record, runner, supervisor
 from atoll.tasks.dispatcher import Dispatcher
@@ -741,7 +741,9 @@ def test_a_full_disk_does_not_end_the_job(home: Path) -> None:
     (workdir / "go").touch()
     log_file = cluster.folder / "jobs" / str(job) / "run.log"
     # It writes what still fits, and fails with the rest: once it sleeps, it has.
-    until(lambda: log_file.stat().st_size >= size + 1000 and state(pid) == b"S", "a write that failed")
+    until(
+        lambda: log_file.stat().st_size >= size + 1000 and (s := stat_of(pid)) and s.state == "S", "a write that failed"
+    )
     assert supervisor.is_running(cluster.folder)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
     (workdir / "on").touch()

@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll.agent.namespace import Place
 from atoll.agent.orphans import VARIABLE
-from atoll.agent.process_tree import OomCounter, alive, command_line, kill_tree, parents, state, tree
+from atoll.agent.process_tree import OomCounter, alive, command_line, kill_tree, stat_of, tree
 from atoll.agent.rank_io import LEAVE, LOOK, Output, last_lines
 from atoll.wire.channel import Channel
 from atoll.wire.frames import close_all
@@ -231,9 +231,9 @@ class Child:
         A shell's child may lose it before it becomes another program; one that was just being forked may not have
         been seen. What somebody started who was told is his: he may need it to end well.
         """
-        above = parents()
         here = {pid: command_line(pid) for pid in tree(self.pid, self.tag)}
-        lost = [pid for pid in here if pid not in self._told and above.get(pid, (0, 0))[0] not in here]
+        untold = {pid: stat for pid in here if pid not in self._told and (stat := stat_of(pid)) is not None}
+        lost = [pid for pid, stat in untold.items() if stat.parent not in here]
         changed = [pid for pid, now in here.items() if self._told.get(pid, now) != now != b""]
         self._told.update({pid: here[pid] for pid in (*lost, *changed)})
         _signal_all((*lost, *changed), signal.SIGTERM)
@@ -308,5 +308,5 @@ def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
 def _wait_until_still(pids: Iterable[int]) -> None:
     """One that is in the middle of a fork finishes that first."""
     deadline = time.monotonic() + _STILL_S
-    while any(state(pid) in (b"R", b"S") for pid in pids) and time.monotonic() < deadline:
+    while any(stat.state in "RS" for pid in pids if (stat := stat_of(pid))) and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -19,54 +19,14 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from atoll.agent.process_tree import command_line, shared_memory_names
+from atoll.agent.process_tree import SharedMemory, Stat, all_stats, below, command_line, environ, stat_of
 
 VARIABLE = "ATOLL_OWNER"
 LINK = "atoll-link-"  # how folders of links begin
 _KILL_S = 5.0  # what is killed is gone within milliseconds, unless it sits in the kernel
 _LOOK_S = 0.02
 _TMP = re.compile(r"/.*/atoll-[0-9a-f]{8}-n\d+")  # a node's folder for temporary files; its agent has it open
-
-
-@dataclass(frozen=True)
-class _Process:
-    """One process. A later one with the same pid has another start time, in clock ticks since boot."""
-
-    pid: int
-    parent: int
-    session: int
-    state: str
-    started: int
-
-    @classmethod
-    def read(cls, pid: int) -> _Process | None:
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as stat:
-                # The command name may hold spaces and brackets: what counts comes after the last bracket.
-                fields = stat.read().rpartition(b")")[2].split()
-            return cls(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
-        except (OSError, IndexError):
-            return None
-
-    @property
-    def stopped(self) -> bool:
-        return self.state in ("T", "t")
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless its pid has become somebody else's."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                if (now := _Process.read(self.pid)) is not None and now.started == self.started:
-                    signal.pidfd_send_signal(pidfd, number)
-            finally:
-                os.close(pidfd)
-
-    def __str__(self) -> str:
-        words = command_line(self.pid).replace(b"\0", b" ").decode(errors="replace").strip()
-        return f"process {self.pid} ({words[:60]})" if words else f"process {self.pid}"
 
 
 def end(owner: str, but: str = "", patience_s: float = 3.0) -> list[str]:
@@ -86,62 +46,67 @@ def end(owner: str, but: str = "", patience_s: float = 3.0) -> list[str]:
     began = time.monotonic()
     seen: dict[tuple[int, int], bool] = {}
     folders: set[str] = set()
-    shm: set[str] = set()
+    memory = SharedMemory()
     while found := _find(owner, but, seen):
         passed_s = time.monotonic() - began
         if passed_s > patience_s + _KILL_S:
-            return [str(process) for process in found]
-        agents = [process for process, leads in found.items() if leads]
-        gentle = agents and passed_s < patience_s and not any(process.stopped for process in agents)
-        for process, leads in found.items():  # before any is killed, which may end others
-            if (process.pid, process.started) not in seen:
-                seen[process.pid, process.started] = leads
-                folders |= _folders_of(process.pid)
-                shm |= shared_memory_names(process.pid)
-        for process in found:
+            return [_name(pid) for pid in found]
+        agents = [stat for stat, leads in found.values() if leads]
+        gentle = agents and passed_s < patience_s and not any(stat.state in "Tt" for stat in agents)
+        for pid, (stat, leads) in found.items():  # before any is killed, which may end others
+            if (pid, stat.started) not in seen:
+                seen[pid, stat.started] = leads
+                folders |= _folders_of(pid)
+                memory.note(pid)
+        for pid, (stat, _) in found.items():
             if not gentle:
-                process.signal(signal.SIGKILL)
-            elif _link_of(process.pid) is not None:
-                process.signal(signal.SIGTERM)
+                _signal(pid, stat, signal.SIGKILL)
+            elif _link_of(pid) is not None:
+                _signal(pid, stat, signal.SIGTERM)
         time.sleep(_LOOK_S)
-    for name in shm:
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join("/dev/shm", name))
+    memory.remove()
     for folder in folders:
         _remove(folder)
     return []
 
 
-def _find(owner: str, but: str, seen: Mapping[tuple[int, int], bool]) -> dict[_Process, bool]:
+def _find(owner: str, but: str, seen: Mapping[tuple[int, int], bool]) -> dict[int, tuple[Stat, bool]]:
     """The processes of an owner that live, and whether each is an agent, or comes before one.
 
     Those that were ``seen`` before, by pid and start, are still known while they die, having no environment any more.
     """
-    read = (_Process.read(int(name)) for name in os.listdir("/proc") if name.isdigit())
-    known = {process.pid: process for process in read if process is not None}
+    stats = all_stats()
     spared: set[int] = set()  # we ourselves, and whoever started us
     pid = os.getpid()
-    while pid in known and pid not in spared:
+    while pid in stats and pid not in spared:
         spared.add(pid)
-        pid = known[pid].parent
+        pid = stats[pid].parent
     found: dict[int, bool] = {}
-    for pid, process in known.items():
-        if (leads := seen.get((pid, process.started))) is not None:
+    for pid, stat in stats.items():
+        if (leads := seen.get((pid, stat.started))) is not None:
             found[pid] = leads
         elif pid not in spared and _is_mine(pid):
             its, tagged = _owner_of(pid)
             if its is not None and _belongs(its, owner) and not (but and _belongs(its, but)):
                 found[pid] = not tagged
-    grew = True
-    while grew:
-        below = [
-            pid
-            for pid, process in known.items()
-            if pid not in found and pid not in spared and (process.parent in found or process.session in found)
-        ]
-        found |= dict.fromkeys(below, False)
-        grew = bool(below)
-    return {known[pid]: leads for pid, leads in found.items() if known[pid].state not in "ZX"}
+    lives = (pid for pid in below(found, stats, spared) if stats[pid].is_alive)
+    return {pid: (stats[pid], found.get(pid, False)) for pid in lives}
+
+
+def _signal(pid: int, stat: Stat, number: signal.Signals) -> None:
+    """Send a process a signal, unless its pid has become somebody else's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if (now := stat_of(pid)) is not None and now.started == stat.started:
+                signal.pidfd_send_signal(pidfd, number)
+        finally:
+            os.close(pidfd)
+
+
+def _name(pid: int) -> str:
+    words = command_line(pid).replace(b"\0", b" ").decode(errors="replace").strip()
+    return f"process {pid} ({words[:60]})" if words else f"process {pid}"
 
 
 def _is_mine(pid: int) -> bool:
@@ -155,11 +120,7 @@ def _owner_of(pid: int) -> tuple[str | None, bool]:
     link = _link_of(pid)
     if link is not None:
         return os.path.basename(link).removeprefix(LINK), False
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as environ:
-            entries = dict(entry.partition(b"=")[::2] for entry in environ.read().split(b"\0"))
-    except OSError:
-        return None, False
+    entries = dict(entry.partition(b"=")[::2] for entry in environ(pid))
     its = entries.get(VARIABLE.encode())
     return None if its is None else its.decode(errors="replace"), b"ATOLL_POOL_TAG" in entries
 

@@ -7,8 +7,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 # Names that libraries give to shared memory they mean to remove themselves. A process that is killed can't.
 _SHM_PREFIXES = ("psm_", "torch_", "nccl-", "sem.mp-", "pym-", "cuda.shm.", "__KMP_REGISTERED_LIB_")
@@ -30,25 +30,134 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+# ------------------------------------------------------------------------------------------------- what /proc says
+class Stat(NamedTuple):
+    """A process. A later one with the same pid has another start time, in clock ticks since boot.
+
+    ``state`` is one letter, as ``ps`` shows it; ``cpu_ticks`` are also those of children that have ended.
+    """
+
+    state: str
+    parent: int
+    session: int
+    started: int
+    cpu_ticks: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Does it run? One that has ended and was not waited for yet does not."""
+        return self.state not in "ZX"
+
+
+def stat_of(pid: int) -> Stat | None:
+    """What a process is; None where it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            # The command name may hold spaces and brackets: what counts comes after the last bracket.
+            fields = stat.read().rpartition(b")")[2].split()
+        cpu_ticks = sum(map(int, fields[11:15]))
+        return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), cpu_ticks)
+    except (OSError, IndexError):
+        return None
+
+
+def all_stats() -> dict[int, Stat]:
+    """Every process."""
+    found = ((int(name), stat_of(int(name))) for name in os.listdir("/proc") if name.isdigit())
+    return {pid: stat for pid, stat in found if stat is not None}
+
+
+def below(roots: Iterable[int], stats: Mapping[int, Stat], spared: Collection[int] = ()) -> set[int]:
+    """Roots and all processes below them; one that was orphaned is found by the session of a root or a descendant."""
+    found = set(roots)
+    grew = True
+    while grew:
+        new = {
+            pid
+            for pid, stat in stats.items()
+            if pid not in found and pid not in spared and (stat.parent in found or stat.session in found)
+        }
+        found |= new
+        grew = bool(new)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Does it run? One that has ended and was not waited for yet does not."""
+    stat = stat_of(pid)
+    return stat is not None and stat.is_alive
+
+
+def is_stopped(pid: int) -> bool:
+    """Has a signal stopped it?"""
+    stat = stat_of(pid)
+    return stat is not None and stat.state in "Tt"
+
+
+def command_line(pid: int) -> bytes:
+    """Its arguments, each ended by a zero byte; empty where it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+        return cmdline.read()
+    return b""
+
+
+def environ(pid: int) -> list[bytes]:
+    """Its environment at its start, ``NAME=VALUE`` each; empty where it is gone, or another user's."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read().split(b"\0")
+    return []
+
+
+def activity(pids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """What each of these does, seen from outside.
+
+    The letter of its state, where it sleeps in the kernel, and the CPU seconds of all its session. Each of them leads
+    one.
+    """
+    stats = all_stats()
+    ticks = dict.fromkeys(pids, 0)
+    for stat in stats.values():
+        if stat.session in ticks:
+            ticks[stat.session] += stat.cpu_ticks
+    found: dict[int, dict[str, Any]] = {}
+    for pid in pids:
+        wchan = ""
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+            wchan = file.read()
+        state = stats[pid].state if pid in stats else ""
+        found[pid] = {"state": state, "wchan": wchan, "cpu_s": ticks[pid] / _TICKS_PER_S}
+    return found
+
+
+def outer_pid(proc_fd: int, pid: int) -> int:
+    """What a child of this process is called outside of its PID namespace; ``pid`` itself where that is not known.
+
+    Args:
+        proc_fd: ``/proc`` as it is there; -1 where it is not to be had.
+        pid: what it is called here.
+    """
+    proc = f"/proc/self/fd/{proc_fd}"
+    with contextlib.suppress(OSError):
+        me = os.readlink(f"{proc}/self")
+        with open(f"{proc}/{me}/task/{me}/children") as children:
+            outer = children.read().split()
+        for each in reversed(outer):  # the newest is last, and mostly the one in question
+            with contextlib.suppress(OSError), open(f"{proc}/{each}/status") as status:
+                if any(line.startswith("NSpid:") and line.split()[-1] == str(pid) for line in status):
+                    return int(each)
+    return pid
+
+
+# ------------------------------------------------------------------------------------------------- killing
 def tree(root: int | None, tag: str) -> list[int]:
     """Every process below ``root``, and every one whose environment carries ``tag``; ``root`` itself first.
 
-    A grandchild that was orphaned is found by the session that ``root`` leads, or where it left that by the tag it
-    inherited.
+    A grandchild that was orphaned is found by its session, or where it left that by the tag it inherited.
     """
-    known = parents()
-    found = set() if root is None else {root}
-    grew = True
-    while grew:
-        grew = False
-        for pid, (ppid, session) in known.items():
-            if (ppid in found or session == root) and pid not in found:
-                found.add(pid)
-                grew = True
+    stats = all_stats()
+    found = below(() if root is None else (root,), stats)
     needle = tag.encode()
-    for pid in known:
-        if pid not in found and _environ_has(pid, needle):
-            found.add(pid)
+    found |= {pid for pid in stats if pid not in found and needle in environ(pid)}
     found.discard(os.getpid())
     return sorted(found, key=lambda pid: (pid != root, pid))
 
@@ -60,38 +169,45 @@ def kill_tree(root: int | None, tag: str) -> None:
     """
     last = root is None or root == os.getpid()
     tracker_s = _LAST_TRACKER_S if last else _TRACKER_S
-    shm: set[str] = set()
+    memory = SharedMemory()
     started = time.monotonic()
     while (passed_s := time.monotonic() - started) < _KILL_S + tracker_s:
         pids = [pid for pid in tree(root, tag) if alive(pid)]
         if not pids:
             break
-        doomed = [pid for pid in pids if not _is_tracker(pid)]
+        doomed = [pid for pid in pids if b"resource_tracker" not in command_line(pid)]
         if not doomed and passed_s < tracker_s:
             time.sleep(0.005)  # with everybody else gone it unlinks what they left, and ends
             continue
         if not doomed and not last:
             break
         for pid in doomed or pids:
-            shm |= shared_memory_names(pid)
+            memory.note(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-    for name in shm:
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join("/dev/shm", name))
+    memory.remove()
 
 
-def shared_memory_names(pid: int) -> set[str]:
-    """Library-made shared-memory files that a process maps."""
-    names: set[str] = set()
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
-        for line in maps:
-            at = line.find(b"/dev/shm/")
-            if at >= 0:
-                name = line[at + 9 :].rstrip(b"\n").removesuffix(b" (deleted)").decode(errors="replace")
-                if name.startswith(_SHM_PREFIXES):
-                    names.add(name)
-    return names
+class SharedMemory:
+    """Library-made shared memory of processes that are killed."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def note(self, pid: int) -> None:
+        """Note the files that a process maps."""
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            for line in maps:
+                _, found, path = line.partition(b"/dev/shm/")
+                name = path.rstrip(b"\n").removesuffix(b" (deleted)").decode(errors="replace")
+                if found and name.startswith(_SHM_PREFIXES):
+                    self.names.add(name)
+
+    def remove(self) -> None:
+        """Remove all that was noted."""
+        for name in self.names:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join("/dev/shm", name))
 
 
 def reap_orphans(known: Iterable[int]) -> None:
@@ -108,6 +224,7 @@ def reap_orphans(known: Iterable[int]) -> None:
             os.waitpid(ready.si_pid, os.WNOHANG)
 
 
+# ------------------------------------------------------------------------------------------------- memory
 class OomCounter:
     """Tells whether the kernel killed a process for memory: its count of such kills is readable by anyone."""
 
@@ -149,86 +266,3 @@ def _oom_kills() -> int:
             if line.startswith(b"oom_kill "):
                 return int(line.split()[1])
     return 0
-
-
-def parents() -> dict[int, tuple[int, int]]:
-    """Parent and session of every process."""
-    found: dict[int, tuple[int, int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stat:
-                # The command name may hold spaces and brackets: what counts comes after the last bracket.
-                fields = stat.read().rpartition(b")")[2].split()
-                found[int(name)] = int(fields[1]), int(fields[3])
-    return found
-
-
-def activity(pids: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """What each of these does, seen from outside.
-
-    The letter of its state, where it sleeps in the kernel, and the CPU seconds of all its session. Each of them leads
-    one.
-    """
-    ticks = dict.fromkeys(pids, 0)
-    found: dict[int, dict[str, Any]] = {pid: {"state": "", "wchan": ""} for pid in pids}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as stat:
-                fields = stat.read().rpartition(b")")[2].split()
-                session = int(fields[3])
-                if session in ticks:
-                    ticks[session] += sum(map(int, fields[11:15]))  # also those of children that have ended
-                if int(name) in found:
-                    found[int(name)]["state"] = fields[0].decode()
-                    with open(f"/proc/{name}/wchan") as wchan:
-                        found[int(name)]["wchan"] = wchan.read()
-    for pid, seen in found.items():
-        seen["cpu_s"] = ticks[pid] / _TICKS_PER_S
-    return found
-
-
-def outer_pid(proc_fd: int, pid: int) -> int:
-    """What a child of this process is called outside of its PID namespace; ``pid`` itself where that is not known.
-
-    Args:
-        proc_fd: ``/proc`` as it is there; -1 where it is not to be had.
-    """
-    proc = f"/proc/self/fd/{proc_fd}"
-    with contextlib.suppress(OSError):
-        me = os.readlink(f"{proc}/self")
-        with open(f"{proc}/{me}/task/{me}/children") as children:
-            outer = children.read().split()
-        for each in reversed(outer):  # the newest is last, and mostly the one in question
-            with contextlib.suppress(OSError), open(f"{proc}/{each}/status") as status:
-                if any(line.startswith("NSpid:") and line.split()[-1] == str(pid) for line in status):
-                    return int(each)
-    return pid
-
-
-def _environ_has(pid: int, needle: bytes) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
-        return needle in environ.read().split(b"\0")
-    return False
-
-
-def _is_tracker(pid: int) -> bool:
-    return b"resource_tracker" in command_line(pid)
-
-
-def command_line(pid: int) -> bytes:
-    """Its arguments, each ended by a zero byte; empty where it is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
-        return cmdline.read()
-    return b""
-
-
-def alive(pid: int) -> bool:
-    """Does it run? One that has ended and was not waited for yet does not."""
-    return state(pid) not in (b"Z", b"X", b"")
-
-
-def state(pid: int) -> bytes:
-    """One letter, as ``ps`` shows it; empty where it is gone."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as stat:
-        return stat.read().rpartition(b")")[2].split()[0]
-    return b""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.agent.process_tree import state
+from atoll.agent.process_tree import is_stopped
 from atoll.core.errors import AtollError
 from atoll.tasks import supervisor
 from atoll.tasks.protocol import (
@@ -256,8 +256,8 @@ def state_of_supervisor(folder: Path) -> str:
 def stopped_supervisor(folder: Path) -> str | None:
     """Says that a cluster's supervisor is stopped by a signal or a debugger, where it is."""
     pid = supervisor.pid_of(folder)
-    is_stopped = pid is not None and state(pid) in (b"T", b"t")
-    return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}" if is_stopped else None
+    is_one = pid is not None and is_stopped(pid)
+    return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}" if is_one else None
 
 
 class Hindrance:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.agent.process_tree import state
+from atoll.agent.process_tree import is_stopped
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home, sweep_temporary, user_name
 from atoll.core.validation import command_line, nearest
@@ -233,8 +233,8 @@ def _holder(descriptor: int) -> str:
     if len(words) != 2 or not all(word.isascii() and word.isalnum() for word in words):
         return ""
     what, pid = words
-    is_stopped = pid.isdigit() and state(int(pid)) in (b"T", b"t")
-    return f": {what}, process {pid}" + (f", which is stopped (kill -CONT {pid})" if is_stopped else "")
+    stopped = f", which is stopped (kill -CONT {pid})" if pid.isdigit() and is_stopped(int(pid)) else ""
+    return f": {what}, process {pid}{stopped}"
 
 
 def _remove_empty(folder: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import user_name
 from atoll.core.validation import command_line
-from atoll.tasks import record, remains, supervisor
+from atoll.tasks import reaper, record, supervisor
 from atoll.tasks.client import (
     Client,
     Hindrance,
@@ -306,7 +306,7 @@ class LocalControl:
         try:
             if not record.take_lock(lock, supervisor.PROBE_S):
                 raise AtollError(f"jobs of cluster {self._folder.name} were started just now: try again")
-            return remains.end_all(self._folder)
+            return reaper.end_all(self._folder)
         finally:
             os.close(lock)
 

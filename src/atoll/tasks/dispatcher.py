@@ -9,13 +9,14 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from atoll.core.errors import AtollError
-from atoll.tasks import record
+from atoll.tasks import reaper, record, supervisor
 from atoll.tasks.environment import task_id
 from atoll.tasks.logs import JobLog
 from atoll.tasks.nodes import ClusterNodes
@@ -26,7 +27,6 @@ from atoll.tasks.schedule import TURN, Turn, turns
 from atoll.tasks.service import SOCKET, Service
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 from atoll.tasks.store import Store, put_variables
-from atoll.tasks.supervisor import settle
 from atoll.tasks.transitions import Log, SetStatus
 from atoll.wire.event_loop import EventLoop
 
@@ -35,13 +35,17 @@ _PORT_S = 0.1  # a port that another cluster has is asked for again
 _RETRY_S = 1.0  # what could not be written is tried again
 _FIRST_S = 5.0  # whoever started the supervisor asks for something within this time
 _GIVE_UP_S = 60.0  # and given up after so long, once no job is left
-_SETTLED_S = 10.0  # what ends a supervisor that has lived for so long is not its start
+_STARTS = "supervisor.starts"  # in a cluster's folder: when supervisors began that have not begun a job yet
+_MOST_STARTS = 2  # a job that so many supervisors could not even begin has failed
 
 
 class Dispatcher:
     """Runs the jobs of the cluster in ``folder``. Whoever makes one holds its supervisor's lock.
 
     ``first`` is the connection of whoever started the supervisor.
+
+    Raises:
+        AtollError: the store can't be used.
     """
 
     def __init__(self, folder: Path, store: Store, lock: int, first: socket.socket) -> None:
@@ -65,9 +69,11 @@ class Dispatcher:
         self._awaited_ports: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
         self._told_to_end = False
         self._began = time.monotonic()
-        self._is_settled = False
+        self._starts = folder / _STARTS
         self._file = os.stat(store.path)
         self._unreachable = False  # nobody can ask for an end of the jobs that run
+        self._fail_orphans()
+        self._fail_untried()
         self._service = Service(folder, self, self._loop, first)
 
     def run(self) -> None:
@@ -84,7 +90,7 @@ class Dispatcher:
                 self._clear_finished()
                 self._look()
                 self._service.push()
-            self._settle()
+            self._forget_starts()
         finally:
             self._close()
 
@@ -124,8 +130,6 @@ class Dispatcher:
             for job_id, runner in self._runners.items():
                 if self._nodes is not None and (fault := self._nodes.fault_of(job_id)) is not None:
                     runner.tell_fault(fault)
-        if not self._is_settled and (self._runners or now >= self._began + _SETTLED_S):
-            self._settle()
         self._write_again(now)
         if self._unreachable:
             self._changed = False
@@ -144,7 +148,7 @@ class Dispatcher:
         if self._unreachable or (why := self._files_gone()) is None:
             return
         self._unreachable = True
-        self._write_log(f"{why}: ending its jobs, and leaving")
+        _write_log(f"{why}: ending its jobs, and leaving")
         self._service.close(unlink=False)  # there may be another one's by now
         for runner in self._runners.values():
             if not runner.cancelled:
@@ -199,9 +203,47 @@ class Dispatcher:
         self._waiting.pop(job_id, None)
         self._forget(job_id)
 
-    def _settle(self) -> None:
-        self._is_settled = True
-        settle(self._folder)
+    # ------------------------------------------------------------------------------------------- earlier supervisors
+    def _fail_orphans(self) -> None:
+        """Jobs that were begun by a supervisor that is no more have failed.
+
+        A node's agent ends, and everything below it, when its driver does; what is stopped or hangs is ended here.
+        """
+        unfinished = self._store.jobs(newest_first=False, unfinished=True)
+        orphans = [job for job in unfinished if job.status is not JobStatus.PENDING]
+        if not orphans:
+            return
+        reason = "its supervisor was killed, or the machine restarted"
+        if line := supervisor.last_line(self._folder):
+            reason += f"; the supervisor's last message, in {self._folder / supervisor.LOG}: {line}"
+        with contextlib.suppress(OSError, AtollError):  # the next job, which needs it, tells
+            if left := reaper.end_left(self._folder):
+                reason += f"; not even SIGKILL ends {', '.join(left)}"
+        for job in orphans:
+            self._refuse(job, reason)
+
+    def _fail_untried(self) -> None:
+        """Jobs that several supervisors in a row could not even begin have failed."""
+        starts: list[float] = []
+        with contextlib.suppress(OSError, ValueError):
+            starts = [float(word) for word in self._starts.read_text().split()]
+        if len(starts) >= _MOST_STARTS:
+            why = f": {line}" if (line := supervisor.last_line(self._folder)) else ", killed by a signal perhaps"
+            for job in self._store.jobs(newest_first=False, unfinished=True):
+                if job.submitted_s <= starts[-_MOST_STARTS]:
+                    self._refuse(
+                        job,
+                        f"its supervisor ended {_MOST_STARTS} times before it had begun the job{why}. More is in "
+                        f"{self._folder / supervisor.LOG}; once the cause is gone, submit the job again",
+                    )
+        _write_log(f"{supervisor.STARTED} {time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._starts.write_text(" ".join(map(str, [*starts, time.time()][-_MOST_STARTS:])))
+
+    def _forget_starts(self) -> None:
+        """This supervisor has begun a job, or ends because none is left."""
+        with contextlib.suppress(OSError):
+            self._starts.unlink()
 
     def _files_gone(self) -> str | None:
         """Which of the files that others find us by was removed or replaced, as a clause."""
@@ -336,12 +378,13 @@ class Dispatcher:
         self._pending.pop(job.id)
         self._waiting.pop(job.id, None)
         self._runners[job.id] = runner
+        self._forget_starts()
         runner.start()
         return None
 
     def _refuse(self, job: JobRow, reason: str, status: JobStatus = JobStatus.FAILED_DRIVER) -> None:
         how = "failed" if status is JobStatus.FAILED_DRIVER else "was cancelled"
-        self._say(job.id, f"✗ Job {job.id} {how} (status: {status}): {reason}")
+        self._say(job.id, f"✗ Job {job.id} {how} (status: {status}): {reason.removesuffix('.')}.")
         self._record(job.id, [SetStatus(status, reason)])
         self._drop_pending(job.id)
         self._changed = True  # others may have waited for it
@@ -362,16 +405,12 @@ class Dispatcher:
         try:
             status = self._store.apply(job_id, actions, now_s)
         except AtollError as error:
-            self._write_log(str(error))
+            _write_log(str(error))
             self._unwritten.append((job_id, actions, now_s))
             self._unwritten_since = time.monotonic()
             return self._runners[job_id].status if job_id in self._runners else JobStatus.PENDING
         self._note_setup(job_id, actions)
         return status
-
-    def _write_log(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # it may be on a disk that is full
-            os.write(2, f"{line}\n".encode(errors="surrogateescape"))
 
     def _write_again(self, now: float) -> None:
         if not self._unwritten or now < self._retry_at:
@@ -415,3 +454,41 @@ class Dispatcher:
 
 def _has_ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def _write_log(line: str) -> None:
+    with contextlib.suppress(OSError):  # it may be on a disk that is full
+        os.write(2, f"{line}\n".encode(errors="surrogateescape"))
+
+
+# ----------------------------------------------------------------------------------------------------- the process
+def main(folder_name: str, first: int) -> None:
+    """Entry of the supervisor's process; ``first`` is the connection of whoever started it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=first)
+    try:
+        _run(Path(folder_name), sock)
+    except AtollError as error:
+        _write_log(str(error))
+        _turn_away(sock, str(error))
+        sys.exit(1)
+
+
+def _run(folder: Path, first: socket.socket) -> None:
+    lock = supervisor.open_lock(folder)
+    if not record.take_lock(lock, supervisor.PROBE_S):  # somebody was faster
+        _turn_away(first, "")
+        return
+    os.ftruncate(lock, 0)
+    with contextlib.suppress(OSError):  # the disk may be full
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    with Store(folder) as store:
+        store.keep_reserve()
+        Dispatcher(folder, store, lock, first).run()
+    os.close(lock)  # what still ends orphans on hosts keeps nobody from starting the next supervisor
+
+
+def _turn_away(first: socket.socket, reason: str) -> None:
+    with contextlib.suppress(OSError):  # who started us is gone
+        first.sendall(supervisor.NO + reason.encode(errors="replace")[: supervisor.LONGEST_ERROR - 1])

@@ -13,7 +13,7 @@ from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.images.interpreters import user_path
 from atoll.providers import registry
-from atoll.tasks import clusters, lifecycle, placing, record, remains
+from atoll.tasks import clusters, lifecycle, placing, reaper, record
 from atoll.tasks.jobs import Job
 from atoll.tasks.placing import Decision, accelerators_text, decide
 from atoll.tasks.requests import JobRequest, Options
@@ -166,7 +166,7 @@ def provision(
     is_new = before is None or before.status is ClusterStatus.DOWN
     if autostop is not None and is_new:  # at once: whoever looks after this process was killed takes it down
         cluster = replace(cluster, **lifecycle.autostop_fields(autostop[0], down=autostop[1]))
-    owner = remains.owner_of(clusters.folder_of(cluster.name))
+    owner = reaper.owner_of(clusters.folder_of(cluster.name))
     recheck = before is None or before.status is not ClusterStatus.UP or _has_lost_nodes(before)
     cluster = placing.provision(cluster, before, owner, options.say, here=options.from_here, recheck=recheck)
     site = _site_text(cluster)

@@ -17,7 +17,7 @@ from atoll.gang.members import sweep_stale
 from atoll.providers import registry
 from atoll.providers.base import Boot, Node, Plan, Remote, wait_until_ready
 from atoll.providers.gpus import Gpu
-from atoll.tasks import remains
+from atoll.tasks import reaper
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
 
@@ -65,7 +65,7 @@ class ClusterNodes:
         self._provider = registry.of(cluster.allocation)
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[int, tuple[str, ...]]] = {}  # by job: its attempt, and the addresses of that
-        self._owner = f"{remains.owner_on_nodes(cluster, folder)}.{_SUPERVISOR}"
+        self._owner = f"{reaper.owner_on_nodes(cluster, folder)}.{_SUPERVISOR}"
         self.addresses = tuple(node.address for node in cluster.allocation.nodes)
         self.shared_networks: tuple[str, ...] = ()
 
@@ -80,13 +80,13 @@ class ClusterNodes:
         """
         allocation = self._cluster.allocation
         if allocation.shares_machine:
-            if left := remains.end_here(self._folder):
+            if left := reaper.end_here(self._folder):
                 raise ProvisionError(
-                    f"not even SIGKILL ends what an earlier job left: {', '.join(left)}: {remains.ADVICE}"
+                    f"not even SIGKILL ends what an earlier job left: {', '.join(left)}: {reaper.ADVICE}"
                 )
             sweep_stale(tempfile.gettempdir())
         else:  # what earlier supervisors left there ends before our agent starts
-            remains.note_driver(self._folder, self._owner)
+            reaper.note_driver(self._folder, self._owner)
         request = self._cluster.request()
         self._session = self._provider.open(allocation, request, self._folder, self._owner)
         self.addresses = tuple(node.addr for node in self._session.plan.nodes)

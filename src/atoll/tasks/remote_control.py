@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.providers.base import Remote
-from atoll.tasks import remains
+from atoll.tasks import reaper
 from atoll.tasks.client import Client, OnEvent, ProgramStream, StreamLost, Write, tell
 from atoll.tasks.control import LocalControl, Seen
 from atoll.tasks.nodes import node_of
@@ -232,7 +232,7 @@ def clean_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good:
     again = "" if for_good else f"; once it can be reached, `{downs}` again ends and removes that"
     stays = f"jobs continue there as long as it runs, and {folder} stays there (jobs, logs, workdir){again}"
     _tell_left(cluster, error, stays)
-    left, lines = remains.end_on_nodes(cluster, folder_of(cluster.name), first=1)
+    left, lines = reaper.end_on_nodes(cluster, folder_of(cluster.name), first=1)
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
         tell(line)
     remove_files(cluster, first=1)

@@ -11,22 +11,18 @@ import hashlib
 import os
 import secrets
 import sys
+import threading
 from pathlib import Path
 
 from atoll.agent import orphans
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.providers import registry
-from atoll.tasks import background, record
+from atoll.tasks import record
 from atoll.tasks.spec import ClusterSpec
 
 _ID = "id"  # in ATOLL_HOME: no other state folder has the same
 _PATIENCE_S = 3.0
 _DRIVER = "driver"  # in a cluster's folder: the owner of what its last supervisor started on hosts
-_BOOT = """import os, sys
-if os.fork(): os._exit(0)
-sys.path.insert(0, sys.argv[1])
-from atoll.tasks.remains import main
-main(sys.argv[2], sys.argv[3])"""
 
 
 def owner_of(folder: Path) -> str:
@@ -135,31 +131,29 @@ def end_on_nodes(cluster: ClusterSpec, folder: Path, first: int = 0, driver: str
         return [], [f"cluster {cluster.name}: {error}"]
 
 
-# --------------------------------------------------------------------------------- after a supervisor that was killed
 def note_driver(folder: Path, owner: str) -> None:
     """Write down what this supervisor's agents on hosts are known by, for when it is no more."""
     (folder / _DRIVER).write_text(owner)
 
 
-def end_left(folder: Path, log: Path) -> list[str]:
-    """End what the last supervisor left. For whoever holds its lock. Returns what does not end here.
+def end_left(folder: Path) -> list[str]:
+    """End what the last supervisor left. For the next one, which holds the lock. Returns what does not end here.
 
-    On hosts a process of its own does it, so that whoever only looks does not wait for them; it writes to ``log``.
+    Hosts are asked in a thread, so that whoever only looks does not wait for them; what can't be done there is in the
+    supervisor's log, and tried again before the next job.
 
     Raises:
         OSError: ATOLL_HOME can't be used.
     """
     with contextlib.suppress(FileNotFoundError):
         owner = (folder / _DRIVER).read_text()
-        with open(log, "ab") as output:
-            background.start(_BOOT, [str(folder), owner], folder, output)
+        threading.Thread(target=_end_on_hosts, args=(folder, owner), name="orphans").start()
     return end_here(folder)
 
 
-def main(folder: str, owner: str) -> None:
-    """Entry of that process; what it could not do is in the supervisor's log, and tried again before the next job."""
+def _end_on_hosts(folder: Path, owner: str) -> None:
     try:
-        left, lines = end_on_nodes(record.load(Path(folder)), Path(folder), driver=owner)
+        left, lines = end_on_nodes(record.load(folder), folder, driver=owner)
     except (AtollError, LookupError) as error:
         left, lines = [], [str(error)]
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
