@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,4 +62,4 @@ def test_causes_have_the_lines_that_tell() -> None:
 def test_a_process_whose_threads_outlived_the_interpreter_says_what_to_do() -> None:
     ended = ProcessEnded(1, 0, "run", 1, None, 6, tail=("grad 1.5", "terminate called without an active exception\n"))
     assert "os._exit(0)" in process_cause(ended, 3, 1.0).reason
-    assert "_exit" not in process_cause(replace(ended, tail=("other",)), 3, 1.0).reason
+    assert "_exit" not in process_cause(ended._replace(tail=("other",)), 3, 1.0).reason

@@ -16,26 +16,9 @@ from collections.abc import Sequence
 from signal import SIGKILL, SIGTERM
 
 from atoll.core.errors import ConfigError
+from atoll.tasks import transitions as t
 from atoll.tasks.causes import Cause, ended_text, failed, process_cause, setup_cause, shell_code
 from atoll.tasks.spec import JobSpec, JobStatus, node_name
-from atoll.tasks.transitions import (
-    Action,
-    CancelAsked,
-    Input,
-    Log,
-    NodeDown,
-    NodeSilent,
-    NodeUp,
-    Phase,
-    ProcessEnded,
-    ProcessStarted,
-    SetStatus,
-    StartNode,
-    StartProcess,
-    StopNode,
-    Terminate,
-    Tick,
-)
 
 # From the culprit's end to the job's there are 2 s; what others need to end on SIGTERM must fit in.
 STOP_GRACE_S = 1.5
@@ -48,7 +31,7 @@ SAME_INSTANT_S = 0.1
 LOST_SETTLE_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 
-_Key = tuple[Phase, int, int]  # phase, node, process
+_Key = tuple[t.Phase, int, int]  # phase, node, process
 
 
 class JobMachine:
@@ -87,7 +70,7 @@ class JobMachine:
         self._up: set[int] = set()
         self._silent: dict[int, float] = {}  # nodes that don't answer, since when
         self._living: set[_Key] = set()  # asked to start and not known to have ended
-        self._failed_setups: list[ProcessEnded] = []
+        self._failed_setups: list[t.ProcessEnded] = []
         self._cause: Cause | None = None
         self._restarts = self._num_errors = self._num_lost = 0
         self._next_s: float | None = None  # when the phase goes on by itself
@@ -106,40 +89,40 @@ class JobMachine:
         """Has it ended, with nothing left to stop?"""
         return self._phase == "ended"
 
-    def start(self, now: float) -> list[Action]:
+    def start(self, now: float) -> list[t.Action]:
         """Begin the first attempt."""
         if self._spec.timeout_s is not None:
             self._timeout_at_s = now + self._spec.timeout_s
         return [self._set(JobStatus.INIT), *self._start_attempt()]
 
-    def give_up(self, reason: str) -> list[Action]:
+    def give_up(self, reason: str) -> list[t.Action]:
         """End it at once, whatever it is doing: its driver can't go on."""
         return [] if self.done else [*self._stop_nodes(), self._end(JobStatus.FAILED_DRIVER, reason)]
 
-    def handle(self, event: Input, now: float) -> list[Action]:
+    def handle(self, event: t.Input, now: float) -> list[t.Action]:
         """What is to be done after ``event``, in this order."""
         if self._phase in ("new", "ended"):
             return []
         match event:
-            case Tick():
+            case t.Tick():
                 return self._tick(now)
-            case CancelAsked():
+            case t.CancelAsked():
                 return self._cancel(event, now)
             case _ if event.attempt != self.attempt:
                 return []
-            case NodeUp():
+            case t.NodeUp():
                 return self._node_up(event)
-            case NodeDown():
+            case t.NodeDown():
                 return self._node_down(event, now)
-            case NodeSilent():
+            case t.NodeSilent():
                 return self._node_silent(event, now)
-            case ProcessStarted():
+            case t.ProcessStarted():
                 return self._process_started(event)
-            case ProcessEnded():
+            case t.ProcessEnded():
                 return self._process_ended(event, now)
 
     # ------------------------------------------------------------------------------------------- forwards
-    def _start_attempt(self) -> list[Action]:
+    def _start_attempt(self) -> list[t.Action]:
         self.attempt += 1
         self._phase, self._cause, self._next_s = "nodes", None, None
         self._failed_setups = []
@@ -147,18 +130,18 @@ class JobMachine:
         wanted = self._spec.num_nodes
         text = f"Waiting for task resources on {wanted} node{'s' if wanted > 1 else ''}."
         return [
-            Log("attempt", text, data=(("attempt", self.attempt),)),
-            *(StartNode(node, self.attempt) for node in sorted(self._starting)),
+            t.Log("attempt", text, data=(("attempt", self.attempt),)),
+            *(t.StartNode(node, self.attempt) for node in sorted(self._starting)),
         ]
 
-    def _node_up(self, event: NodeUp) -> list[Action]:
+    def _node_up(self, event: t.NodeUp) -> list[t.Action]:
         if event.node not in self._starting:
             return []
         self._starting.remove(event.node)
         self._up.add(event.node)
-        return [Log("node_up", node=event.node), *self._go_on()]
+        return [t.Log("node_up", node=event.node), *self._go_on()]
 
-    def _go_on(self) -> list[Action]:
+    def _go_on(self) -> list[t.Action]:
         """Enter the next phase, where the barrier before it is reached."""
         if self._phase == "nodes" and not self._starting:
             if self._setup_due:
@@ -171,27 +154,27 @@ class JobMachine:
             return [*self._stop_nodes(), self._end(JobStatus.SUCCEEDED)]
         return []
 
-    def _start_run(self) -> list[Action]:
+    def _start_run(self) -> list[t.Action]:
         spare = sorted(self._up.difference(self._nodes))
         self._up.difference_update(spare)
-        stops = [StopNode(node) for node in spare]
+        stops = [t.StopNode(node) for node in spare]
         if self._spec.run is None and self._spec.command is None:
             return [*stops, *self._stop_nodes(), self._end(JobStatus.SUCCEEDED)]
         return [*stops, *self._start_phase("run", JobStatus.RUNNING, sorted(self._up), self._processes)]
 
-    def _start_phase(self, phase: Phase, status: JobStatus, nodes: list[int], num_processes: int) -> list[Action]:
+    def _start_phase(self, phase: t.Phase, status: JobStatus, nodes: list[int], num_processes: int) -> list[t.Action]:
         self._phase = phase
         self._living = {(phase, node, process) for node in nodes for process in range(num_processes)}
-        started = [StartProcess(node, process, phase, self.attempt) for _, node, process in sorted(self._living)]
+        started = [t.StartProcess(node, process, phase, self.attempt) for _, node, process in sorted(self._living)]
         return [self._set(status), *started]
 
-    def _process_started(self, event: ProcessStarted) -> list[Action]:
+    def _process_started(self, event: t.ProcessStarted) -> list[t.Action]:
         if (event.phase, event.node, event.process) not in self._living:
             return []
         data = (("phase", event.phase), ("pid", event.pid), ("attempt", event.attempt))
-        return [Log("process_started", node=event.node, rank=self._rank(event), data=data)]
+        return [t.Log("process_started", node=event.node, rank=self._rank(event), data=data)]
 
-    def _process_ended(self, event: ProcessEnded, now: float) -> list[Action]:
+    def _process_ended(self, event: t.ProcessEnded, now: float) -> list[t.Action]:
         key: _Key = (event.phase, event.node, event.process)
         if key not in self._living:  # told twice, or of a process that nobody started
             return []
@@ -204,7 +187,7 @@ class JobMachine:
             ("stopped", stopped),
             ("attempt", event.attempt),
         )
-        logged = Log("process_ended", node=event.node, rank=self._rank(event), data=data)
+        logged = t.Log("process_ended", node=event.node, rank=self._rank(event), data=data)
         if stopped:
             return [logged, *self._reconsidered(event, now), *self._stop_if_quiet(now)]
         if not failed(event):
@@ -226,11 +209,11 @@ class JobMachine:
             return cause
         return dataclasses.replace(cause, reason=f"{cause.reason}, while nothing was heard of {', '.join(silent)}")
 
-    def _rank(self, event: ProcessStarted | ProcessEnded) -> int:
+    def _rank(self, event: t.ProcessStarted | t.ProcessEnded) -> int:
         return self._nodes.index(event.node) * self._processes + event.process if event.phase == "run" else event.node
 
     # ------------------------------------------------------------------------------------------- what goes wrong
-    def _node_down(self, event: NodeDown, now: float) -> list[Action]:
+    def _node_down(self, event: t.NodeDown, now: float) -> list[t.Action]:
         if event.node not in self._starting and event.node not in self._up:
             return []
         was_silent = self._silent.pop(event.node, None) is not None
@@ -246,33 +229,33 @@ class JobMachine:
         data = (("reason", event.reason), ("started", event.started))
         lost = Cause("lost", f"{name} was lost: {event.reason}", now, event.node)
         if self._phase == "stop":
-            down = Log("node_down", node=event.node, data=data)
+            down = t.Log("node_down", node=event.node, data=data)
             return [down, *self._lost_instead(lost, was_silent), *self._stop_if_quiet(now)]
         if not needed:
-            return [Log("node_down", f"{lost.reason}; its ranks had finished by then.", event.node, data=data)]
-        down = Log("node_down", node=event.node, data=data)
+            return [t.Log("node_down", f"{lost.reason}; its ranks had finished by then.", event.node, data=data)]
+        down = t.Log("node_down", node=event.node, data=data)
         if self._failed_setups:
             return [down, *self._setups_failed(now)]
         if event.started:
             return [down, *self._fail(lost, now)]
         return [down, *self._fail(Cause("start", f"{name} could not be started: {event.reason}", now, event.node), now)]
 
-    def _node_silent(self, event: NodeSilent, now: float) -> list[Action]:
+    def _node_silent(self, event: t.NodeSilent, now: float) -> list[t.Action]:
         if event.node not in self._starting | self._up or (event.silent_s > 0) == (event.node in self._silent):
             return []
         if event.silent_s > 0:
             self._silent[event.node] = now - event.silent_s
-            return [Log("silent", event.said, node=event.node)]
+            return [t.Log("silent", event.said, node=event.node)]
         del self._silent[event.node]
-        return [Log("answers", event.said, node=event.node)]
+        return [t.Log("answers", event.said, node=event.node)]
 
-    def _setups_failed(self, now: float) -> list[Action]:
+    def _setups_failed(self, now: float) -> list[t.Action]:
         """Setup failed somewhere: fail, once all have ended or had their time to."""
         if self._living and self._next_s is not None and now < self._next_s:
             return []
         return self._fail(setup_cause(self._failed_setups, now), now)
 
-    def _cancel(self, event: CancelAsked, now: float) -> list[Action]:
+    def _cancel(self, event: t.CancelAsked, now: float) -> list[t.Action]:
         cause = Cause("cancel", event.why, now)
         if self._phase != "stop":
             actions = self._fail(cause, now, CANCEL_GRACE_S, event.signal)
@@ -286,7 +269,7 @@ class JobMachine:
         self._cause = cause  # everything was terminated before
         return [_told(cause, f"{cause.reason}.")]
 
-    def _tick(self, now: float) -> list[Action]:
+    def _tick(self, now: float) -> list[t.Action]:
         if self._phase != "stop" and self._timeout_at_s is not None and now >= self._timeout_at_s:
             reason = f"it ran past its time limit of {self._spec.timeout_s:g} s"
             return self._fail(Cause("timeout", reason, now), now)
@@ -299,7 +282,7 @@ class JobMachine:
         return self._finish(now)
 
     # ------------------------------------------------------------------------------------------- the end of an attempt
-    def _fail(self, cause: Cause, now: float, grace_s: float = STOP_GRACE_S, number: int = SIGTERM) -> list[Action]:
+    def _fail(self, cause: Cause, now: float, grace_s: float = STOP_GRACE_S, number: int = SIGTERM) -> list[t.Action]:
         """End the attempt: terminate what lives, stop the nodes once that has ended or its time is over.
 
         That is ``grace_s``, unless the job says another.
@@ -307,12 +290,12 @@ class JobMachine:
         if self._spec.grace_s is not None:
             grace_s = self._spec.grace_s
         self._cause, self._phase, self._next_s = cause, "stop", now + grace_s
-        terminated = [Terminate(node, number) for node in sorted({node for _, node, _ in self._living})]
+        terminated = [t.Terminate(node, number) for node in sorted({node for _, node, _ in self._living})]
         what = "it" if cause.kind in ("cancel", "timeout") else "the others"
         text = f"{cause.reason}; stopping {what}." if terminated else ""  # else the job's last line says it at once
         return [_told(cause, text), *terminated, *self._stop_if_quiet(now)]
 
-    def _reconsidered(self, event: ProcessEnded, now: float) -> list[Action]:
+    def _reconsidered(self, event: t.ProcessEnded, now: float) -> list[t.Action]:
         """A process ended after the one that was taken for the culprit: was it the culprit, heard of second?"""
         cause = self._cause
         if cause is None or cause.kind != "run" or cause.telling or now - cause.at_s > SAME_INSTANT_S:
@@ -323,7 +306,7 @@ class JobMachine:
         self._cause = other
         return [_told(other, f"{other.reason}, at the same time: the more likely cause.")]
 
-    def _lost_instead(self, lost: Cause, was_silent: bool) -> list[Action]:
+    def _lost_instead(self, lost: Cause, was_silent: bool) -> list[t.Action]:
         """A node was lost after a process elsewhere failed: that came of the loss, if the node was going by then."""
         cause = self._cause
         if cause is None or cause.kind != "run" or cause.telling or cause.node == lost.node:
@@ -333,10 +316,10 @@ class JobMachine:
         self._cause = lost
         return [_told(lost, f"{lost.reason}: the more likely cause.")]
 
-    def _stop_if_quiet(self, now: float) -> list[Action]:
+    def _stop_if_quiet(self, now: float) -> list[t.Action]:
         return [] if self._living else self._finish(now)
 
-    def _finish(self, now: float) -> list[Action]:
+    def _finish(self, now: float) -> list[t.Action]:
         """Nothing lives any more, or time is up: stop the nodes, then end or restart."""
         cause = self._cause
         assert cause is not None  # _fail set it, and nothing else leads here
@@ -355,7 +338,7 @@ class JobMachine:
         return [
             *stops,
             self._set(JobStatus.RECOVERING, cause.reason),
-            Log("restart", text, data=(("restarts", self._restarts),)),
+            t.Log("restart", text, data=(("restarts", self._restarts),)),
         ]
 
     def _restarts_after(self, cause: Cause) -> bool:
@@ -371,17 +354,17 @@ class JobMachine:
             return self._num_lost <= allowed.on_lost_nodes
         return False
 
-    def _stop_nodes(self) -> list[Action]:
-        stops: list[Action] = [StopNode(node) for node in sorted(self._starting | self._up)]
+    def _stop_nodes(self) -> list[t.Action]:
+        stops: list[t.Action] = [t.StopNode(node) for node in sorted(self._starting | self._up)]
         self._starting, self._up, self._living = set(), set(), set()
         self._silent = {}
         return stops
 
-    def _set(self, status: JobStatus, reason: str = "", exit_code: int | None = None) -> SetStatus:
+    def _set(self, status: JobStatus, reason: str = "", exit_code: int | None = None) -> t.SetStatus:
         self.status = status
-        return SetStatus(status, reason, exit_code)
+        return t.SetStatus(status, reason, exit_code)
 
-    def _end(self, status: JobStatus, reason: str = "", exit_code: int | None = None) -> SetStatus:
+    def _end(self, status: JobStatus, reason: str = "", exit_code: int | None = None) -> t.SetStatus:
         self._phase = "ended"
         return self._set(status, reason, exit_code)
 
@@ -397,7 +380,7 @@ _END_STATUS: dict[str, JobStatus] = {
 _LOG_KIND = {"run": "failed", "setup": "failed", "lost": "lost", "start": "lost"}
 
 
-def _told(cause: Cause, text: str) -> Log:
+def _told(cause: Cause, text: str) -> t.Log:
     """The row of the event log that names the culprit."""
     data = (("exit_code", cause.exit_code), ("tail", "\n".join(cause.tail)))
-    return Log(_LOG_KIND.get(cause.kind, cause.kind), text, cause.node, cause.rank, data)
+    return t.Log(_LOG_KIND.get(cause.kind, cause.kind), text, cause.node, cause.rank, data)

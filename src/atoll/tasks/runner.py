@@ -22,6 +22,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.providers.base import Node
 from atoll.providers.gpus import VISIBLE, bound_text, lease_wish
 from atoll.tasks import environment
+from atoll.tasks import transitions as t
 from atoll.tasks.logs import JobLog, Stream
 from atoll.tasks.machine import JobMachine
 from atoll.tasks.nodes import ClusterNodes, StartedNode
@@ -29,31 +30,13 @@ from atoll.tasks.ports import free_port
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
 from atoll.tasks.store import drop_variables, read_variables
-from atoll.tasks.transitions import (
-    Action,
-    CancelAsked,
-    Input,
-    Log,
-    NodeDown,
-    NodeSilent,
-    NodeUp,
-    Phase,
-    ProcessEnded,
-    ProcessStarted,
-    SetStatus,
-    StartNode,
-    StartProcess,
-    StopNode,
-    Terminate,
-    Tick,
-)
 from atoll.wire import frames
 from atoll.wire.channel import Channel
 from atoll.wire.event_loop import EventLoop
 from atoll.wire.frames import RawFrame, close_all
 
 T = TypeVar("T")
-Record = Callable[[int, Sequence[SetStatus | Log]], JobStatus]
+Record = Callable[[int, Sequence[t.SetStatus | t.Log]], JobStatus]
 
 _ANSWER_S = 60.0  # an agent that was started says so within this time
 _LEASE_S = 1.0  # about so often, GPUs that others have are asked for again
@@ -72,7 +55,7 @@ class _Place:
     answer_due: float | None = None
     devices: str | None = None  # what it leases, as CUDA_VISIBLE_DEVICES
     stopped: bool = False
-    running: dict[int, tuple[Phase, int]] = field(default_factory=dict)  # by number: phase, process
+    running: dict[int, tuple[t.Phase, int]] = field(default_factory=dict)  # by number: phase, process
     streams: dict[int, Stream] = field(default_factory=dict)
 
 
@@ -125,11 +108,11 @@ class JobRunner:
         self._loop = loop
         self._record = record
         self._notes = list(notes)
-        self._inputs: deque[Input] = deque()
+        self._inputs: deque[t.Input] = deque()
         self._places: dict[int, _Place] = {}
         self._threads = ThreadPoolExecutor(min(cluster.num_nodes, _MOST_STARTS), f"job{job.id}")
         self._turns: dict[int, deque[Callable[[], None]]] = {}  # blocking work of a node, one piece after another
-        self._culprit: Log | None = None
+        self._culprit: t.Log | None = None
         self._ports: dict[int, int] = {}  # by attempt
         self._round = 0  # of questions for GPUs, which all nodes lease at once or none; 0 gives them back
         self._leases: dict[int, dict[str, Any]] = {}  # answers of nodes in this round
@@ -171,13 +154,13 @@ class JobRunner:
     def cancel(self, why: str, number: int = SIGTERM) -> None:
         """End it before its time, beginning with this signal."""
         self.cancelled = True
-        self._guard(lambda: self._tell(CancelAsked(why, number)))
+        self._guard(lambda: self._tell(t.CancelAsked(why, number)))
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
         if fault not in self._notes and not self._machine.done:
             self._notes.append(fault)
-            self._guard(lambda: self._do([Log("note", fault)]))
+            self._guard(lambda: self._do([t.Log("note", fault)]))
 
     def tick(self) -> None:
         """Time passed."""
@@ -192,7 +175,7 @@ class JobRunner:
         if self._lease_due is not None and now >= self._lease_due:
             self._ask_leases()
         if self._machine.deadline is not None and now >= self._machine.deadline:
-            self._tell(Tick())
+            self._tell(t.Tick())
 
     def _guard(self, call: Callable[[], object]) -> None:
         """Call it; an error that nothing here expects fails this job, and no other."""
@@ -212,7 +195,7 @@ class JobRunner:
         self._log.close(time.monotonic())
 
     # ------------------------------------------------------------------------------------------- inputs and actions
-    def _tell(self, event: Input) -> None:
+    def _tell(self, event: t.Input) -> None:
         self._inputs.append(event)
         if len(self._inputs) == 1:  # else it is seen to after the one that led to it
             self._handle_inputs()
@@ -222,36 +205,36 @@ class JobRunner:
             self._do(self._machine.handle(self._inputs[0], time.monotonic()))
             self._inputs.popleft()
 
-    def _do(self, actions: Sequence[Action]) -> None:
-        rows: list[SetStatus | Log] = []
+    def _do(self, actions: Sequence[t.Action]) -> None:
+        rows: list[t.SetStatus | t.Log] = []
         for action in actions:
             match action:
-                case StartNode():
+                case t.StartNode():
                     self._start_node(action)
-                case StartProcess():
+                case t.StartProcess():
                     self._start_process(action)
-                case Terminate():
+                case t.Terminate():
                     if (place := self._places.get(action.node)) is not None and place.channel is not None:
                         told = {"signal": int(action.signal), "whole": self.job.spec.command is None}
                         place.channel.send(frames.pack(frames.TERM, frames.EVERY, meta=told))
-                case StopNode():
+                case t.StopNode():
                     self._stop_node(action.node)
-                case Log():
+                case t.Log():
                     rows.append(action)
                     if action.text:
                         self._log.say(action.text)
                     if action.kind in ("failed", "lost"):
                         self._culprit = action
-                case SetStatus():
+                case t.SetStatus():
                     rows.append(action)
                     if action.status.ended:
                         if self._log.problem is not None:
-                            rows.insert(0, Log("note", f"this log is incomplete: {self._log.problem}"))
+                            rows.insert(0, t.Log("note", f"this log is incomplete: {self._log.problem}"))
                         self._say_end(action)
         if rows and self._record(self.job.id, rows).ended and not self._machine.done:
-            self._inputs.append(CancelAsked())  # it was cancelled before it began
+            self._inputs.append(t.CancelAsked())  # it was cancelled before it began
 
-    def _say_end(self, end: SetStatus) -> None:
+    def _say_end(self, end: t.SetStatus) -> None:
         if end.status is JobStatus.SUCCEEDED:
             self._log.say("✓ Job finished (status: SUCCEEDED).")
             return
@@ -272,13 +255,13 @@ class JobRunner:
         self._log.say(line)
 
     # ------------------------------------------------------------------------------------------- nodes
-    def _start_node(self, action: StartNode) -> None:
+    def _start_node(self, action: t.StartNode) -> None:
         place = self._places[action.node] = _Place(action.node, action.attempt)
 
         def started(result: StartedNode | AtollError | OSError) -> None:
             if isinstance(result, (AtollError, OSError)):
                 if not place.stopped:
-                    self._tell(NodeDown(place.node, place.attempt, str(result), started=False))
+                    self._tell(t.NodeDown(place.node, place.attempt, str(result), started=False))
             elif place.stopped:
                 self._in_turn(place.node, result.handle.stop, _ignore, first=True)
             else:
@@ -309,11 +292,11 @@ class JobRunner:
 
     def _silent(self, place: _Place, silent_s: float, said: str) -> None:
         if not place.stopped:
-            self._tell(NodeSilent(place.node, place.attempt, silent_s, said))
+            self._tell(t.NodeSilent(place.node, place.attempt, silent_s, said))
 
     def _note(self, place: _Place, line: str) -> None:
         if not place.stopped:
-            self._do([Log("note", line, place.node)])
+            self._do([t.Log("note", line, place.node)])
 
     def _visible(self) -> tuple[list[str], list[str]]:
         """Paths that processes need although they may lie below /tmp: where they work, and what they only read."""
@@ -346,7 +329,7 @@ class JobRunner:
         place.answer_due = None
         # Its place stays: the machine knows of the loss and stops what is left of the attempt, without this node.
         self._stop_node(place.node)
-        self._tell(NodeDown(place.node, place.attempt, reason, started))
+        self._tell(t.NodeDown(place.node, place.attempt, reason, started))
 
     def _in_turn(self, node: int, work: Callable[[], T], then: Callable[[T], None], *, first: bool = False) -> None:
         """Do blocking work for a node in a thread, after what it is busy with; then go on in the loop."""
@@ -376,7 +359,7 @@ class JobRunner:
             begin()
 
     # ------------------------------------------------------------------------------------------- processes
-    def _start_process(self, action: StartProcess) -> None:
+    def _start_process(self, action: t.StartProcess) -> None:
         place = self._places.get(action.node)
         if place is None or place.channel is None or place.started is None:
             return  # it was lost just now, which the machine will hear next
@@ -426,7 +409,7 @@ class JobRunner:
                 phase, process = place.running[frame.rank]
                 pid = int(frame.parsed().meta["pid"])
                 place.streams[frame.rank] = self._log.stream(self._prefix(place, phase, process, pid))
-                self._tell(ProcessStarted(place.node, process, phase, place.attempt, pid))
+                self._tell(t.ProcessStarted(place.node, process, phase, place.attempt, pid))
             case frames.EXIT if frame.rank in place.running:
                 self._exited(place, frame)
 
@@ -443,7 +426,7 @@ class JobRunner:
                 self._notes.append(note)
                 self._note(place, note)
         if not self._num_gpus or place.node not in self.nodes:
-            self._tell(NodeUp(place.node, place.attempt))
+            self._tell(t.NodeUp(place.node, place.attempt))
         elif all(self._has_answered(node) for node in self.nodes):
             self._ask_leases()
 
@@ -489,7 +472,7 @@ class JobRunner:
             for node in self.nodes:
                 if (up := self._places.get(node)) is not None:
                     up.devices = ",".join(self._leases[node]["gpus"])
-                    self._tell(NodeUp(node, up.attempt))
+                    self._tell(t.NodeUp(node, up.attempt))
             return
         for node in self.nodes:  # all is given back: two jobs that wait for each other's would do so for ever
             if self._has_answered(node):
@@ -497,9 +480,9 @@ class JobRunner:
         self._lease_due = time.monotonic() + _LEASE_S * random.uniform(0.5, 1.5)
         if (text := f"Waiting for GPUs. {'; '.join(sorted(held))}") != self._held:
             self._held = text
-            self._do([Log("waiting", text)])
+            self._do([t.Log("waiting", text)])
 
-    def _devices(self, place: _Place, phase: Phase) -> dict[str, str]:
+    def _devices(self, place: _Place, phase: t.Phase) -> dict[str, str]:
         """What its processes see of the node's GPUs: what is leased; without a lease a setup sees all, a run none."""
         if place.devices is not None:
             return {VISIBLE: place.devices}
@@ -513,7 +496,7 @@ class JobRunner:
             self._log.end(stream, time.monotonic())
         tail = tuple(self._log.redactor.hide_text(line) for line in meta.get("tail") or ())
         self._tell(
-            ProcessEnded(
+            t.ProcessEnded(
                 place.node,
                 process,
                 phase,
@@ -530,7 +513,7 @@ class JobRunner:
             self._log.end(stream, time.monotonic())
         place.streams.clear()
 
-    def _prefix(self, place: _Place, phase: Phase, process: int, pid: int) -> str:
+    def _prefix(self, place: _Place, phase: t.Phase, process: int, pid: int) -> str:
         """What the lines of a process begin with in the job's log."""
         spec, name, addr = self.job.spec, node_name(place.node), self._task.addresses[place.node]
         if phase == "setup":

@@ -1,128 +1,41 @@
-"""What the job state machine hears and what it answers: inputs, actions and the events of a job's log.
+"""What the job state machine hears and what it answers: a table, one input or action a line.
 
 Plain data, standard library only. ``machine.JobMachine`` turns inputs into actions; ``runner`` does the actions;
-every ``Logged`` is one row of the typed event log, from which status and messages are made.
+every ``Log`` is one row of the typed event log, from which status and messages are made.
 """
+# ruff: noqa: UP014
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from signal import SIGTERM
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from atoll.tasks.spec import JobStatus
 
 Phase = Literal["setup", "run"]
 
-# ------------------------------------------------------------------------------------------------- inputs
 
-
-@dataclass(frozen=True, slots=True)
-class NodeUp:
-    """A node answers and can start processes."""
-
-    node: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeDown:
-    """A node could not be started, or was lost. ``started`` tells which."""
-
-    node: int
-    attempt: int
-    reason: str
-    started: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSilent:
-    """A node has not answered for ``silent_s``, or answers again (0). ``said``: how its provider puts it."""
-
-    node: int
-    attempt: int
-    silent_s: float
-    said: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessStarted:
-    """A process runs. ``process`` counts from 0 on its node."""
+class ProcessEnded(NamedTuple):
+    """A process ended by itself, or because it was stopped; ``exit_code`` is None where a signal ended it."""
 
     node: int
     process: int
     phase: Phase
     attempt: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessEnded:
-    """A process ended by itself, or because it was stopped."""
-
-    node: int
-    process: int
-    phase: Phase
-    attempt: int
-    exit_code: int | None  # None where a signal ended it
+    exit_code: int | None
     signal: int | None = None
     oom: bool = False
     tail: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CancelAsked:
+class CancelAsked(NamedTuple):
     """Somebody wants it to end."""
 
     why: str = "cancelled"
     signal: int = SIGTERM
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed; sent when a deadline of ``Wait`` is reached, at the latest."""
-
-
-Input = NodeUp | NodeDown | NodeSilent | ProcessStarted | ProcessEnded | CancelAsked | Tick
-
-# ------------------------------------------------------------------------------------------------- actions
-
-
-@dataclass(frozen=True, slots=True)
-class StartNode:
-    """Start one node; answered by ``NodeUp`` or ``NodeDown``."""
-
-    node: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartProcess:
-    """Start one process; answered by ``ProcessStarted``, then ``ProcessEnded``."""
-
-    node: int
-    process: int
-    phase: Phase
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """A signal to what the node runs of this job, which then has time to end by itself."""
-
-    node: int
-    signal: int = SIGTERM
-
-
-@dataclass(frozen=True, slots=True)
-class StopNode:
-    """End the node and with it everything it runs; not answered."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(NamedTuple):
     """Write a row of the event log, and where ``text`` is not empty a line of the job's own into its log."""
 
     kind: str
@@ -132,13 +45,41 @@ class Log:
     data: tuple[tuple[str, str | int | float | bool | None], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SetStatus:
+class SetStatus(NamedTuple):
     """The job stands like this now. With an end status come the reason and the culprit's exit code."""
 
     status: JobStatus
     reason: str = ""
     exit_code: int | None = None
 
+
+class Terminate(NamedTuple):
+    """A signal to what the node runs of this job, which then has time to end by itself."""
+
+    node: int
+    signal: int = SIGTERM
+
+
+# Inputs. Processes count from 0 on their node.
+NodeUp = NamedTuple("NodeUp", [("node", int), ("attempt", int)])  # it answers and can start processes
+NodeDown = NamedTuple(  # it could not be started, or was lost: ``started`` tells which
+    "NodeDown", [("node", int), ("attempt", int), ("reason", str), ("started", bool)]
+)
+NodeSilent = NamedTuple(  # it has not answered for so long, or answers again (0); ``said``: how its provider puts it
+    "NodeSilent", [("node", int), ("attempt", int), ("silent_s", float), ("said", str)]
+)
+ProcessStarted = NamedTuple(
+    "ProcessStarted", [("node", int), ("process", int), ("phase", Phase), ("attempt", int), ("pid", int)]
+)
+Tick = NamedTuple("Tick", [])  # time passed; sent when ``JobMachine.deadline`` is reached, at the latest
+
+Input = NodeUp | NodeDown | NodeSilent | ProcessStarted | ProcessEnded | CancelAsked | Tick
+
+# Actions.
+StartNode = NamedTuple("StartNode", [("node", int), ("attempt", int)])  # answered by NodeUp or NodeDown
+StartProcess = NamedTuple(  # answered by ProcessStarted, then ProcessEnded
+    "StartProcess", [("node", int), ("process", int), ("phase", Phase), ("attempt", int)]
+)
+StopNode = NamedTuple("StopNode", [("node", int)])  # end it and everything it runs; not answered
 
 Action = StartNode | StartProcess | Terminate | StopNode | Log | SetStatus
