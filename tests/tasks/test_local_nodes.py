@@ -87,13 +87,13 @@ def test_each_has_a_home_of_its_own_that_stays(mode: str, source: Callable[..., 
     for _ in range(2):
         with started(nodes, 0, 1) as both:
             for number, (node, talk) in enumerate(both):
-                assert node.addr == nodes.addresses[number]
-                assert node.home == str(tmp_path / "clusters" / "train" / "nodes" / str(number) / "home")
-                assert os.stat(node.home).st_mode & 0o777 == 0o700
-                assert node.workdir == f"{node.home}/sky_workdir"
-                assert talk.run("pwd; echo $HOME; echo x >> ~/kept", cwd=node.workdir, env=node.env).split() == [
-                    node.workdir,
-                    node.home,
+                assert node.plan.addr == nodes.addresses[number]
+                assert node.plan.home == str(tmp_path / "clusters" / "train" / "nodes" / str(number) / "home")
+                assert os.stat(node.plan.home).st_mode & 0o777 == 0o700
+                assert node.plan.workdir == f"{node.plan.home}/sky_workdir"
+                assert talk.run("pwd; echo $HOME; echo x >> ~/kept", cwd=node.plan.workdir, env=node.env).split() == [
+                    node.plan.workdir,
+                    node.plan.home,
                 ]
                 assert talk.run("touch $TMPDIR/some; echo $TMPDIR", 1, env=node.env).strip() == (
                     "/tmp" if mode == NAMESPACE else node.tmp
@@ -194,7 +194,7 @@ def test_environments_on_the_path_can_be_installed_into_and_the_rest_only_read(
         assert said.index("clusters/train:\nnodes") < said.index("clusters/train/nodes:\n0\n")
         assert "\n1\n" not in said
         assert (tmp_path / "venv/new").exists()
-        assert Path(node.home, "new").exists()
+        assert Path(node.plan.home, "new").exists()
     finally:
         node.handle.stop()
 
@@ -259,7 +259,7 @@ for line in nodes.open():
 started = [nodes.start(1, number, 0) for number in (0, 1)]
 script = sys.stdin.read()
 for node in started:
-    what = {{"argv": ["bash"], "env": {{**os.environ, **node.env}}, "cwd": node.workdir}}
+    what = {{"argv": ["bash"], "env": {{**os.environ, **node.env}}, "cwd": node.plan.workdir}}
     frame = frames.pack(frames.START, meta={{**what, "script": {{"name": "run.sh", "text": script}}}})
     frames.send_all(node.handle.channel, frame)
 parsers = {{node.handle.channel: (number, frames.Parser()) for number, node in enumerate(started)}}

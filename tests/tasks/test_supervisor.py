@@ -476,7 +476,7 @@ def test_a_client_that_is_gone_ends_no_supervisor(home: Path) -> None:
     ours, theirs = socket.socketpair()
     ours.close()
     with (cluster.folder / supervisor.LOG).open("w") as log:
-        program = "import sys; from atoll.tasks.supervisor import main; main(sys.argv[1], int(sys.argv[2]))"
+        program = "import sys; from atoll.tasks.dispatcher import main; main(sys.argv[1], int(sys.argv[2]))"
         command = [sys.executable, "-c", program, str(cluster.folder), str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=log, stderr=log)
         theirs.close()
@@ -606,7 +606,7 @@ def test_each_job_of_a_pipeline_starts_when_the_one_before_has_succeeded(home: P
     (cluster.folder / "nodes/0/home/sky_workdir/go").touch()
     assert [cluster.follow(job)[0] for job in (first, second, third, last)] == [SUCCEEDED, FAILED, CANCELLED, CANCELLED]
     assert cluster.control.job(third).reason == f"job {second}, which comes before it, failed"
-    assert cluster.log(last).endswith(f"job {third}, which comes before it, was cancelled\n")
+    assert cluster.log(last).endswith(f"job {third}, which comes before it, was cancelled.\n")
     assert "never" not in cluster.log(third)
 
 

@@ -34,7 +34,7 @@ from atoll.gang.remote_ranks import OneUseArena, RankFiles
 from atoll.gang.state import GangState
 from atoll.providers.base import Node
 from atoll.wire import frames
-from atoll.wire.channel import Channel, Sender
+from atoll.wire.channel import Channel, Sender, said_of_end
 from atoll.wire.event_loop import LONGEST_S, READ, WRITE, EventLoop
 from atoll.wire.frames import Frame, RawFrame, WireError, close_all, pack
 from atoll.wire.payloads import Arena
@@ -398,9 +398,9 @@ class Gang:
             self.handle(m.NodeUp(node.plan.node))
         return True
 
-    def _node_lost(self, node: NodeChannel, error: Exception | None) -> None:
+    def _node_lost(self, node: NodeChannel, error: OSError | WireError | None) -> None:
         """A node's channel ended, and its ranks with it."""
-        number, reason = node.plan.node, "its agent ended" if error is None else f"its channel broke: {error}"
+        number, reason = node.plan.node, said_of_end(error)
         with self._lock:
             handle = node.detach()
             for rank in [rank for rank in self._channels if self.node_of[rank] == number]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.gang.members import sweep_stale
 from atoll.providers import registry
-from atoll.providers.base import Boot, Node, Plan, Remote, wait_until_ready
+from atoll.providers.base import Boot, Node, NodePlan, Plan, Remote, wait_until_ready
 from atoll.providers.gpus import Gpu
 from atoll.tasks import reaper
 from atoll.tasks.spec import ClusterSpec
@@ -25,29 +25,21 @@ _OF_POOLS = "OMP_NUM_THREADS"  # a plan shares the cores between a pool's ranks;
 _SUPERVISOR = secrets.token_hex(4)  # this process, among those that supervise a cluster one after the other
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class StartedNode:
-    """A node whose agent runs and has its SETUP; what it answers comes on ``handle.channel``.
+    """A node whose agent runs and has its SETUP.
 
     Attributes:
-        handle: its channel, why it was lost, and how to end it.
-        addr: the address other nodes reach it at.
-        home: its ``HOME``; ``workdir`` is the folder in it that a task's files are copied to.
+        plan: what is known of it; ``plan.workdir`` is where a task's files are copied to.
+        handle: its channel, on which it answers, why it was lost, and how to end it.
         tmp: its folder for temporary files. The agent gives processes what it is called inside as ``TMPDIR``.
-        env: what the place adds to the environment of its processes: ``HOME``, ``TMPDIR``, ``NCCL_HOSTID``,
-            ``ATOLL_SIMULATED``.
-        cores: of its machine.
-        addresses: of all nodes in this attempt.
+        env: what the place adds to the environment of its processes.
     """
 
+    plan: NodePlan
     handle: Node
-    addr: str
-    home: str
-    workdir: str
     tmp: str
     env: dict[str, str]
-    cores: int
-    addresses: tuple[str, ...] = ()
 
 
 class ClusterNodes:
@@ -133,21 +125,20 @@ class ClusterNodes:
         plan = self._session.plan.nodes[node]
         tag = secrets.token_hex(4)
         boot = Boot(owner=self._owner, tag=tag, job=job_id, attempt=attempt, visible=visible, readable=readable)
+        tmp = boot.tmp(plan)
+        handle: Node | None = None
         try:
             (handle,) = self._session.launch_agents([plan], boot)
-        except (AtollError, OSError) as error:
-            raise ProvisionError(str(error), node=node) from error
-        tmp = boot.tmp(plan)
-        setup = {"node": node, "tag": tag, "tmp_dir": tmp, "task": True}
-        try:
+            setup = {"node": node, "tag": tag, "tmp_dir": tmp, "task": True}
             frames.send_all(handle.channel, frames.pack(frames.SETUP, meta=setup))
-        except (OSError, AtollError) as error:
-            reason = handle.reason or str(error)
-            handle.stop()
+        except (AtollError, OSError) as error:
+            reason = str(error)
+            if handle is not None:
+                reason = handle.reason or reason
+                handle.stop()
             raise ProvisionError(reason, node=node) from error
         base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
-        env = {**base, "HOME": plan.home, "TMPDIR": tmp}
-        return StartedNode(handle, plan.addr, plan.home, plan.workdir, tmp, env, plan.cores)
+        return StartedNode(plan, handle, tmp, {**base, "HOME": plan.home, "TMPDIR": tmp})
 
     def gpus(self, node: int, count: int, visible: str | None) -> tuple[Gpu, ...]:
         """As the session's: of the cluster's kind where the node has some."""

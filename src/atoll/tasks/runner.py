@@ -19,7 +19,6 @@ from signal import SIGTERM
 from typing import Any, TypeVar
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.providers.base import Node
 from atoll.providers.gpus import VISIBLE, bound_text, lease_wish
 from atoll.tasks import environment
 from atoll.tasks import transitions as t
@@ -31,7 +30,7 @@ from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobStatus, node_name
 from atoll.tasks.store import drop_variables, read_variables
 from atoll.wire import frames
-from atoll.wire.channel import Channel
+from atoll.wire.channel import Channel, said_of_end
 from atoll.wire.event_loop import EventLoop
 from atoll.wire.frames import RawFrame, close_all
 
@@ -258,33 +257,34 @@ class JobRunner:
     def _start_node(self, action: t.StartNode) -> None:
         place = self._places[action.node] = _Place(action.node, action.attempt)
 
-        def started(result: StartedNode | AtollError | OSError) -> None:
+        def started(result: tuple[tuple[str, ...], StartedNode] | AtollError | OSError) -> None:
             if isinstance(result, (AtollError, OSError)):
                 if not place.stopped:
                     self._tell(t.NodeDown(place.node, place.attempt, str(result), started=False))
-            elif place.stopped:
-                self._in_turn(place.node, result.handle.stop, _ignore, first=True)
+                return
+            addresses, place.started = result
+            handle = place.started.handle
+            if place.stopped:
+                self._in_turn(place.node, handle.stop, _ignore, first=True)
             else:
-                self._task = replace(self._task, addresses=result.addresses)
-                place.started = result
+                self._task = replace(self._task, addresses=addresses)
                 place.answer_due = time.monotonic() + _ANSWER_S
                 # It tells in a thread of its own.
-                result.handle.listen(lambda *told: self._post(lambda: self._silent(place, *told)))
+                handle.listen(lambda *told: self._post(lambda: self._silent(place, *told)))
                 place.channel = Channel(
-                    result.handle.channel,
+                    handle.channel,
                     self._loop,
                     lambda frame: self._guard(lambda: self._frame(place, frame)),
-                    lambda error: self._guard(lambda: self._channel_ended(place, result.handle, error)),
+                    lambda error: self._guard(lambda: self._lost(place, handle.reason or said_of_end(error))),
                 )
 
         def note(line: str) -> None:
             self._post(lambda: self._note(place, line))
 
-        def start() -> StartedNode | AtollError | OSError:
+        def start() -> tuple[tuple[str, ...], StartedNode] | AtollError | OSError:
             try:
                 addresses = self._nodes.ask(self.job.id, place.attempt, note, lambda: place.stopped)
-                result = self._nodes.start(self.job.id, place.node, place.attempt, *self._visible())
-                return replace(result, addresses=addresses)
+                return addresses, self._nodes.start(self.job.id, place.node, place.attempt, *self._visible())
             except (AtollError, OSError) as error:
                 return error
 
@@ -366,7 +366,7 @@ class JobRunner:
         spec, started = self.job.spec, place.started
         number = action.process + (action.phase == "run")  # setup is process 0 of its agent
         place.running[number] = (action.phase, action.process)
-        cwd = started.workdir if action.phase == "setup" else spec.cwd or started.workdir
+        cwd = started.plan.workdir if action.phase == "setup" else spec.cwd or started.plan.workdir
         node_env = {**started.env, **self._devices(place, action.phase)}
         meta: dict[str, object] = {"cwd": cwd}
         if action.phase == "run" and spec.command is not None:
@@ -377,7 +377,7 @@ class JobRunner:
                 node_env,
                 master_port=self._master_port(action.attempt),
                 restarts=action.attempt - 1,
-                cores=started.cores,
+                cores=started.plan.cores,
             )
             here = self._task.cluster.allocation.shares_machine  # it is the caller's shell that it is run from
             meta["argv"] = list(spec.command) if here else ["bash", "-c", 'exec "$@"', "bash", *spec.command]
@@ -390,9 +390,6 @@ class JobRunner:
             meta["shell"] = environment.shell_text(self._task, started.env, env)
         meta["env"] = {**env, "PWD": cwd}
         place.channel.send(frames.pack(frames.START, number, meta=meta))
-
-    def _channel_ended(self, place: _Place, handle: Node, error: Exception | None) -> None:
-        self._lost(place, handle.reason or ("its agent ended" if error is None else str(error)))
 
     def _frame(self, place: _Place, frame: RawFrame) -> None:
         close_all(frame.fds)  # no agent of a task sends any

@@ -14,6 +14,11 @@ _DRAIN_READS = 32  # of what lies in a channel that is given up: who writes with
 Ended = Callable[[OSError | WireError | None], object]
 
 
+def said_of_end(error: OSError | WireError | None) -> str:
+    """Why a channel to an agent ended, where nobody knows better."""
+    return "its agent ended" if error is None else f"its channel broke: {error}"
+
+
 class Sender:
     """Sends frames without ever waiting: what the socket does not take at once waits, in order.
 
