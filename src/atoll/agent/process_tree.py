@@ -229,35 +229,25 @@ class OomCounter:
     """Tells whether the kernel killed a process for memory: its count of such kills is readable by anyone."""
 
     def __init__(self) -> None:
-        self._before = self._latest = _oom_kills()
-        self._ticked = time.monotonic()
+        self._count = _oom_kills()
+        self._looked_s = time.monotonic()
         self._rose_s = -math.inf
 
     def tick(self) -> None:
-        """Call often: the count half a second to a second ago is what a death is held against."""
-        now = time.monotonic()
-        passed = now - self._ticked
-        if passed < TICK_S:
-            return
-        self._ticked = now
-        latest = _oom_kills()
-        if latest > self._latest:
-            self._rose_s = now
-        self._before = self._latest if passed < 2 * TICK_S else latest
-        self._latest = latest
-
-    def rose(self) -> bool:
-        """Did the kernel kill anything for memory since the tick before last?"""
-        now = _oom_kills()
-        rose = now > self._before
-        if rose:
-            self._rose_s = time.monotonic()
-        self._before = self._latest = now
-        return rose
+        """Call often, so that it is known when the count rose."""
+        if time.monotonic() - self._looked_s >= TICK_S:
+            self._look()
 
     def rose_within(self, seconds: float) -> bool:
-        """Did it in so many seconds? For a death that somebody else had to notice first."""
-        return self.rose() or time.monotonic() - self._rose_s < seconds
+        """Did the kernel kill anything for memory in so many seconds?"""
+        self._look()
+        return time.monotonic() - self._rose_s < seconds
+
+    def _look(self) -> None:
+        before, self._count = self._count, _oom_kills()
+        self._looked_s = time.monotonic()
+        if self._count > before:
+            self._rose_s = self._looked_s
 
 
 def _oom_kills() -> int:

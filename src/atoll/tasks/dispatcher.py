@@ -84,9 +84,6 @@ class Dispatcher:
         try:
             while not self._idle():
                 self._loop.turn(self._timeout_s())
-                for runner in list(self._runners.values()):
-                    if runner.deadline is not None and runner.deadline <= time.monotonic():
-                        runner.tick()
                 self._clear_finished()
                 self._look()
                 self._service.push()
@@ -96,11 +93,8 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------- the loop's business
     def _timeout_s(self) -> float:
-        now = time.monotonic()
-        dues = [runner.deadline for runner in self._runners.values()]
-        if self._awaited_ports:
-            dues.append(now + _PORT_S)
-        return max(0.0, min([self._look_at, *(due for due in dues if due is not None)]) - now)
+        left_s = max(0.0, self._look_at - time.monotonic())
+        return min(left_s, _PORT_S) if self._awaited_ports else left_s
 
     def _terminated(self) -> None:
         self._told_to_end = self._changed = True

@@ -51,7 +51,7 @@ class _Place:
     attempt: int
     started: StartedNode | None = None
     channel: Channel | None = None
-    answer_due: float | None = None
+    answered: bool = False
     devices: str | None = None  # what it leases, as CUDA_VISIBLE_DEVICES
     stopped: bool = False
     running: dict[int, tuple[t.Phase, int]] = field(default_factory=dict)  # by number: phase, process
@@ -115,9 +115,8 @@ class JobRunner:
         self._ports: dict[int, int] = {}  # by attempt
         self._round = 0  # of questions for GPUs, which all nodes lease at once or none; 0 gives them back
         self._leases: dict[int, dict[str, Any]] = {}  # answers of nodes in this round
-        self._lease_due: float | None = None  # GPUs are asked for again
         self._held = ""  # who has them, as was last said
-        self._bar_due: float | None = None
+        self._log_due: float | None = None
 
     # ------------------------------------------------------------------------------------------- for the supervisor
     @property
@@ -129,13 +128,6 @@ class JobRunner:
     def finished(self) -> bool:
         """Has the job ended, and is nothing left of it?"""
         return self._machine.done and not self._turns and not self._inputs
-
-    @property
-    def deadline(self) -> float | None:
-        """When ``tick`` must be called at the latest (monotonic), or None."""
-        answers = (place.answer_due for place in self._places.values())
-        dues = [self._machine.deadline, self._bar_due, self._lease_due, *answers]
-        return min((due for due in dues if due is not None), default=None)
 
     def start(self) -> None:
         """Begin."""
@@ -161,21 +153,6 @@ class JobRunner:
             self._notes.append(fault)
             self._guard(lambda: self._do([t.Log("note", fault)]))
 
-    def tick(self) -> None:
-        """Time passed."""
-        self._guard(self._tick)
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        self._bar_due = self._log.tick(now)
-        for place in list(self._places.values()):
-            if place.answer_due is not None and now >= place.answer_due:
-                self._lost(place, f"its agent did not answer within {_ANSWER_S:.0f} s")
-        if self._lease_due is not None and now >= self._lease_due:
-            self._ask_leases()
-        if self._machine.deadline is not None and now >= self._machine.deadline:
-            self._tell(t.Tick())
-
     def _guard(self, call: Callable[[], object]) -> None:
         """Call it; an error that nothing here expects fails this job, and no other."""
         try:
@@ -187,6 +164,10 @@ class JobRunner:
     def _post(self, call: Callable[[], object]) -> None:
         """Have it called in the supervisor's loop."""
         self._loop.post(lambda: self._guard(call))
+
+    def _at(self, due: float, what: str, call: Callable[[], object]) -> None:
+        """Have it called there at this moment (monotonic), in place of what was to be called for ``what``."""
+        self._loop.after(due - time.monotonic(), lambda: self._guard(call), f"job {self.job.id}: {what}")
 
     def close(self) -> None:
         """Give up threads and files; the job has finished."""
@@ -203,6 +184,8 @@ class JobRunner:
         while self._inputs:
             self._do(self._machine.handle(self._inputs[0], time.monotonic()))
             self._inputs.popleft()
+        if (due := self._machine.deadline) is not None:
+            self._at(due, "machine", lambda: self._tell(t.Tick()))
 
     def _do(self, actions: Sequence[t.Action]) -> None:
         rows: list[t.SetStatus | t.Log] = []
@@ -268,7 +251,7 @@ class JobRunner:
                 self._in_turn(place.node, handle.stop, _ignore, first=True)
             else:
                 self._task = replace(self._task, addresses=addresses)
-                place.answer_due = time.monotonic() + _ANSWER_S
+                self._at(time.monotonic() + _ANSWER_S, f"node {place.node}", lambda: self._check_answer(place))
                 # It tells in a thread of its own.
                 handle.listen(lambda *told: self._post(lambda: self._silent(place, *told)))
                 place.channel = Channel(
@@ -289,6 +272,10 @@ class JobRunner:
                 return error
 
         self._in_turn(place.node, start, started)
+
+    def _check_answer(self, place: _Place) -> None:
+        if not place.answered:
+            self._lost(place, f"its agent did not answer within {_ANSWER_S:.0f} s")
 
     def _silent(self, place: _Place, silent_s: float, said: str) -> None:
         if not place.stopped:
@@ -325,11 +312,9 @@ class JobRunner:
     def _lost(self, place: _Place, reason: str) -> None:
         if place.stopped:
             return
-        started = place.answer_due is None
-        place.answer_due = None
         # Its place stays: the machine knows of the loss and stops what is left of the attempt, without this node.
         self._stop_node(place.node)
-        self._tell(t.NodeDown(place.node, place.attempt, reason, started))
+        self._tell(t.NodeDown(place.node, place.attempt, reason, place.answered))
 
     def _in_turn(self, node: int, work: Callable[[], T], then: Callable[[T], None], *, first: bool = False) -> None:
         """Do blocking work for a node in a thread, after what it is busy with; then go on in the loop."""
@@ -397,7 +382,8 @@ class JobRunner:
             case frames.LOG:
                 if (stream := place.streams.get(frame.rank)) is not None:
                     stream.feed(bytes(frame.parsed().rest), time.monotonic())
-                    self._bar_due = self._bar_due or stream.due
+                    if self._log_due is None:
+                        self._show_log_at(stream.due)
             case frames.AGENT:
                 self._answered(place, frame)
             case frames.LEASED if not place.stopped:
@@ -412,12 +398,12 @@ class JobRunner:
 
     def _answered(self, place: _Place, frame: RawFrame) -> None:
         meta = frame.parsed().meta
-        if place.answer_due is None:
+        if place.answered:
             return
         if meta.get("version") != frames.VERSION:
             self._lost(place, f"its agent speaks version {meta.get('version')} of the protocol, not {frames.VERSION}")
             return
-        place.answer_due = None
+        place.answered = True
         for note in (meta.get("place") or {}).get("notes", ()):
             if not any(note.partition(": ")[2] in said for said in self._notes):  # the cause, perhaps of more
                 self._notes.append(note)
@@ -441,11 +427,11 @@ class JobRunner:
 
     def _has_answered(self, node: int) -> bool:
         place = self._places.get(node)
-        return place is not None and place.channel is not None and place.answer_due is None
+        return place is not None and place.answered
 
     def _ask_leases(self) -> None:
         """Has all of the job's nodes lease their GPUs."""
-        self._lease_due, self._leases = None, {}
+        self._leases = {}
         self._round += 1
         if not all(self._has_answered(node) for node in self.nodes):
             return  # one was lost just now, or they are started anew
@@ -474,7 +460,7 @@ class JobRunner:
         for node in self.nodes:  # all is given back: two jobs that wait for each other's would do so for ever
             if self._has_answered(node):
                 self._send_lease(node, 0, 0)
-        self._lease_due = time.monotonic() + _LEASE_S * random.uniform(0.5, 1.5)
+        self._at(time.monotonic() + _LEASE_S * random.uniform(0.5, 1.5), "leases", self._ask_leases)
         if (text := f"Waiting for GPUs. {'; '.join(sorted(held))}") != self._held:
             self._held = text
             self._do([t.Log("waiting", text)])
@@ -504,6 +490,12 @@ class JobRunner:
                 tail,
             )
         )
+
+    def _show_log_at(self, due: float | None) -> None:
+        """Have the log show progress bars and unfinished lines when their time comes."""
+        self._log_due = due
+        if due is not None:
+            self._at(due, "log", lambda: self._show_log_at(self._log.tick(time.monotonic())))
 
     def _end_streams(self, place: _Place) -> None:
         for stream in place.streams.values():
