@@ -69,15 +69,6 @@ def test_a_shell_that_kills_itself(atoll: Atoll) -> None:
     assert "rank 1 on worker1 was killed by SIGKILL" in out
 
 
-@pytest.mark.parametrize("early", [0, 1])
-@pytest.mark.long
-def test_one_ends_well_at_once_and_the_other_fails_later(atoll: Atoll, early: int) -> None:
-    script = f"[ $SKYPILOT_NODE_RANK = {early} ] && exit 0; sleep 0.7; exit 5"
-    code, out, _ = atoll("launch", "-c", "t", "--nodes", "2", script)
-    assert code == 100
-    assert f"rank {1 - early} on {('worker1', 'head')[early]} exited with code 5" in out
-
-
 def test_setup_that_fails_on_one_node(atoll: Atoll, tmp_path: Path) -> None:
     task = task_file(
         tmp_path / "task.yaml",
@@ -214,49 +205,6 @@ def test_two_clusters_with_one_port_take_turns(atoll: Atoll, monkeypatch: pytest
     assert "bound" in out
 
 
-def test_nodes_that_start_in_any_order(atoll: Atoll, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that starts a node takes its time, a different one for each."""
-    if not isolation().command:
-        pytest.skip("nodes are started without a program here")
-    slow = tmp_path / "bin/unshare"
-    slow.parent.mkdir()
-    slow.write_text(
-        f'#!/bin/bash\n[ "$*" = "${{*%main*}}" ] || sleep 0.$((RANDOM % 9))\nexec {isolation().command[0]} "$@"\n'
-    )
-    slow.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
-    script = "echo $SKYPILOT_NODE_RANK sees $(hostname) in $SKYPILOT_NODE_IPS"
-    code, out, _ = atoll("launch", "-c", "t", "--nodes", "5", script)
-    assert code == 0
-    seen = sorted(line.partition(") ")[2] for line in out.splitlines() if " sees " in line)
-    ips = " ".join(f"127.0.0.{node + 1}" for node in range(5))
-    names = ["head", *(f"worker{node}" for node in range(1, 5))]
-    assert seen == [f"{node} sees t-{name} in {ips}" for node, name in enumerate(names)]
-
-
-@pytest.mark.long  # three back-offs; tests/tasks/test_supervisor.py has one restart
-def test_restarts_keep_the_task_id_and_the_order(atoll: Atoll, tmp_path: Path) -> None:
-    task = task_file(
-        tmp_path / "task.yaml",
-        """
-num_nodes: 2
-resources: {job_recovery: {max_restarts_on_errors: 1, recover_on_exit_codes: 33}}
-run: |
-  echo "is $SKYPILOT_TASK_ID on" $SKYPILOT_NODE_IPS
-  echo x >> ~/runs
-  [ $SKYPILOT_NODE_RANK = 0 ] || sleep 60
-  case $(wc -l < ~/runs) in 1|2) exit 33;; 3) exit 1;; *) exit 2;; esac
-""",
-    )
-    code, out, _ = atoll("launch", "-c", "t", task)
-    assert code == 100
-    assert "exited with code 2" in out
-    said = re.findall(r"is (sky-\S+_t_1) on 127.0.0.1 127.0.0.2", out)
-    assert len(set(said)) == 1
-    assert len([line for line in out.splitlines() if line.startswith("(head, ") and " is sky-" in line]) == 4
-    assert row_of(atoll, "t")["restarts"] == 3
-
-
 # -------------------------------------------------------------------------------------------- terminals, supervisors
 @pytest.mark.long
 def test_a_terminal_that_closes(atoll: Atoll) -> None:
@@ -308,15 +256,3 @@ def test_a_killed_supervisor_is_noticed(atoll: Atoll, first: str) -> None:
     code, out, _ = atoll("launch", "-c", "t", "--nodes", "2", "echo works again")
     assert code == 0
     assert out.count("works again") == 2
-
-
-@pytest.mark.long
-def test_thirty_quick_ones_all_run(atoll: Atoll) -> None:
-    atoll("launch", "-c", "t", "true")
-    for number in range(30):
-        assert atoll("exec", "t", "-d", f"echo {number} >> ~/done")[0] == 0
-    eventually(lambda: atoll("queue", "t", "-s", "-o", "json")[1] == "[]\n", "all have ended", 60)
-    rows = json.loads(atoll("queue", "t", "--all", "-o", "json")[1])
-    assert [row["status"] for row in rows] == ["SUCCEEDED"] * 31
-    done = (clusters.node_home("t", 0) / "done").read_text().split()
-    assert sorted(map(int, done)) == list(range(30))

@@ -118,18 +118,6 @@ def test_what_setup_writes_into_bashrc_is_known_to_run(home: Path) -> None:
     assert ") late: yes\n" in cluster.follow(job)[1]
 
 
-@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
-def test_only_the_last_exit_code_counts_unless_strict(home: Path) -> None:
-    cluster = LocalCluster.make(home)
-    assert cluster.run("false\necho on")[0] is SUCCEEDED
-    job = cluster.submit("true\nfalse\necho on", strict=True)
-    status, log = cluster.follow(job)
-    assert status is FAILED
-    assert ") on" not in log
-    assert cluster.run("echo $0; nonsense-command")[0] is FAILED
-    assert "line 1: nonsense-command" in cluster.log(job + 1)  # the lines are the user's own
-
-
 def test_a_job_of_commands_has_torchruns_variables(home: Path) -> None:
     cluster = LocalCluster.make(home, num_nodes=2)
     text = "import os; e = os.environ; print(*(e[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')))"
@@ -146,14 +134,6 @@ def test_a_job_of_commands_has_torchruns_variables(home: Path) -> None:
     ]
     assert 1024 < int(port) < 32768
     assert cluster.follow(job, follow=False, rank=3)[1].count("\n") == 1
-
-
-@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
-def test_setup_only(home: Path) -> None:
-    cluster = LocalCluster.make(home)
-    status, log = cluster.run(None, setup="echo only setup")
-    assert status is SUCCEEDED
-    assert "only setup" in log
 
 
 # ------------------------------------------------------------------------------------------------- failures
@@ -174,34 +154,6 @@ def test_the_first_that_fails_ends_the_job_within_two_seconds(home: Path) -> Non
     assert end.startswith(f"✗ Job {job} failed (status: FAILED): rank 2 on worker2 exited with code 1")
     assert "about to fail" in end
     assert "stopped by the launcher" in end
-
-
-@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
-def test_a_shell_that_kills_itself(home: Path) -> None:
-    cluster = LocalCluster.make(home, num_nodes=2)
-    job = cluster.submit("[ $SKYPILOT_NODE_RANK = 1 ] && kill -9 $$; sleep 60", num_nodes=2)
-    assert cluster.follow(job)[0] is FAILED
-    row = cluster.control.job(job)
-    assert "rank 1 on worker1 was killed by SIGKILL" in row.reason
-    assert row.exit_code == 137
-
-
-@pytest.mark.long  # tests/tasks/test_cases.py has it through the command
-@pytest.mark.parametrize("early", [0, 1])
-def test_one_ends_well_at_once_and_the_other_fails_later(home: Path, early: int) -> None:
-    cluster = LocalCluster.make(home, num_nodes=2)
-    job = cluster.submit(f"[ $SKYPILOT_NODE_RANK = {early} ] && exit 0; sleep 0.5; exit 3", num_nodes=2)
-    assert cluster.follow(job)[0] is FAILED
-    row = cluster.control.job(job)
-    assert (row.culprit_rank, row.exit_code) == (1 - early, 3)
-
-
-def test_setup_fails(home: Path) -> None:
-    cluster = LocalCluster.make(home, num_nodes=2)
-    status, log = cluster.run("echo never", setup="[ $SKYPILOT_SETUP_NODE_RANK = 1 ] && exit 5; true", num_nodes=2)
-    assert status is JobStatus.FAILED_SETUP
-    assert "setup on worker1 exited with code 5" in log
-    assert "never" not in log
 
 
 def test_a_program_that_is_not_there(home: Path) -> None:
