@@ -101,7 +101,7 @@ def test_each_has_a_home_of_its_own_that_stays(mode: str, source: Callable[..., 
             assert both[0][0].env["NCCL_HOSTID"] == both[1][0].env["NCCL_HOSTID"] != ""
         assert not any(os.path.exists(node.tmp) for node, _ in both)
         assert all("train" not in os.path.basename(node.tmp) for node, _ in both)
-    assert (Path(both[0][0].home) / "kept").read_text() == "x\nx\n"
+    assert (Path(both[0][0].plan.home) / "kept").read_text() == "x\nx\n"
 
 
 def test_names_of_clusters_that_are_too_long_for_a_host_still_tell_nodes_apart(

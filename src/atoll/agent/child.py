@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll.agent.namespace import Place
 from atoll.agent.orphans import VARIABLE
-from atoll.agent.process_tree import TICK_S, OomCounter, alive, command_line, kill_tree, stat_of, tree
+from atoll.agent.process_tree import OomCounter, alive, command_line, kill_tree, stat_of, tree
 from atoll.agent.rank_io import LEAVE, LOOK, Output, last_lines
 from atoll.wire.channel import Channel
 from atoll.wire.frames import close_all
@@ -269,7 +269,7 @@ class Child:
         if self.killed or self._terminated or self.fault is not None or code == 0:
             return False
         if code in (-signal.SIGKILL, _KILLED_CODE):
-            return oom.rose_within(2 * TICK_S)
+            return oom.rose()
         return any(map(_SAYS_KILLED.search, tail)) and oom.rose_within(_TOLD_S)
 
     def close(self) -> None:

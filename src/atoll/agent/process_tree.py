@@ -229,7 +229,7 @@ class OomCounter:
     """Tells whether the kernel killed a process for memory: its count of such kills is readable by anyone."""
 
     def __init__(self) -> None:
-        self._count = _oom_kills()
+        self._count = self._explained = _oom_kills()  # up to which count a death was put down to a kill
         self._looked_s = time.monotonic()
         self._rose_s = -math.inf
 
@@ -238,8 +238,14 @@ class OomCounter:
         if time.monotonic() - self._looked_s >= TICK_S:
             self._look()
 
+    def rose(self) -> bool:
+        """Did the kernel kill anything for memory just now that no earlier death was put down to?"""
+        rose = self.rose_within(2 * TICK_S) and self._count > self._explained
+        self._explained = self._count
+        return rose
+
     def rose_within(self, seconds: float) -> bool:
-        """Did the kernel kill anything for memory in so many seconds?"""
+        """Did it in so many seconds? For a death that somebody else had to notice first."""
         self._look()
         return time.monotonic() - self._rose_s < seconds
 
