@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from atoll.agent.namespace import Place
+from atoll.agent.namespace import Sandbox
 from atoll.agent.orphans import VARIABLE
 from atoll.agent.process_tree import OomCounter, alive, command_line, kill_tree, stat_of, tree
 from atoll.agent.rank_io import LEAVE, LOOK, Output, last_lines
@@ -41,7 +41,7 @@ class Child:
         number: what the driver calls it.
         spec: the fields of its START frame.
         setup: those of the node's SETUP frame.
-        place: what the node has of its own.
+        sandbox: what the node has of its own.
         given: a rank's ends of its channel, standard output and error, where the driver has the others.
 
     Attributes:
@@ -56,7 +56,12 @@ class Child:
     """
 
     def __init__(
-        self, number: int, spec: Mapping[str, Any], setup: Mapping[str, Any], place: Place | None, given: Sequence[int]
+        self,
+        number: int,
+        spec: Mapping[str, Any],
+        setup: Mapping[str, Any],
+        sandbox: Sandbox | None,
+        given: Sequence[int],
     ) -> None:
         self.number = number
         self.is_rank = bool(spec.get("channel"))
@@ -68,15 +73,15 @@ class Child:
         self.outputs: list[Output] = []
         self.tag = f"ATOLL_RANK_TAG={setup['tag']}.{number}"
         self._terminated = False
-        self._whole = True  # was all of its tree told to end?
-        self._told: dict[int, bytes] = {}  # who was, and what it was at that moment
+        self._whole = True  # was the signal for all of its tree?
+        self._signalled: dict[int, bytes] = {}  # who got it, and what it was at that moment
         self._owes_sight = False
         self._control: socket.socket | None = None
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as ends:
             ends.callback(close_all, given)
-            env = self._environment(spec, setup, place)
+            env = self._environment(spec, setup, sandbox)
             argv = list(spec["argv"])
-            tmp = setup["tmp_dir"] if place is None else place.tmp
+            tmp = setup["tmp_dir"] if sandbox is None else sandbox.tmp
             if script := spec.get("script"):
                 argv.append(self._write_script(tmp, script["name"], script["text"]))
             if text := spec.get("shell"):
@@ -92,16 +97,18 @@ class Child:
 
     # -- its start ------------------------------------------------------------------------------------------------
 
-    def _environment(self, spec: Mapping[str, Any], setup: Mapping[str, Any], place: Place | None) -> dict[str, str]:
+    def _environment(
+        self, spec: Mapping[str, Any], setup: Mapping[str, Any], sandbox: Sandbox | None
+    ) -> dict[str, str]:
         node_tag = f"{setup['tag']}.{setup['node']}"
         env = {**spec["env"], "ATOLL_RANK_TAG": f"{setup['tag']}.{self.number}", "ATOLL_POOL_TAG": node_tag}
         if (owner := os.environ.get(VARIABLE)) is not None:
             env[VARIABLE] = owner
-        if place is not None:
+        if sandbox is not None:
             if env.get("TMPDIR") == setup["tmp_dir"]:
-                env["TMPDIR"] = place.tmp
+                env["TMPDIR"] = sandbox.tmp
             path = env.get("PATH", os.defpath)
-            if (programs := place.programs(f"ATOLL_POOL_TAG={node_tag}", path)) is not None:
+            if (programs := sandbox.programs(f"ATOLL_POOL_TAG={node_tag}", path)) is not None:
                 env["PATH"] = f"{programs}:{path}"
         return env
 
@@ -204,7 +211,7 @@ class Child:
     # -- its end --------------------------------------------------------------------------------------------------
 
     def terminate(self, number: int, whole: bool) -> None:
-        """A signal to all of its tree or, as torchrun does it, to its root; what is told has a while to end by itself.
+        """A signal to all of its tree or, as torchrun does it, to its root; what gets it has a while to end by itself.
 
         A root that saves first still needs its children: those of a data loader, say.
         """
@@ -212,7 +219,7 @@ class Child:
         if not whole:
             _signal_all([self.pid], signal.Signals(number))
             return
-        # All are held still first: a child forked just after it was looked for would live on, untold.
+        # All are held still first: a child forked just after it was looked for would live on, missed.
         found: set[int] = set()
         for _ in range(_MOST_LOOKS):
             new = set(tree(self.pid, self.tag)) - found
@@ -221,7 +228,7 @@ class Child:
             _signal_all(new, signal.SIGSTOP)
             _wait_until_still(new)
             found |= new
-        self._told = {pid: command_line(pid) for pid in found}
+        self._signalled = {pid: command_line(pid) for pid in found}
         _signal_all(found, signal.SIGTERM)
         _signal_all(found, signal.SIGCONT)
 
@@ -229,17 +236,17 @@ class Child:
         """SIGTERM to those that the first may not have reached.
 
         A shell's child may lose it before it becomes another program; one that was just being forked may not have
-        been seen. What somebody started who was told is his: he may need it to end well.
+        been seen. What was started by somebody who got it is his: he may need it to end well.
         """
         here = {pid: command_line(pid) for pid in tree(self.pid, self.tag)}
-        untold = {pid: stat for pid in here if pid not in self._told and (stat := stat_of(pid)) is not None}
-        lost = [pid for pid, stat in untold.items() if stat.parent not in here]
-        changed = [pid for pid, now in here.items() if self._told.get(pid, now) != now != b""]
-        self._told.update({pid: here[pid] for pid in (*lost, *changed)})
+        missed = {pid: stat for pid in here if pid not in self._signalled and (stat := stat_of(pid)) is not None}
+        lost = [pid for pid, stat in missed.items() if stat.parent not in here]
+        changed = [pid for pid, now in here.items() if self._signalled.get(pid, now) != now != b""]
+        self._signalled.update({pid: here[pid] for pid in (*lost, *changed)})
         _signal_all((*lost, *changed), signal.SIGTERM)
 
     def end_rest(self) -> None:
-        """SIGTERM to what is left of a tree whose root alone was told, once that has ended."""
+        """SIGTERM to what is left of a tree whose root alone got the signal, once that has ended."""
         if self._terminated and not self._whole:
             _signal_all(set(tree(self.pid, self.tag)) - {self.pid}, signal.SIGTERM)
 

@@ -42,34 +42,34 @@ done
 """
 
 
-class Place:
-    """A node's place on a machine that others use too.
+class Sandbox:
+    """What of a machine that others use too is a node's own.
 
     Attributes:
         report: what the agent says of it: which parts are the node's own, and why others are not.
         folder: descriptor of the node's folder for temporary files.
     """
 
-    def __init__(self, wish: Mapping[str, Any]) -> None:
-        self._wish = wish
-        self._tmp: str = wish["tmp"]
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = spec
+        self._tmp: str = spec["tmp"]
         scratch = os.path.join(_TMP, f".{os.path.basename(self._tmp)}-root")
-        self._mounts = Overmounts(scratch, os.path.join(wish["home"], ".atoll-mounts", ".around"))
+        self._mounts = Overmounts(scratch, os.path.join(spec["home"], ".atoll-mounts", ".around"))
         # Opened while these names still mean the machine's folders. Through them no later mount is ever reached.
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._above = os.open(os.path.dirname(self._tmp), flags)
         self.folder = os.open(self._tmp, flags)
-        notes: list[str] = list(wish["notes"])
-        if wish["refused"] is not None:
-            notes.append(f"shared with the machine: {wish['refused']}")
-        own = {kind: os.readlink(f"/proc/self/ns/{kind}") != there for kind, there in wish["outside"].items()}
+        notes: list[str] = list(spec["notes"])
+        if spec["refused"] is not None:
+            notes.append(f"shared with the machine: {spec['refused']}")
+        own = {kind: os.readlink(f"/proc/self/ns/{kind}") != there for kind, there in spec["outside"].items()}
         # Without namespaces of our own these would change the machine's host name and mounts.
         named = own["uts"] and _try(notes, "its host name", self._name)
         if named and own["mnt"]:
             _try(notes, "its /etc/hosts", self._mount_hosts)
-        if own["mnt"] and wish["resolv_conf"] is not None:
+        if own["mnt"] and spec["resolv_conf"] is not None:
             _try(notes, "its /etc/resolv.conf", self._mount_resolv_conf)
-        wanted = _TMP not in wish["visible"]  # else it is to be the machine's
+        wanted = _TMP not in spec["visible"]  # else it is to be the machine's
         self._has_tmp = own["mnt"] and wanted and _try(notes, "its /tmp", self._mount_tmp)
         notes += (
             self._show_mounts() if own["mnt"] else [_elsewhere(each, "no mounts of its own") for _, each in self._shown]
@@ -117,10 +117,10 @@ class Place:
         shutil.rmtree(os.path.basename(self._tmp), ignore_errors=True, dir_fd=self._above)
 
     def _name(self) -> None:
-        socket.sethostname(self._wish["hostname"])
+        socket.sethostname(self._spec["hostname"])
 
     def _mount_hosts(self) -> None:
-        peers = {name: addr for addr, name in self._wish["peers"]}
+        peers = {name: addr for addr, name in self._spec["peers"]}
         lines = [f"{addr} {name}" for name, addr in peers.items()]
         lines += ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
         with contextlib.suppress(OSError), open("/etc/hosts", encoding="utf-8", errors="surrogateescape") as hosts:
@@ -130,11 +130,11 @@ class Place:
         self._mount_text("hosts", "/etc/hosts", lines)
 
     def _mount_resolv_conf(self) -> None:
-        self._mount_text("resolv.conf", "/etc/resolv.conf", self._wish["resolv_conf"].splitlines())
+        self._mount_text("resolv.conf", "/etc/resolv.conf", self._spec["resolv_conf"].splitlines())
 
     @property
     def _shown(self) -> list[tuple[str, str]]:
-        return [(source, target) for source, target in self._wish["mounts"]]
+        return [(source, target) for source, target in self._spec["mounts"]]
 
     def _show_mounts(self) -> list[str]:
         """Put a task's files where it wants them; returns a line for each that can't be there."""
@@ -175,7 +175,7 @@ class Place:
     def _kept(self) -> dict[str, bool]:
         """Paths below ``/tmp`` that must be visible, in all spellings, outer ones first; and whether for writing."""
         found: dict[str, bool] = {}
-        for writable, paths in ((False, self._wish["readable"]), (True, (self._wish["home"], *self._wish["visible"]))):
+        for writable, paths in ((False, self._spec["readable"]), (True, (self._spec["home"], *self._spec["visible"]))):
             for path in paths:
                 for spelling in (os.path.abspath(path), os.path.realpath(path)):
                     if spelling.startswith(_TMP + "/") and os.path.exists(spelling):
@@ -189,17 +189,17 @@ class Place:
         return kept
 
 
-def take_place() -> Place | None:
-    """Apply the place that this agent was started for, or None where there is none."""
+def enter_sandbox() -> Sandbox | None:
+    """Apply what this agent was started with; None where the node shares everything."""
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
     with contextlib.suppress(OSError):
         _hide_command_line()
-    place = Place(json.loads(text))
+    sandbox = Sandbox(json.loads(text))
     # What we may do in a user namespace of our own is not for the user's processes.
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    return place
+    return sandbox
 
 
 def _try(notes: list[str], what: str, apply: Callable[[], None]) -> bool:

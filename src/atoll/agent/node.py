@@ -21,7 +21,7 @@ from typing import Any
 
 from atoll.agent.child import Child, exit_fields, raise_descriptor_limit
 from atoll.agent.leases import Leases
-from atoll.agent.namespace import Place, take_place
+from atoll.agent.namespace import Sandbox, enter_sandbox
 from atoll.agent.process_tree import (
     PR_SET_CHILD_SUBREAPER,
     TICK_S,
@@ -58,7 +58,7 @@ class Agent:
     """One node's processes."""
 
     def __init__(
-        self, channel: socket.socket, driver_pidfd: int, place: Place | None = None, proc_fd: int = -1
+        self, channel: socket.socket, driver_pidfd: int, sandbox: Sandbox | None = None, proc_fd: int = -1
     ) -> None:
         self._proc_fd = proc_fd
         self._loop = EventLoop()
@@ -69,7 +69,7 @@ class Agent:
         self._setup: dict[str, Any] = {}
         self._asked: set[int] = set()  # calls whose stacks are being collected
         self._oom = OomCounter()
-        self._place = place
+        self._sandbox = sandbox
         self._leases = Leases()
         self._env: dict[str, str] = {}  # what every process gets
         if driver_pidfd >= 0:
@@ -81,8 +81,8 @@ class Agent:
     def run(self) -> None:
         """Serve until the driver goes."""
         try:
-            placed = {} if self._place is None else {"place": self._place.report}
-            self._tell(frames.AGENT, fields={"version": frames.VERSION, "pid": os.getpid(), **placed})
+            own = {} if self._sandbox is None else {"place": self._sandbox.report}
+            self._tell(frames.AGENT, fields={"version": frames.VERSION, "pid": os.getpid(), **own})
             while True:
                 self._loop.turn(TICK_S if self._children else None)
                 self._oom.tick()
@@ -142,17 +142,17 @@ class Agent:
 
     def _set_up(self, setup: dict[str, Any]) -> None:
         self._setup = setup
-        if self._place is None:
+        if self._sandbox is None:
             os.makedirs(setup["tmp_dir"], mode=0o700, exist_ok=True)
             folder = os.open(setup["tmp_dir"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         else:
-            folder = self._place.folder
+            folder = self._sandbox.folder
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as we live: it tells that the folder is in use
         if setup.get("ttl_s"):
             self._loop.after(setup["ttl_s"], lambda: self._leave(f"its ttl of {setup['ttl_s']:g} s is over"))
-        if (wish := setup.get("lease")) is not None:
+        if (request := setup.get("lease")) is not None:
             self._waiting = []
-            self._lease_and_start(wish, time.monotonic() + _LEASE_S)
+            self._lease_and_start(request, time.monotonic() + _LEASE_S)
 
     def _leave(self, why: str) -> None:
         self._tell(frames.AGENT, fields={"ended": why})
@@ -179,30 +179,30 @@ class Agent:
 
     # -- GPUs -------------------------------------------------------------------------------------------------
 
-    def _lease_and_start(self, wish: dict[str, Any], deadline: float) -> None:
+    def _lease_and_start(self, request: dict[str, Any], deadline: float) -> None:
         """Lease the ranks' GPUs, which somebody who is just ending may still have, and start them."""
-        why = self._lease(wish)
+        why = self._lease(request)
         if why is not None:
             if time.monotonic() > deadline:
                 self._leave(why)
-            self._loop.after(_LEASE_RETRY_S, lambda: self._lease_and_start(wish, deadline))
+            self._loop.after(_LEASE_RETRY_S, lambda: self._lease_and_start(request, deadline))
             return
         self._env["CUDA_VISIBLE_DEVICES"] = ",".join(self._leases.gpus)
         waiting, self._waiting = self._waiting or [], None
         for start in waiting:
             self._start(*start)
 
-    def _lease(self, wish: Mapping[str, Any]) -> str | None:
+    def _lease(self, request: Mapping[str, Any]) -> str | None:
         """Lease GPUs in place of those that are leased; returns why it can't."""
         try:
-            taken = self._leases.lease([gpu for gpu, _ in wish["gpus"]], wish["count"], wish["holder"])
+            held_by = self._leases.lease([gpu for gpu, _ in request["gpus"]], request["count"], request["holder"])
         except OSError as error:
             return f"GPUs can't be leased: {error}"
-        if len(self._leases.gpus) == wish["count"]:
+        if len(self._leases.gpus) == request["count"]:
             return None
-        names = dict(wish["gpus"])
-        held = "; ".join(f"{names[gpu]} is held by {holder}" for gpu, holder in taken.items())
-        return f"{wish['count']} of {len(names)} GPUs requested, {len(names) - len(taken)} free: {held}"
+        names = dict(request["gpus"])
+        held = "; ".join(f"{names[gpu]} is held by {holder}" for gpu, holder in held_by.items())
+        return f"{request['count']} of {len(names)} GPUs requested, {len(names) - len(held_by)} free: {held}"
 
     # -- processes --------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Agent:
             return
         spec["env"] |= self._env
         try:
-            child = Child(number, spec, self._setup, self._place, fds)
+            child = Child(number, spec, self._setup, self._sandbox, fds)
         except OSError as error:
             self._tell(frames.EXIT, number, fields=exit_fields(127, [str(error)]))
             return
@@ -337,8 +337,8 @@ class Agent:
             while True:
                 os.waitpid(-1, 0)
         # Last, when nobody can write there any more.
-        if self._place is not None:
-            self._place.remove()
+        if self._sandbox is not None:
+            self._sandbox.remove()
         elif self._setup:
             shutil.rmtree(self._setup["tmp_dir"], ignore_errors=True)
 
@@ -348,14 +348,14 @@ def main() -> None:
     channel_fd, pidfd, *proc_fd = map(int, sys.argv[1:])
     raise_descriptor_limit()
     # Low descriptors are what ranks get theirs on; nothing of the agent's own may sit there.
-    taken = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    while taken <= max(CHANNEL_FD, CONTROL_FD):
-        taken = os.dup(taken)
+    reserved = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    while reserved <= max(CHANNEL_FD, CONTROL_FD):
+        reserved = os.dup(reserved)
     channel = socket.socket(fileno=_moved(channel_fd))
     if os.getpid() != 1:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     driver = _moved(pidfd) if pidfd >= 0 else -1
-    Agent(channel, driver, take_place(), *map(_moved, proc_fd)).run()
+    Agent(channel, driver, enter_sandbox(), *map(_moved, proc_fd)).run()
 
 
 def _moved(fd: int) -> int:

@@ -31,7 +31,7 @@ from atoll.tasks.transitions import Log, SetStatus
 from atoll.wire.event_loop import EventLoop
 
 _LOOK_S = 0.5  # its files and its nodes' networks are looked at so often
-_PORT_S = 0.1  # a port that another cluster has is asked for again
+_PORT_S = 0.1  # a port that another cluster has is tried again
 _RETRY_S = 1.0  # what could not be written is tried again
 _FIRST_S = 5.0  # whoever started the supervisor asks for something within this time
 _GIVE_UP_S = 60.0  # and given up after so long, once no job is left
@@ -67,7 +67,7 @@ class Dispatcher:
         self._look_at = 0.0
         self._changed = True  # look at once
         self._awaited_ports: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
-        self._told_to_end = False
+        self._is_ending = False
         self._began = time.monotonic()
         self._starts = folder / _STARTS
         self._file = os.stat(store.path)
@@ -80,7 +80,7 @@ class Dispatcher:
         """Work until nothing is left to do."""
         signal.signal(signal.SIGTERM, lambda *_: self._loop.post(self._terminated))
         for job in self._store.jobs(newest_first=False, unfinished=True):
-            self._take_up(job)
+            self._accept(job)
         try:
             while not self._idle():
                 self._loop.turn(self._timeout_s())
@@ -97,7 +97,7 @@ class Dispatcher:
         return min(left_s, _PORT_S) if self._awaited_ports else left_s
 
     def _terminated(self) -> None:
-        self._told_to_end = self._changed = True
+        self._is_ending = self._changed = True
 
     def _clear_finished(self) -> None:
         for job_id, runner in list(self._runners.items()):
@@ -131,7 +131,7 @@ class Dispatcher:
         if not self._changed and not self._awaited_ports:
             return
         self._changed, self._awaited_ports = False, set()
-        if self._told_to_end and (self._pending or not all(each.cancelled for each in self._runners.values())):
+        if self._is_ending and (self._pending or not all(each.cancelled for each in self._runners.values())):
             self.cancel(None, signal.SIGTERM)
         unwritten = {job_id for job_id, _, _ in self._unwritten}
         if pending := [job for job_id, job in self._pending.items() if job_id not in unwritten]:
@@ -162,7 +162,7 @@ class Dispatcher:
         job_id = self._store.add(spec, task_id_for=begin, user=user)
         job = self._store.job(job_id)
         if job.status is JobStatus.PENDING and job_id not in self._pending and job_id not in self._runners:
-            self._take_up(job)
+            self._accept(job)
         return job_id
 
     def cancel(self, job_ids: list[int] | None, number: int) -> list[int]:
@@ -187,7 +187,7 @@ class Dispatcher:
         """What happened to a job since an event."""
         return self._store.events(job_id, after)
 
-    def _take_up(self, job: JobRow) -> None:
+    def _accept(self, job: JobRow) -> None:
         self._changed = True
         if self._watch_owner(job):
             self._pending[job.id] = job
@@ -256,7 +256,7 @@ class Dispatcher:
         if runner.cancelled and number != signal.SIGKILL:
             return
         why = "cancelled"
-        if self._told_to_end:
+        if self._is_ending:
             why = "the supervisor was asked to end"
         elif job.id in self._owners and _has_ended(self._owners[job.id]):
             why = f"the process that started it, {job.spec.owner_pid}, ended"
@@ -342,7 +342,7 @@ class Dispatcher:
             self._nodes, self._shape = nodes, shape
         return self._nodes
 
-    def _take_ports(self, turn: Turn, cluster: ClusterSpec, nodes: ClusterNodes) -> str | None:
+    def _lock_ports(self, turn: Turn, cluster: ClusterSpec, nodes: ClusterNodes) -> str | None:
         job = turn.job
         if not job.spec.ports or not nodes.shared_networks:
             return None
@@ -351,7 +351,7 @@ class Dispatcher:
             return f"{TURN}: jobs before it wait for its port"
         folder = self._folder.parent.parent / "ports"
         locks = PortLocks((folder / each for each in networks), f"job {job.id} of cluster {cluster.name}")
-        held = locks.take(job.spec.ports)
+        held = locks.lock(job.spec.ports)
         if held is not None:
             self._awaited_ports.add((job.spec.ports, networks))  # nobody tells us when they are free
             return f"waiting for {held}"
@@ -362,7 +362,7 @@ class Dispatcher:
         """Start a job, unless it has to wait for a port: what it waits for, then."""
         job = turn.job
         try:
-            if (why := self._take_ports(turn, cluster, nodes)) is not None:
+            if (why := self._lock_ports(turn, cluster, nodes)) is not None:
                 return why
             runner = JobRunner(job, turn.nodes, cluster, nodes, self._folder, self._loop, self._record, self._notes)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this job, the others go on

@@ -73,7 +73,7 @@ class JobMachine:
         self._failed_setups: list[t.ProcessEnded] = []
         self._cause: Cause | None = None
         self._restarts = self._num_errors = self._num_lost = 0
-        self._next_s: float | None = None  # when the phase goes on by itself
+        self._next_s: float | None = None  # when the phase ends by itself
         self._timeout_at_s: float | None = None
 
     @property
@@ -139,9 +139,9 @@ class JobMachine:
             return []
         self._starting.remove(event.node)
         self._up.add(event.node)
-        return [t.Log("node_up", node=event.node), *self._go_on()]
+        return [t.Log("node_up", node=event.node), *self._next_phase()]
 
-    def _go_on(self) -> list[t.Action]:
+    def _next_phase(self) -> list[t.Action]:
         """Enter the next phase, where the barrier before it is reached."""
         if self._phase == "nodes" and not self._starting:
             if self._setup_due:
@@ -176,7 +176,7 @@ class JobMachine:
 
     def _process_ended(self, event: t.ProcessEnded, now: float) -> list[t.Action]:
         key: _Key = (event.phase, event.node, event.process)
-        if key not in self._living:  # told twice, or of a process that nobody started
+        if key not in self._living:  # heard of twice, or nobody started it
             return []
         self._living.remove(key)
         stopped = self._phase == "stop"
@@ -191,7 +191,7 @@ class JobMachine:
         if stopped:
             return [logged, *self._reconsidered(event, now), *self._stop_if_quiet(now)]
         if not failed(event):
-            return [logged, *(self._setups_failed(now) if self._failed_setups else self._go_on())]
+            return [logged, *(self._setups_failed(now) if self._failed_setups else self._next_phase())]
         if event.phase == "setup":
             self._failed_setups.append(event)
             self._next_s = self._next_s or now + SETUP_SETTLE_S
@@ -267,7 +267,7 @@ class JobMachine:
         if self._cause is None or self._cause.kind == "cancel":
             return []
         self._cause = cause  # everything was terminated before
-        return [_told(cause, f"{cause.reason}.")]
+        return [_cause_row(cause, f"{cause.reason}.")]
 
     def _tick(self, now: float) -> list[t.Action]:
         if self._phase != "stop" and self._timeout_at_s is not None and now >= self._timeout_at_s:
@@ -293,7 +293,7 @@ class JobMachine:
         terminated = [t.Terminate(node, number) for node in sorted({node for _, node, _ in self._living})]
         what = "it" if cause.kind in ("cancel", "timeout") else "the others"
         text = f"{cause.reason}; stopping {what}." if terminated else ""  # else the job's last line says it at once
-        return [_told(cause, text), *terminated, *self._stop_if_quiet(now)]
+        return [_cause_row(cause, text), *terminated, *self._stop_if_quiet(now)]
 
     def _reconsidered(self, event: t.ProcessEnded, now: float) -> list[t.Action]:
         """A process ended after the one that was taken for the culprit: was it the culprit, heard of second?"""
@@ -304,7 +304,7 @@ class JobMachine:
         if not other.telling:
             return []
         self._cause = other
-        return [_told(other, f"{other.reason}, at the same time: the more likely cause.")]
+        return [_cause_row(other, f"{other.reason}, at the same time: the more likely cause.")]
 
     def _lost_instead(self, lost: Cause, was_silent: bool) -> list[t.Action]:
         """A node was lost after a process elsewhere failed: that came of the loss, if the node was going by then."""
@@ -314,7 +314,7 @@ class JobMachine:
         if not was_silent and lost.at_s - cause.at_s > LOST_SETTLE_S:
             return []
         self._cause = lost
-        return [_told(lost, f"{lost.reason}: the more likely cause.")]
+        return [_cause_row(lost, f"{lost.reason}: the more likely cause.")]
 
     def _stop_if_quiet(self, now: float) -> list[t.Action]:
         return [] if self._living else self._finish(now)
@@ -380,7 +380,7 @@ _END_STATUS: dict[str, JobStatus] = {
 _LOG_KIND = {"run": "failed", "setup": "failed", "lost": "lost", "start": "lost"}
 
 
-def _told(cause: Cause, text: str) -> t.Log:
+def _cause_row(cause: Cause, text: str) -> t.Log:
     """The row of the event log that names the culprit."""
     data = (("exit_code", cause.exit_code), ("tail", "\n".join(cause.tail)))
     return t.Log(_LOG_KIND.get(cause.kind, cause.kind), text, cause.node, cause.rank, data)

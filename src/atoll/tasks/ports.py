@@ -25,7 +25,7 @@ class PortLocks:
 
     Args:
         folders: where the lock files of its networks lie.
-        holder: what others are told who has them.
+        holder: who others hear has them.
     """
 
     def __init__(self, folders: Iterable[Path], holder: str) -> None:
@@ -33,7 +33,7 @@ class PortLocks:
         self._holder = holder
         self._held: list[int] = []
 
-    def take(self, ports: Sequence[int]) -> str | None:
+    def lock(self, ports: Sequence[int]) -> str | None:
         """Take all of them, or none: then says who holds the first that is not free.
 
         Raises:

@@ -38,13 +38,13 @@ T = TypeVar("T")
 Record = Callable[[int, Sequence[t.SetStatus | t.Log]], JobStatus]
 
 _ANSWER_S = 60.0  # an agent that was started says so within this time
-_LEASE_S = 1.0  # about so often, GPUs that others have are asked for again
+_LEASE_S = 1.0  # about so often, GPUs that others have are requested again
 _TAIL_LINES = 5  # of the culprit's last lines, which stand further up as well
 _MOST_STARTS = 64  # nodes that are started at the same time
 
 
 @dataclass
-class _Place:
+class _NodeSlot:
     """One node of the job in one attempt."""
 
     node: int
@@ -108,7 +108,7 @@ class JobRunner:
         self._record = record
         self._notes = list(notes)
         self._inputs: deque[t.Input] = deque()
-        self._places: dict[int, _Place] = {}
+        self._slots: dict[int, _NodeSlot] = {}
         self._threads = ThreadPoolExecutor(min(cluster.num_nodes, _MOST_STARTS), f"job{job.id}")
         self._turns: dict[int, deque[Callable[[], None]]] = {}  # blocking work of a node, one piece after another
         self._culprit: t.Log | None = None
@@ -145,7 +145,7 @@ class JobRunner:
     def cancel(self, why: str, number: int = SIGTERM) -> None:
         """End it before its time, beginning with this signal."""
         self.cancelled = True
-        self._guard(lambda: self._tell(t.CancelAsked(why, number)))
+        self._guard(lambda: self._hear(t.CancelAsked(why, number)))
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
@@ -175,7 +175,7 @@ class JobRunner:
         self._log.close(time.monotonic())
 
     # ------------------------------------------------------------------------------------------- inputs and actions
-    def _tell(self, event: t.Input) -> None:
+    def _hear(self, event: t.Input) -> None:
         self._inputs.append(event)
         if len(self._inputs) == 1:  # else it is seen to after the one that led to it
             self._handle_inputs()
@@ -185,7 +185,7 @@ class JobRunner:
             self._do(self._machine.handle(self._inputs[0], time.monotonic()))
             self._inputs.popleft()
         if (due := self._machine.deadline) is not None:
-            self._at(due, "machine", lambda: self._tell(t.Tick()))
+            self._at(due, "machine", lambda: self._hear(t.Tick()))
 
     def _do(self, actions: Sequence[t.Action]) -> None:
         rows: list[t.SetStatus | t.Log] = []
@@ -196,9 +196,9 @@ class JobRunner:
                 case t.StartProcess():
                     self._start_process(action)
                 case t.Terminate():
-                    if (place := self._places.get(action.node)) is not None and place.channel is not None:
-                        told = {"signal": int(action.signal), "whole": self.job.spec.command is None}
-                        place.channel.send(frames.pack(frames.TERM, frames.EVERY, meta=told))
+                    if (slot := self._slots.get(action.node)) is not None and slot.channel is not None:
+                        fields = {"signal": int(action.signal), "whole": self.job.spec.command is None}
+                        slot.channel.send(frames.pack(frames.TERM, frames.EVERY, meta=fields))
                 case t.StopNode():
                     self._stop_node(action.node)
                 case t.Log():
@@ -238,52 +238,52 @@ class JobRunner:
 
     # ------------------------------------------------------------------------------------------- nodes
     def _start_node(self, action: t.StartNode) -> None:
-        place = self._places[action.node] = _Place(action.node, action.attempt)
+        slot = self._slots[action.node] = _NodeSlot(action.node, action.attempt)
 
         def started(result: tuple[tuple[str, ...], StartedNode] | AtollError | OSError) -> None:
             if isinstance(result, (AtollError, OSError)):
-                if not place.stopped:
-                    self._tell(t.NodeDown(place.node, place.attempt, str(result), started=False))
+                if not slot.stopped:
+                    self._hear(t.NodeDown(slot.node, slot.attempt, str(result), started=False))
                 return
-            addresses, place.started = result
-            handle = place.started.handle
-            if place.stopped:
-                self._in_turn(place.node, handle.stop, _ignore, first=True)
+            addresses, slot.started = result
+            handle = slot.started.handle
+            if slot.stopped:
+                self._in_turn(slot.node, handle.stop, _ignore, first=True)
             else:
                 self._task = replace(self._task, addresses=addresses)
-                self._at(time.monotonic() + _ANSWER_S, f"node {place.node}", lambda: self._check_answer(place))
+                self._at(time.monotonic() + _ANSWER_S, f"node {slot.node}", lambda: self._check_answer(slot))
                 # It tells in a thread of its own.
-                handle.listen(lambda *told: self._post(lambda: self._silent(place, *told)))
-                place.channel = Channel(
+                handle.listen(lambda *heard: self._post(lambda: self._silent(slot, *heard)))
+                slot.channel = Channel(
                     handle.channel,
                     self._loop,
-                    lambda frame: self._guard(lambda: self._frame(place, frame)),
-                    lambda error: self._guard(lambda: self._lost(place, handle.reason or said_of_end(error))),
+                    lambda frame: self._guard(lambda: self._frame(slot, frame)),
+                    lambda error: self._guard(lambda: self._lost(slot, handle.reason or said_of_end(error))),
                 )
 
         def note(line: str) -> None:
-            self._post(lambda: self._note(place, line))
+            self._post(lambda: self._note(slot, line))
 
         def start() -> tuple[tuple[str, ...], StartedNode] | AtollError | OSError:
             try:
-                addresses = self._nodes.ask(self.job.id, place.attempt, note, lambda: place.stopped)
-                return addresses, self._nodes.start(self.job.id, place.node, place.attempt, *self._visible())
+                addresses = self._nodes.ask(self.job.id, slot.attempt, note, lambda: slot.stopped)
+                return addresses, self._nodes.start(self.job.id, slot.node, slot.attempt, *self._visible())
             except (AtollError, OSError) as error:
                 return error
 
-        self._in_turn(place.node, start, started)
+        self._in_turn(slot.node, start, started)
 
-    def _check_answer(self, place: _Place) -> None:
-        if not place.answered:
-            self._lost(place, f"its agent did not answer within {_ANSWER_S:.0f} s")
+    def _check_answer(self, slot: _NodeSlot) -> None:
+        if not slot.answered:
+            self._lost(slot, f"its agent did not answer within {_ANSWER_S:.0f} s")
 
-    def _silent(self, place: _Place, silent_s: float, said: str) -> None:
-        if not place.stopped:
-            self._tell(t.NodeSilent(place.node, place.attempt, silent_s, said))
+    def _silent(self, slot: _NodeSlot, silent_s: float, said: str) -> None:
+        if not slot.stopped:
+            self._hear(t.NodeSilent(slot.node, slot.attempt, silent_s, said))
 
-    def _note(self, place: _Place, line: str) -> None:
-        if not place.stopped:
-            self._do([t.Log("note", line, place.node)])
+    def _note(self, slot: _NodeSlot, line: str) -> None:
+        if not slot.stopped:
+            self._do([t.Log("note", line, slot.node)])
 
     def _visible(self) -> tuple[list[str], list[str]]:
         """Paths that processes need although they may lie below /tmp: where they work, and what they only read."""
@@ -297,24 +297,24 @@ class JobRunner:
         return work, [each for each in path if os.path.isabs(each)]
 
     def _stop_node(self, node: int) -> None:
-        place = self._places.pop(node, None)
-        if place is None:
+        slot = self._slots.pop(node, None)
+        if slot is None:
             return
-        place.stopped = True
-        if place.channel is not None:
-            place.channel.drain()  # what it has said counts, and belongs into the log before the job's end does
-        self._end_streams(place)
-        if place.channel is not None:
-            place.channel.close()
-        if place.started is not None:  # else it is stopped as soon as it has
-            self._in_turn(node, place.started.handle.stop, _ignore)
+        slot.stopped = True
+        if slot.channel is not None:
+            slot.channel.drain()  # what it has said counts, and belongs into the log before the job's end does
+        self._end_streams(slot)
+        if slot.channel is not None:
+            slot.channel.close()
+        if slot.started is not None:  # else it is stopped as soon as it has
+            self._in_turn(node, slot.started.handle.stop, _ignore)
 
-    def _lost(self, place: _Place, reason: str) -> None:
-        if place.stopped:
+    def _lost(self, slot: _NodeSlot, reason: str) -> None:
+        if slot.stopped:
             return
-        # Its place stays: the machine knows of the loss and stops what is left of the attempt, without this node.
-        self._stop_node(place.node)
-        self._tell(t.NodeDown(place.node, place.attempt, reason, place.answered))
+        # Its slot stays: the machine knows of the loss and stops what is left of the attempt, without this node.
+        self._stop_node(slot.node)
+        self._hear(t.NodeDown(slot.node, slot.attempt, reason, slot.answered))
 
     def _in_turn(self, node: int, work: Callable[[], T], then: Callable[[T], None], *, first: bool = False) -> None:
         """Do blocking work for a node in a thread, after what it is busy with; then go on in the loop."""
@@ -345,14 +345,14 @@ class JobRunner:
 
     # ------------------------------------------------------------------------------------------- processes
     def _start_process(self, action: t.StartProcess) -> None:
-        place = self._places.get(action.node)
-        if place is None or place.channel is None or place.started is None:
+        slot = self._slots.get(action.node)
+        if slot is None or slot.channel is None or slot.started is None:
             return  # it was lost just now, which the machine will hear next
-        spec, started = self.job.spec, place.started
+        spec, started = self.job.spec, slot.started
         number = action.process + (action.phase == "run")  # setup is process 0 of its agent
-        place.running[number] = (action.phase, action.process)
+        slot.running[number] = (action.phase, action.process)
         cwd = started.plan.workdir if action.phase == "setup" else spec.cwd or started.plan.workdir
-        node_env = {**started.env, **self._devices(place, action.phase)}
+        node_env = {**started.env, **self._devices(slot, action.phase)}
         meta: dict[str, object] = {"cwd": cwd}
         if action.phase == "run" and spec.command is not None:
             env = environment.command_environment(
@@ -374,42 +374,42 @@ class JobRunner:
         if meta["argv"] != list(spec.command or ()):
             meta["shell"] = environment.shell_text(self._task, started.env, env)
         meta["env"] = {**env, "PWD": cwd}
-        place.channel.send(frames.pack(frames.START, number, meta=meta))
+        slot.channel.send(frames.pack(frames.START, number, meta=meta))
 
-    def _frame(self, place: _Place, frame: RawFrame) -> None:
+    def _frame(self, slot: _NodeSlot, frame: RawFrame) -> None:
         close_all(frame.fds)  # no agent of a task sends any
         match frame.kind:
             case frames.LOG:
-                if (stream := place.streams.get(frame.rank)) is not None:
+                if (stream := slot.streams.get(frame.rank)) is not None:
                     stream.feed(bytes(frame.parsed().rest), time.monotonic())
                     if self._log_due is None:
                         self._show_log_at(stream.due)
             case frames.AGENT:
-                self._answered(place, frame)
-            case frames.LEASED if not place.stopped:
-                self._leased(place, frame.parsed().meta)
-            case frames.STARTED if frame.rank in place.running:
-                phase, process = place.running[frame.rank]
+                self._answered(slot, frame)
+            case frames.LEASED if not slot.stopped:
+                self._leased(slot, frame.parsed().meta)
+            case frames.STARTED if frame.rank in slot.running:
+                phase, process = slot.running[frame.rank]
                 pid = int(frame.parsed().meta["pid"])
-                place.streams[frame.rank] = self._log.stream(self._prefix(place, phase, process, pid))
-                self._tell(t.ProcessStarted(place.node, process, phase, place.attempt, pid))
-            case frames.EXIT if frame.rank in place.running:
-                self._exited(place, frame)
+                slot.streams[frame.rank] = self._log.stream(self._prefix(slot, phase, process, pid))
+                self._hear(t.ProcessStarted(slot.node, process, phase, slot.attempt, pid))
+            case frames.EXIT if frame.rank in slot.running:
+                self._exited(slot, frame)
 
-    def _answered(self, place: _Place, frame: RawFrame) -> None:
+    def _answered(self, slot: _NodeSlot, frame: RawFrame) -> None:
         meta = frame.parsed().meta
-        if place.answered:
+        if slot.answered:
             return
         if meta.get("version") != frames.VERSION:
-            self._lost(place, f"its agent speaks version {meta.get('version')} of the protocol, not {frames.VERSION}")
+            self._lost(slot, f"its agent speaks version {meta.get('version')} of the protocol, not {frames.VERSION}")
             return
-        place.answered = True
+        slot.answered = True
         for note in (meta.get("place") or {}).get("notes", ()):
             if not any(note.partition(": ")[2] in said for said in self._notes):  # the cause, perhaps of more
                 self._notes.append(note)
-                self._note(place, note)
-        if not self._num_gpus or place.node not in self.nodes:
-            self._tell(t.NodeUp(place.node, place.attempt))
+                self._note(slot, note)
+        if not self._num_gpus or slot.node not in self.nodes:
+            self._hear(t.NodeUp(slot.node, slot.attempt))
         elif all(self._has_answered(node) for node in self.nodes):
             self._ask_leases()
 
@@ -426,8 +426,8 @@ class JobRunner:
             )
 
     def _has_answered(self, node: int) -> bool:
-        place = self._places.get(node)
-        return place is not None and place.answered
+        slot = self._slots.get(node)
+        return slot is not None and slot.answered
 
     def _ask_leases(self) -> None:
         """Has all of the job's nodes lease their GPUs."""
@@ -439,23 +439,23 @@ class JobRunner:
             self._send_lease(node, self._num_gpus, self._round)
 
     def _send_lease(self, node: int, count: int, number: int) -> None:
-        place = self._places[node]
-        assert place.channel is not None  # it has answered
-        wish = lease_wish(self._gpus[node], count, f"job {self.job.id} of cluster {self._task.cluster.name}")
-        place.channel.send(frames.pack(frames.LEASE, meta={**wish, "round": number}))
+        slot = self._slots[node]
+        assert slot.channel is not None  # it has answered
+        request = lease_wish(self._gpus[node], count, f"job {self.job.id} of cluster {self._task.cluster.name}")
+        slot.channel.send(frames.pack(frames.LEASE, meta={**request, "round": number}))
 
-    def _leased(self, place: _Place, meta: dict[str, Any]) -> None:
+    def _leased(self, slot: _NodeSlot, meta: dict[str, Any]) -> None:
         if meta["round"] != self._round or self._machine.done:
             return
-        self._leases[place.node] = meta
+        self._leases[slot.node] = meta
         if len(self._leases) < len(self.nodes):
             return
         held = {f"{node_name(node)}: {answer['why']}" for node, answer in self._leases.items() if answer["why"]}
         if not held:
             for node in self.nodes:
-                if (up := self._places.get(node)) is not None:
+                if (up := self._slots.get(node)) is not None:
                     up.devices = ",".join(self._leases[node]["gpus"])
-                    self._tell(t.NodeUp(node, up.attempt))
+                    self._hear(t.NodeUp(node, up.attempt))
             return
         for node in self.nodes:  # all is given back: two jobs that wait for each other's would do so for ever
             if self._has_answered(node):
@@ -465,25 +465,25 @@ class JobRunner:
             self._held = text
             self._do([t.Log("waiting", text)])
 
-    def _devices(self, place: _Place, phase: t.Phase) -> dict[str, str]:
+    def _devices(self, slot: _NodeSlot, phase: t.Phase) -> dict[str, str]:
         """What its processes see of the node's GPUs: what is leased; without a lease a setup sees all, a run none."""
-        if place.devices is not None:
-            return {VISIBLE: place.devices}
-        gpus = self._gpus[place.node]
+        if slot.devices is not None:
+            return {VISIBLE: slot.devices}
+        gpus = self._gpus[slot.node]
         return {VISIBLE: "" if phase == "run" else ",".join(gpu.device for gpu in gpus)} if gpus else {}
 
-    def _exited(self, place: _Place, frame: RawFrame) -> None:
+    def _exited(self, slot: _NodeSlot, frame: RawFrame) -> None:
         meta = frame.parsed().meta
-        phase, process = place.running.pop(frame.rank)
-        if (stream := place.streams.pop(frame.rank, None)) is not None:
+        phase, process = slot.running.pop(frame.rank)
+        if (stream := slot.streams.pop(frame.rank, None)) is not None:
             self._log.end(stream, time.monotonic())
         tail = tuple(self._log.redactor.hide_text(line) for line in meta.get("tail") or ())
-        self._tell(
+        self._hear(
             t.ProcessEnded(
-                place.node,
+                slot.node,
                 process,
                 phase,
-                place.attempt,
+                slot.attempt,
                 meta["exit_code"],
                 meta.get("signal"),
                 bool(meta.get("oom")),
@@ -497,24 +497,24 @@ class JobRunner:
         if due is not None:
             self._at(due, "log", lambda: self._show_log_at(self._log.tick(time.monotonic())))
 
-    def _end_streams(self, place: _Place) -> None:
-        for stream in place.streams.values():
+    def _end_streams(self, slot: _NodeSlot) -> None:
+        for stream in slot.streams.values():
             self._log.end(stream, time.monotonic())
-        place.streams.clear()
+        slot.streams.clear()
 
-    def _prefix(self, place: _Place, phase: t.Phase, process: int, pid: int) -> str:
+    def _prefix(self, slot: _NodeSlot, phase: t.Phase, process: int, pid: int) -> str:
         """What the lines of a process begin with in the job's log."""
-        spec, name, addr = self.job.spec, node_name(place.node), self._task.addresses[place.node]
+        spec, name, addr = self.job.spec, node_name(slot.node), self._task.addresses[slot.node]
         if phase == "setup":
             num_there = len(self._task.addresses), self._task.addresses.count(addr)
             which = "" if num_there[0] == 1 else f", ip={addr}" if num_there[1] == 1 else f", ip={addr}, {name}"
             return f"(setup pid={pid}{which}) "
         num_processes = spec.num_processes if spec.command is not None else 1
-        rank = place.node * num_processes + process
+        rank = slot.node * num_processes + process
         if spec.num_nodes * num_processes == 1:
             return f"({spec.name or 'task'}, pid={pid}) "
         return (
-            f"({name}, rank={rank}, pid={pid}) " if not place.node else f"({name}, rank={rank}, pid={pid}, ip={addr}) "
+            f"({name}, rank={rank}, pid={pid}) " if not slot.node else f"({name}, rank={rank}, pid={pid}, ip={addr}) "
         )
 
     def _master_port(self, attempt: int) -> int:
