@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -72,6 +73,7 @@ class Dispatcher:
         self._starts = folder / _STARTS
         self._file = os.stat(store.path)
         self._unreachable = False  # nobody can ask for an end of the jobs that run
+        self._reaper: threading.Thread | None = None
         self._fail_orphans()
         self._fail_untried()
         self._service = Service(folder, self, self._loop, first)
@@ -90,6 +92,11 @@ class Dispatcher:
             self._forget_starts()
         finally:
             self._close()
+
+    def join(self) -> None:
+        """Wait until what an earlier supervisor left has ended, after ``run``."""
+        if self._reaper is not None:
+            self._reaper.join()
 
     # ------------------------------------------------------------------------------------------- the loop's business
     def _timeout_s(self) -> float:
@@ -211,8 +218,10 @@ class Dispatcher:
         if line := supervisor.last_line(self._folder):
             reason += f"; the supervisor's last message, in {self._folder / supervisor.LOG}: {line}"
         with contextlib.suppress(OSError, AtollError):  # the next job, which needs it, tells
-            if left := reaper.end_left(self._folder):
+            if left := reaper.end_here(self._folder):
                 reason += f"; not even SIGKILL ends {', '.join(left)}"
+        self._reaper = threading.Thread(target=reaper.end_left_on_hosts, args=(self._folder,), name="reaper")
+        self._reaper.start()
         for job in orphans:
             self._refuse(job, reason)
 
@@ -479,8 +488,10 @@ def _run(folder: Path, first: socket.socket) -> None:
         os.pwrite(lock, str(os.getpid()).encode(), 0)
     with Store(folder) as store:
         store.keep_reserve()
-        Dispatcher(folder, store, lock, first).run()
-    os.close(lock)  # what still ends orphans on hosts keeps nobody from starting the next supervisor
+        dispatcher = Dispatcher(folder, store, lock, first)
+        dispatcher.run()
+    os.close(lock)  # so that the next supervisor can start meanwhile
+    dispatcher.join()
 
 
 def _turn_away(first: socket.socket, reason: str) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import os
 import secrets
 import sys
-import threading
 from pathlib import Path
 
 from atoll.agent import orphans
@@ -136,25 +135,17 @@ def note_driver(folder: Path, owner: str) -> None:
     (folder / _DRIVER).write_text(owner)
 
 
-def end_left(folder: Path) -> list[str]:
-    """End what the last supervisor left. For the next one, which holds the lock. Returns what does not end here.
+def end_left_on_hosts(folder: Path) -> None:
+    """End what the last supervisor left on hosts. For the next one, in a thread, so that nobody waits for them.
 
-    Hosts are asked in a thread, so that whoever only looks does not wait for them; what can't be done there is in the
-    supervisor's log, and tried again before the next job.
-
-    Raises:
-        OSError: ATOLL_HOME can't be used.
+    What can't be done there is in the supervisor's log, and tried again before the next job.
     """
-    with contextlib.suppress(FileNotFoundError):
-        owner = (folder / _DRIVER).read_text()
-        threading.Thread(target=_end_on_hosts, args=(folder, owner), name="orphans").start()
-    return end_here(folder)
-
-
-def _end_on_hosts(folder: Path, owner: str) -> None:
     try:
+        owner = (folder / _DRIVER).read_text()
         left, lines = end_on_nodes(record.load(folder), folder, driver=owner)
-    except (AtollError, LookupError) as error:
+    except FileNotFoundError:
+        return
+    except (AtollError, LookupError, OSError) as error:
         left, lines = [], [str(error)]
     for line in (*(f"not even SIGKILL ends {each}" for each in left), *lines):
         sys.stderr.write(f"{line}\n")
