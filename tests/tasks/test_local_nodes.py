@@ -205,7 +205,7 @@ def test_a_node_whose_agent_was_killed_leaves_nothing(mode: str, source: Callabl
         talk.start("setsid sleep 302 & echo up; sleep 302", env=node.env)
         talk.line()
         below = eventually(lambda: len(found := list(filter(_tagged, leaks.descendants()))) >= 3 and found, "3", 30)
-        node.handle._node.process.kill()  # type: ignore[attr-defined]  # the agent, or unshare which takes it along
+        node.handle.process.kill()  # type: ignore[attr-defined]  # the agent, or unshare which takes it along
         with pytest.raises(EOFError):
             talk.next(frames.EXIT)
         assert "killed by SIGKILL" in str(node.handle.reason)
@@ -352,7 +352,7 @@ def test_what_is_stopped_ends_at_the_latest_before_the_next_job(
         if how == "queue":
             assert cluster.control.job(1).status is JobStatus.FAILED_DRIVER
         elif how == "down":
-            assert cluster.control.remove_nodes() == []
+            assert cluster.control.remove_nodes()[1] == []
         elif how == "next":
             assert cluster.run("echo next")[0] is JobStatus.SUCCEEDED
         else:
@@ -413,7 +413,7 @@ def test_what_cannot_be_ended_is_named_and_the_cluster_is_not_down(
     with pytest.raises(ProvisionError, match=f"not even SIGKILL ends what an earlier job left: {named}"):
         nodes.open()
     monkeypatch.undo()
-    assert cluster.control.remove_nodes() == []
+    assert cluster.control.remove_nodes()[1] == []
     assert left.wait(5) == -signal.SIGKILL
 
 
@@ -492,7 +492,7 @@ def test_a_home_whose_id_cannot_be_used_is_named_and_goes_down(
     assert cluster.control.job(job).status is JobStatus.FAILED_DRIVER
     assert f"{tmp_path / 'id'} can't be used: " in cluster.log(job)
     assert "Remove it, once no jobs run" in cluster.log(job)
-    (line,) = cluster.control.remove_nodes()
+    _, (line,) = cluster.control.remove_nodes()
     assert "So it is not known whether processes of cluster train hang there" in line
     (tmp_path / "id").rmdir() if what == "folder" else (tmp_path / "id").unlink()
     assert cluster.run("echo again")[0] is JobStatus.SUCCEEDED
