@@ -404,7 +404,6 @@ def test_a_single_file(tmp_path):
 def test_progress_and_what_is_known_before(tmp_path):
     source = write(tmp_path / "src", {"a": "x" * 1000, "b": "y" * 500, "c": ""})
     seen = select(source)
-    assert (seen.num_files, seen.num_bytes) == (3, 1500)
     calls: list[tuple[int, int]] = []
     assert mirror(seen, tmp_path / "dest", lambda *each: calls.append(each)) == []
     assert calls[-1] == (1500, 1500)

@@ -247,7 +247,7 @@ class LocalControl:
         """The cluster's record."""
         return record.load(self._folder)
 
-    def change(self, **fields: Any) -> ClusterSpec:
+    def change(self, /, **fields: Any) -> ClusterSpec:
         """Changes fields of the record. A cluster that is stopped or taken down has its jobs cancelled first."""
         changed = ClusterSpec.from_json({**self.cluster().to_json(), **fields})
         fields = {name: getattr(changed, name) for name in fields}

@@ -65,15 +65,11 @@ class RemoteControl:
     queue = remote(LocalControl.queue)
     job = remote(LocalControl.job)
     cluster = remote(LocalControl.cluster)
+    change = remote(LocalControl.change)
     remove_nodes = remote(LocalControl.remove_nodes)
     end = remote(LocalControl.end)
     events = remote(LocalControl.events)
     position_of_tail = remote(LocalControl.position_of_tail)
-
-    def change(self, **fields: Any) -> ClusterSpec:
-        """Changes fields of the record."""
-        changed: ClusterSpec = self.call("change", (), fields)
-        return changed
 
     def follow(
         self,

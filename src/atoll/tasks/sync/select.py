@@ -36,16 +36,6 @@ class Selection:
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
 
-    @property
-    def num_files(self) -> int:
-        """Files and links."""
-        return sum(entry.kind != "folder" for entry in self.entries)
-
-    @property
-    def num_bytes(self) -> int:
-        """Sum of the sizes of the files."""
-        return sum(entry.size for entry in self.entries)
-
 
 def select(root: Path) -> Selection:
     """Select what is sent of a folder, or a single file.

@@ -78,11 +78,22 @@ def ship(
                 lines += disk.put(source, dest, link, counted)
         return lines
 
-    if cluster.allocation.files != "homes":  # all get the same at once: one tells how far it is
+    teller: list[HostDisk] = []  # all get the same at once: the first that does tells how far it is
+
+    def put_on_host(disk: HostDisk) -> list[str]:
+        def count(done: int, total: int) -> None:
+            if not teller:  # in a home that they share, the others find it there
+                teller.append(disk)
+            if progress is not None and teller[0] is disk:
+                progress(done, total)
+
+        return put(disk, count)
+
+    if cluster.allocation.files != "homes":
         provider, is_run = registry.of(cluster.allocation), bool(cluster.allocation.files_in)
         disks = [HostDisk(provider.remote(plan), plan.workdir, is_run=is_run) for plan in plan_of(cluster).nodes]
         with ThreadPoolExecutor(cluster.num_nodes) as threads:
-            every = list(threads.map(put, disks, [progress] + [None] * (cluster.num_nodes - 1)))
+            every = list(threads.map(put_on_host, disks))
     else:
         homes = [clusters.node_home(cluster.name, node) for node in range(cluster.num_nodes)]
         every = [put(LocalDisk(home), _counted(progress, node, len(homes))) for node, home in enumerate(homes)]
