@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, UsageError
@@ -369,6 +369,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=20)
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(NAMES, TEXTS, max_size=4), st.none() | TEXTS, st.integers(1, 99))
 def test_a_task_survives_its_own_yaml(envs: dict[str, str], run: str | None, num_nodes: int) -> None:
     task = Task(envs=envs, run=run, num_nodes=num_nodes)

@@ -159,10 +159,8 @@ def rollback_cluster(name: str, before: ClusterSpec | None) -> None:
         remote_control.remove_record(made)
     if before is not None:
         record.save(folder, before)
-        return
-    for each in folder.iterdir() if folder.is_dir() else ():  # a head may have the same home
-        if each.name != clusters.LOCK:
-            remove_tree(each) if each.is_dir() else each.unlink(missing_ok=True)
+    else:
+        remove_tree(folder)
 
 
 def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
