@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.tasks.test_cases_more import inside
 
+import leaks
 from atoll.core.errors import AtollError, ConfigError
 from atoll.tasks import control, protocol, supervisor
 from atoll.tasks.client import Client
@@ -27,7 +28,7 @@ from atoll.tasks.rows import EventRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 from atoll.wire import frames
 from atoll.wire.command_output import MARK, marked
-from local_cluster import LocalCluster, processes_with, stop, until
+from local_cluster import LocalCluster, descendants, processes_with, stop, until
 
 SUCCEEDED, CANCELLED = JobStatus.SUCCEEDED, JobStatus.CANCELLED
 PROGRAM = [sys.executable, "-m", "atoll.tasks.control"]  # and the name of a cluster
@@ -136,6 +137,20 @@ def test_a_job_whose_answer_was_lost_on_its_way_is_added_once(home: Path) -> Non
     assert cluster.control.submit(JobSpec(run="true", key=cluster.control.job(1).spec.key), {}) == 1
     assert cluster.follow(2)[0] is SUCCEEDED
     cluster.wait_until_idle()
+
+
+def test_a_connection_that_is_lost_between_two_requests_is_made_again(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LocalCluster.make(home)
+    control = RemoteControl(["sh", "-c", f"{marked(shlex.join([*PROGRAM, 'train']))}; exit 255"], "train")
+    assert control.queue() == []
+    for pid in descendants(os.getpid()):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"atoll.tasks.control\0train\0"):
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: not leaks.is_running(pid), "the program's end")
+    assert control.queue() == []
+    assert capsys.readouterr().err == ""  # nobody has to know
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
