@@ -40,7 +40,7 @@ from atoll.tasks.client import (
 )
 from atoll.tasks.environment import check_size
 from atoll.tasks.logs import RUN_LOG, Follower, only_rank
-from atoll.tasks.protocol import PREAMBLE, VERSION, Damaged, NothingLeft, answer, arguments, encode, error_message
+from atoll.tasks.protocol import PREAMBLE, VERSION, NothingLeft, answer, arguments, encode, error_message
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus, is_name
 from atoll.tasks.store import STORE, Store
@@ -479,13 +479,15 @@ def _requests() -> Iterator[dict[str, Any]]:
     """What is asked on standard input, until that ends.
 
     Raises:
-        Damaged: something has read of it before.
+        WireError: something has read of it before.
     """
     begin = b""
     while len(begin) < len(PREAMBLE) and (data := os.read(0, len(PREAMBLE) - len(begin))):
         begin += data
         if not PREAMBLE.startswith(begin):
-            raise Damaged("the request arrived damaged: does something in ~/.bashrc there read standard input?")
+            raise frames.WireError(
+                "the request arrived damaged: does something in ~/.bashrc there read standard input?"
+            )
     parser = frames.Parser()
     while data := os.read(0, _READ_BYTES):
         for frame in parser.feed(data):
@@ -502,8 +504,8 @@ def main(arguments: Sequence[str]) -> int:
         try:
             for message in _requests():
                 _send(_answer(name, control, folder, message))
-        except (Damaged, frames.WireError) as error:
-            _send(error_message(AtollError(str(error))))
+        except frames.WireError as error:
+            _send(error_message(error))
     except BrokenPipeError:  # whoever asked is gone
         return _BROKEN
     return 0

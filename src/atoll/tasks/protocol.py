@@ -17,7 +17,7 @@ from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
 from atoll.wire import frames
-from atoll.wire.frames import Frame
+from atoll.wire.frames import Frame, WireError
 
 VERSION = 2
 # What a program's input begins with: whatever reads a line of it before, such as a start file, leaves less.
@@ -26,10 +26,6 @@ PREAMBLE = b"\natoll\n"
 
 class NothingLeft(AtollError, LookupError):
     """The cluster's folder was removed from the machine that supervises it."""
-
-
-class Damaged(AtollError):
-    """What came is not a request."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -110,7 +106,7 @@ def arguments(message: Mapping[str, Any], send: Callable[[bytes], object]) -> tu
     """The arguments of a request; its callables send what they are called with.
 
     Raises:
-        Damaged: it is no request.
+        WireError: it is no request.
     """
 
     def call_back(number: int, what: Any) -> None:
@@ -126,7 +122,7 @@ def arguments(message: Mapping[str, Any], send: Callable[[bytes], object]) -> tu
         kwargs = {name: value(each) for name, each in message["kwargs"].items()}
         return [value(each) for each in message["args"]], kwargs
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Damaged(f"a request can't be read: {type(error).__name__}: {error}") from None
+        raise WireError(f"a request can't be read: {type(error).__name__}: {error}") from None
 
 
 def handle_reply(frame: Frame, callbacks: Sequence[Any], note: Callable[[str], object]) -> bool:

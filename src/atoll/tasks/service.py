@@ -16,7 +16,7 @@ from typing import Protocol
 
 from atoll.core.errors import AtollError
 from atoll.tasks.logs import RUN_LOG, Follower, only_rank
-from atoll.tasks.protocol import VERSION, Damaged, answer, arguments, encode, error_message
+from atoll.tasks.protocol import VERSION, answer, arguments, encode, error_message
 from atoll.tasks.rows import EventRow
 from atoll.tasks.spec import JobSpec, JobStatus
 from atoll.wire.channel import Channel
@@ -155,7 +155,7 @@ class _Client:
             elif operation in OPERATIONS:
                 self.send(answer(value=getattr(self._jobs, str(operation))(*args, **kwargs)))
             else:
-                raise Damaged(f"operation {operation!r} is not known")
+                raise WireError(f"operation {operation!r} is not known")
         except (AtollError, WireError, LookupError, OSError, TypeError, ValueError) as error:
             self.send(error_message(error))
 
