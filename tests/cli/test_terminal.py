@@ -76,6 +76,13 @@ def test_a_table_on_a_terminal_is_as_wide_as_it():
     assert max(map(len, lines)) <= 100
 
 
+def test_ctrl_c_says_something_once(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-m", "atoll", "generate", str(tmp_path), "Once"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\natoll: interrupted\n")
+
+
 def test_every_command_is_in_one_panel_of_the_help():
     named = [name for names in app._PANELS.values() for name in names]
     groups = [group.name for group in app.app.registered_groups]

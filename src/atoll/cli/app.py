@@ -279,10 +279,11 @@ def run_command() -> None:
         if error.errno == errno.ENOSPC:
             output.drop(sys.stdout.fileno())  # what is left of it can't be written at the end either
         sys.exit(ExitCode.FAILED)
-    except KeyboardInterrupt:
-        if not output.spinner.has_printed:  # nothing has said yet what that ended
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = ExitCode.INTERRUPTED if isinstance(end, KeyboardInterrupt) else end.code
+        if code == ExitCode.INTERRUPTED and not output.spinner.has_printed:  # nothing has said what that ended
             print("\natoll: interrupted", file=sys.stderr)
-        sys.exit(ExitCode.INTERRUPTED)
+        sys.exit(code)
     finally:
         if output.is_closed():
             sys.exit(128 + signal.SIGPIPE)  # as a shell shows the end of programs that know nothing of it
