@@ -134,7 +134,7 @@ class ProgramStream:
         return AtollError(f"{self._whose} can't be asked (exit code {code}): {text}")
 
 
-class _Line:
+class _OpenStream:
     """An open stream; ``close`` ends it, also when its client is gone."""
 
     def __init__(self, stream: SocketStream | ProgramStream, client: Client) -> None:
@@ -166,7 +166,7 @@ class Client:
         self._whose = whose
         self._where = where
         self._note = note
-        self._idle: list[_Line] = []
+        self._idle: list[_OpenStream] = []
 
     def ask(
         self,
@@ -193,7 +193,7 @@ class Client:
             BrokenPipeError: ``hang_up`` was hung up.
             TimeoutError: the limit is over.
         """
-        line, is_new = (self._idle.pop(), False) if self._idle else (_Line(self._connect(), self), True)
+        line, is_new = (self._idle.pop(), False) if self._idle else (_OpenStream(self._connect(), self), True)
         try:
             messages = self._messages(line, on_silence, hang_up, limit_s)
             if is_new:
@@ -217,7 +217,7 @@ class Client:
         return decode(answer["value"])
 
     def _messages(
-        self, line: _Line, on_silence: Callable[[float], object], hang_up: int | None, limit_s: float | None
+        self, line: _OpenStream, on_silence: Callable[[float], object], hang_up: int | None, limit_s: float | None
     ) -> Iterator[frames.Frame]:
         """What comes until the stream ends, which raises."""
         stream, began = line.stream, time.monotonic()
@@ -260,7 +260,7 @@ def stopped_supervisor(folder: Path) -> str | None:
     return f"its supervisor, process {pid}, is stopped: kill -CONT {pid}" if is_one else None
 
 
-class Hindrance:
+class StallReporter:
     """Notes, for whoever follows a job, why nothing happens."""
 
     def __init__(self, folder: Path, job: JobRow, note: Callable[[str], object]) -> None:

@@ -29,9 +29,9 @@ from atoll.core.validation import command_line
 from atoll.tasks import reaper, record, supervisor
 from atoll.tasks.client import (
     Client,
-    Hindrance,
     OnEvent,
     SocketStream,
+    StallReporter,
     StreamLost,
     Write,
     state_of_supervisor,
@@ -207,12 +207,12 @@ class LocalControl:
             write(f"atoll: the log of job {job_id} is gone: somebody removed {path}\n".encode(errors="replace"))
         with Follower(path, write, only) as follower:
             start = follower.position_of_tail(tail) if tail else start
-        seen = Seen(write, on_event, skip_bytes, after)
+        seen = FollowPosition(write, on_event, skip_bytes, after)
         how = {"start": start, "rank": rank, "several": _num_ranks(job) > 1}
         status = job.status
         while follow and not status.ended:
             args = (job_id, seen.write, None if on_event is None else seen.on_event)
-            look = Hindrance(self._folder, job, self._note).look
+            look = StallReporter(self._folder, job, self._note).look
             try:
                 status = self._client.ask("follow", args, {**how, **seen.so_far}, look, hang_up=self._hang_up)
             except StreamLost:
@@ -332,7 +332,7 @@ class LocalControl:
         return True
 
 
-class Seen:
+class FollowPosition:
     """What of a job's log and events was handed on, which a follower that begins again leaves out."""
 
     def __init__(self, write: Write, on_event: OnEvent | None, num_bytes: int = 0, after: int = 0) -> None:

@@ -76,7 +76,7 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
         except ProvisionError as error:
             if cluster.allocation.supervised_here:
                 raise
-            remote_control.clean_without_head(cluster, error, for_good=purge)
+            remote_control.clean_up_without_head(cluster, error, for_good=purge)
             record.change(folder, status=ClusterStatus.DOWN, autostop_minutes=None, autodown=False)
             return []
         if purge and not cluster.allocation.supervised_here:

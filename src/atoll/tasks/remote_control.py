@@ -14,7 +14,7 @@ from atoll.core.validation import command_line
 from atoll.providers.base import Remote
 from atoll.tasks import reaper
 from atoll.tasks.client import Client, OnEvent, ProgramStream, StreamLost, Write, tell
-from atoll.tasks.control import LocalControl, Seen
+from atoll.tasks.control import FollowPosition, LocalControl
 from atoll.tasks.nodes import node_of
 from atoll.tasks.record import folder_of
 from atoll.tasks.spec import ClusterSpec, JobStatus
@@ -83,7 +83,7 @@ class RemoteControl:
     ) -> JobStatus:
         """Writes a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
         start = self.position_of_tail(job_id, tail, rank) if tail else 0
-        seen = Seen(write, on_event)
+        seen = FollowPosition(write, on_event)
         args = (job_id, seen.write, None if on_event is None else seen.on_event)
         how = {"follow": follow, "rank": rank, "start": start}
         status: JobStatus = self.call("follow", args, lambda: {**how, **seen.so_far}, None)
@@ -114,11 +114,11 @@ class RemoteControl:
             answer_s: it is answered within this time.
         """
         patience_s = self._patience_s if operation in _MAY_WAIT else 0.0
-        lost = _Lost(self._cluster, self._head, patience_s, answer_s)
+        lost = _Reconnection(self._cluster, self._head, patience_s, answer_s)
         while True:
             try:
                 now = kwargs() if callable(kwargs) else kwargs
-                return self._client.ask(operation, args, now, lost.silent, on_hello=lost.is_over)
+                return self._client.ask(operation, args, now, lost.silent, on_hello=lost.reconnected)
             except StreamLost as error:
                 lost.wait(str(error))
             except TimeoutError:
@@ -132,7 +132,7 @@ def _note(head: str, line: str) -> None:
     tell(f"note: {head}: {line}")
 
 
-class _Lost:
+class _Reconnection:
     """Patience with a connection that is lost: says so, waits a little more each time, and gives up in the end."""
 
     def __init__(self, cluster: str, head: str, patience_s: float, answer_s: float | None = None) -> None:
@@ -160,18 +160,20 @@ class _Lost:
             if self._patience_s > 0:
                 tell(f"the connection to {self._head} is lost{f' ({why})' if why else ''}; trying again")
         if time.monotonic() - self._since >= self._patience_s:
-            raise ProvisionError(f"{self._head} can't be reached{why and f': {why}'}. {what_then(self._cluster)}")
+            raise ProvisionError(
+                f"{self._head} can't be reached{why and f': {why}'}. {advice_on_lost_head(self._cluster)}"
+            )
         time.sleep(self._pause_s)
         self._pause_s = min(1.5 * self._pause_s, _RETRY_MOST_S)
 
-    def is_over(self) -> None:
+    def reconnected(self) -> None:
         """It is there again."""
         if self._since is not None:
             tell(f"{self._head} answers again")
         self._since, self._pause_s = None, _RETRY_S
 
 
-def what_then(cluster: str) -> str:
+def advice_on_lost_head(cluster: str) -> str:
     """What becomes of the jobs of a cluster whose head can't be reached, and what to do."""
     return (
         f"Its jobs continue there as long as it runs: `{command_line('atoll', 'logs', cluster)}` shows them once it "
@@ -201,7 +203,7 @@ def _reach(cluster: ClusterSpec) -> tuple[Remote, RemoteControl]:
             head = node_of(cluster, 0)
             head.bring_code()
         except ProvisionError as error:
-            raise ProvisionError(f"{error}. {what_then(cluster.name)}") from None
+            raise ProvisionError(f"{error}. {advice_on_lost_head(cluster.name)}") from None
         command = head.argv("tasks.control", cluster.name)
         _controls[key] = head, RemoteControl(command, cluster.name, head.plan.host, _PATIENCE_S)
     return _controls[key]
@@ -218,7 +220,7 @@ def remove_record(cluster: ClusterSpec) -> None:
         _tell_left(cluster, error, f"{folder} stays there, and running jobs continue")
 
 
-def clean_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> None:
+def clean_up_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good: bool) -> None:
     """Cleans up after a cluster whose head can't be asked to, as far as that goes, and says what stays.
 
     ``for_good``: its record goes, so that this can't be done again.
@@ -236,5 +238,5 @@ def clean_without_head(cluster: ClusterSpec, error: ProvisionError, *, for_good:
 
 def _tell_left(cluster: ClusterSpec, error: AtollError, what: str) -> None:
     site = cluster.allocation.head.name
-    why = str(error).removesuffix(f". {what_then(cluster.name)}").removeprefix(f"{site}: ")
+    why = str(error).removesuffix(f". {advice_on_lost_head(cluster.name)}").removeprefix(f"{site}: ")
     tell(f"{site}: {why}. So {what}")
