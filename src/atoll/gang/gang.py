@@ -402,7 +402,8 @@ class Gang:
         """A node's channel ended, and its ranks with it."""
         number, reason = node.plan.node, said_of_end(error)
         with self._lock:
-            handle = node.detach()
+            if (handle := node.detach()) is None:  # the pool has released it meanwhile
+                return
             for rank in [rank for rank in self._channels if self.node_of[rank] == number]:
                 self._drop_channel(rank)
             self.handle(m.NodeUnreachable(number))

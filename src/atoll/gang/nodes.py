@@ -40,12 +40,12 @@ class NodeChannel:
         """Use the channel of a node that was started."""
         self.handle, self.channel = handle, channel
 
-    def detach(self) -> Node:
-        """Forget the channel, which ended; returns the node's handle, which is to be released."""
+    def detach(self) -> Node | None:
+        """Forget the channel, which ended; returns the node's handle, which is to be released, once."""
         handle, channel = self.handle, self.channel
-        assert handle is not None and channel is not None
-        channel.close()
         self.handle = self.channel = None
+        if channel is not None:
+            channel.close()
         return handle
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
@@ -163,8 +163,8 @@ class Nodes:
                 node.hang_up()
             has_ended(_FORCE_S * (1 + len(open_)))
         for node in self.channels:
-            if node.handle is not None:
-                node.detach().stop()
+            if (handle := node.detach()) is not None:
+                handle.stop()
         deadline = time.monotonic() + _FORCE_S
         while (left := [thread for thread in self._cleaning if thread.is_alive()]) and time.monotonic() < deadline:
             left[0].join(max(0.0, deadline - time.monotonic()))
