@@ -96,7 +96,7 @@ class JobMachine:
         return [self._set(JobStatus.INIT), *self._start_attempt()]
 
     def give_up(self, reason: str) -> list[t.Action]:
-        """End it at once, whatever it is doing: its driver can't go on."""
+        """End it at once, whatever it is doing: its driver can't continue."""
         return [] if self.done else [*self._stop_nodes(), self._end(JobStatus.FAILED_DRIVER, reason)]
 
     def handle(self, event: t.Input, now: float) -> list[t.Action]:
