@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -125,15 +126,14 @@ def _hold_linked(cluster: str) -> subprocess.Popen[bytes]:
         fcntl.flock(members, fcntl.LOCK_EX)
         members.seek(0)
         bridge, living = None, []
-        for line in members.read().splitlines():
-            name, pid, net, user, inode = line.split()
+        for name, pid, net, user, inode in re.findall(r"(\S+) (\d+) (\d+) (\d+) (\d+)\n", members.read()):
             found = _opened(f"/proc/{pid}/fd/{net}", f"/proc/{pid}/fd/{user}", opened)
             if found is None or os.fstat(found[0]).st_ino != int(inode):
                 continue
             if name != cluster and address_of(name) == address:
                 raise NetworkUnavailable(f"cluster {name} has the address {address} that this one would get")
             bridge = found
-            living.append(line)
+            living.append(f"{name} {pid} {net} {user} {inode}\n")
         bridge = bridge or _new_bridge(opened)
         enter, own_user = ["nsenter"], []
         if os.fstat(bridge[1]).st_ino != os.stat("/proc/self/ns/user").st_ino:
@@ -157,9 +157,9 @@ def _hold_linked(cluster: str) -> subprocess.Popen[bytes]:
         except BaseException:
             _end(holder)
             raise
-        living.append(f"{cluster} {holder.pid} {bridge[0]} {bridge[1]} {os.fstat(bridge[0]).st_ino}")
+        living.append(f"{cluster} {holder.pid} {bridge[0]} {bridge[1]} {os.fstat(bridge[0]).st_ino}\n")
         members.truncate(0)
-        members.write("".join(f"{line}\n" for line in living))
+        members.writelines(living)
     return holder
 
 

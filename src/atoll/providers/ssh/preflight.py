@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from atoll.agent.preflight import Finding, judge, unreachable
 from atoll.core.errors import ProvisionError
-from atoll.core.paths import atoll_home, write_atomic
+from atoll.core.paths import atoll_home
 from atoll.providers.base import NodePlan
 from atoll.providers.ssh.hosts import Target
 from atoll.providers.ssh.remote import ANSWER_S, Host, for_each, on_hosts
@@ -22,7 +23,6 @@ _LISTEN_S = 30.0  # where it was asked just now, and answered
 _REACH_S = 5.0
 _SUM_S = 60.0  # its ranks wait so long for one another, whose torch may come from such a disk too
 _FRESH_S = 600.0  # hosts whose all-reduce passed so lately are not asked for another
-_PASSED = "ssh-preflight.json"
 
 
 def check_hosts(
@@ -146,25 +146,23 @@ def _refuse(findings: Sequence[Finding], say: Callable[[str], object]) -> None:
 
 def passed_lately(what: str, plans: Sequence[NodePlan]) -> bool:
     """Have these hosts passed a check in the last ten minutes?"""
-    return _key(what, plans) in _passed()
+    try:
+        return 0 <= time.time() - _stamp(what, plans).stat().st_mtime < _FRESH_S
+    except FileNotFoundError:
+        return False
 
 
 def remember(what: str, plans: Sequence[NodePlan]) -> None:
     """These hosts have passed a check."""
-    passed = {**_passed(), _key(what, plans): time.time()}
-    write_atomic(atoll_home() / _PASSED, json.dumps(passed).encode())
+    stamp = _stamp(what, plans)
+    stamp.parent.mkdir(mode=0o700, exist_ok=True)
+    stamp.touch()
 
 
-def _passed() -> dict[str, float]:
-    """When which hosts passed what, where that is not long ago."""
-    with contextlib.suppress(OSError, ValueError):
-        passed: dict[str, float] = json.loads((atoll_home() / _PASSED).read_bytes())
-        return {key: when_s for key, when_s in passed.items() if 0 <= time.time() - when_s < _FRESH_S}
-    return {}
-
-
-def _key(what: str, plans: Sequence[NodePlan]) -> str:
-    return json.dumps([what, *([plan.host, plan.addr, plan.python] for plan in plans)])
+def _stamp(what: str, plans: Sequence[NodePlan]) -> Path:
+    """The file that was last touched when these hosts passed a check."""
+    hosts = json.dumps([[plan.host, plan.addr, plan.python] for plan in plans])
+    return atoll_home() / "preflight" / f"{what}-{hashlib.sha256(hosts.encode()).hexdigest()[:16]}"
 
 
 def _counted(num_hosts: int) -> str:

@@ -28,7 +28,6 @@ from atoll.providers.base import (
     Provider,
     Report,
     Session,
-    Site,
 )
 from atoll.providers.bundle import atoll_bundle
 from atoll.providers.gpus import Gpu, gpu_row
@@ -227,7 +226,6 @@ class SSH(Provider):
         stays_here = request.supervised_here or (have is not None and have.supervised_here)
         if stays_here:
             preflight.check_hosts(found, plan.nodes, report, again=request.recheck)
-            where: Site = "client"
             if not request.supervised_here:
                 report("the supervisor runs on this machine. Keep it awake while jobs run")
             return plan.allocation
@@ -242,14 +240,13 @@ class SSH(Provider):
                 f"cluster {request.id} is supervised from {have.head.name}, which can't continue: {why}. A supervisor "
                 f"does not move: fix that, or `{command_line('atoll', 'down', request.id)}` and launch it again"
             )
-        where = "client" if why_not is not None else "head"
-        if where == "client":
+        if why_not is not None:
             report(f"the supervisor runs on this machine, because {why_not}. Keep this machine awake while jobs run")
             return plan.allocation
         report(f"the supervisor runs on {head.host}: this machine may sleep or disconnect in the meantime")
         return dataclasses.replace(
             plan.allocation,
-            site=where,
+            site="head",
             folder=posixpath.join(head.folder, "clusters", request.id),
             settings={**plan.allocation.settings, "from_head": inside},
         )
