@@ -27,7 +27,7 @@ from atoll.providers.base import Allocation, Boot, NodePlan, NodeRequest, Plan, 
 from atoll.wire import frames
 from atoll.wire.codec import dumps
 from atoll.wire.exceptions import pack_exception
-from atoll.wire.frames import HEADER, close_all, pack, pack_payload, send_all
+from atoll.wire.frames import HEADER, Frame, close_all, pack, pack_payload, send_all
 from atoll.wire.payloads import Arena, Encoded
 
 DIED: dict[str, Any] = {"exit_code": 3, "signal": None, "oom": False, "tail": [], "killed": False, "fault": None}
@@ -228,6 +228,18 @@ def test_the_reader_goes_on_where_one_who_waited_stops(played: Callable[[int], G
     gang.agents.returns(0, number, "late")
     eventually(lambda: completed_in, "the answer is read")
     assert future.result(30) == ["late"]
+
+
+def test_a_call_that_is_to_start_again_is_cancelled_before_its_reader_leaves(played: Callable[[int], Gangs]) -> None:
+    gang = played(1)
+    future, _number = gang.call(retries=1)
+    thread, came = in_a_thread(future)
+    with gang.gang._lock:
+        gang.gang.handle(Frame(frames.EXIT, 0, 0, dict(DIED), memoryview(b"")))
+        gang.gang.handle(m.Cancel(future.call, CancelledError()))
+    thread.join(10)
+    assert isinstance(came[0], CancelledError), came
+    assert gang.gang.usable
 
 
 def test_a_forked_child_that_waits_takes_no_answer_from_its_parent(played: Callable[[int], Gangs]) -> None:

@@ -376,9 +376,9 @@ class Gang:
 
     def _wake_caller(self, call: Call) -> None:
         """Have the caller that reads its rank's channel see that another thread heard of its end."""
-        channel = self._channels.get(call.ranks[0])
-        if channel is not None and channel.waiting is call:
-            os.eventfd_write(channel.wake_fd, 1)
+        for channel in self._channels.values():
+            if channel.waiting is call:
+                os.eventfd_write(channel.wake_fd, 1)
 
     def _show_log(self, action: m.ShowLog) -> None:
         frame, self._may_be_full = action.frame, True
