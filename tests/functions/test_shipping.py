@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,18 @@ def test_a_rank_keeps_a_bounded_number_of_functions(pool: sky.ComputePool) -> No
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_whose_first_call_was_cancelled_is_there_for_the_next(pool: sky.ComputePool) -> None:
+    for value in range(30):
+        function = eval(f"lambda: {value}")
+        first = pool.submit(function, everywhere=True)
+        first.cancel()
+        with contextlib.suppress(CancelledError):  # it may have been done
+            first.result()
+        assert pool.run(function) == [value] * pool.world_size
+
+
 def test_tensors_and_modules_there_and_back(pool: sky.ComputePool) -> None:
     import torch
 

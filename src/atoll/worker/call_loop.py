@@ -19,7 +19,7 @@ from atoll.agent.rank_io import CHANNEL_FD, CONTROL_FD
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.wire import definitions, frames
 from atoll.wire.codec import dumps, is_plain, loads
-from atoll.wire.frames import CallHeader, Frame, pack
+from atoll.wire.frames import CallHeader, Frame, close_all, pack
 from atoll.wire.payloads import decode_parts
 from atoll.worker import probe
 from atoll.worker.channel import Cancelled, DriverChannel
@@ -68,10 +68,13 @@ class Worker(DriverChannel):
         self.isolation.before_call()
         definitions.begin_call()
         self._enter(header, frame.call)
+        if header.keep_function or header.forget:
+            self._keep_function(header, frame.rest)
         self.call = frame.call
         try:
             try:
                 if self._stopped_call == self.call:  # before it began
+                    close_all(frame.fds)
                     raise Cancelled
                 data, fds = self._call(header, frame)
             except Cancelled:
@@ -185,9 +188,14 @@ class Worker(DriverChannel):
             self.at_end.append(lambda: os.close(held))
         self.send(frames.REPORT, {"checkpoint": checkpoint} if checkpoint else {}, dumps(metrics, what="the metrics"))
 
+    def _keep_function(self, header: CallHeader, rest: memoryview) -> None:
+        """Keep the bytes of a function, before the call can be cancelled: it is not sent again."""
+        self._functions.pop(header.forget or "", None)
+        if header.keep_function and header.function_payload is not None:
+            self._functions[header.function] = (bytes(rest[: header.function_payload["head"]]), None)
+
     def _unpack(self, header: CallHeader, frame: Frame) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
         rest, fds, digest = frame.rest, list(frame.fds), header.function
-        self._functions.pop(header.forget or "", None)
         table = header.function_payload
         function_mapping = None
         if table is not None:
@@ -195,8 +203,6 @@ class Worker(DriverChannel):
             size = 0 if own else table["head"] + sum(table.get("buffers", ()))
             head, buffers, function_mapping = decode_parts(table, rest[:size], own)
             rest = rest[size:]
-            if header.keep_function:
-                self._functions[digest] = (bytes(head), None)
             function = loads(head, buffers)
         else:
             stored, function = self._functions[digest]
