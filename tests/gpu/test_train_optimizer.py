@@ -1,4 +1,4 @@
-"""The fused step of AdamW with bf16 moments: what its reference does, over odd shapes, with the same chance."""
+"""The fused step of AdamW with bf16 moments, and Muon's in fp16: what their references do, over odd shapes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 import leaks
 from atoll.train.optim.adamw import AdamWLowMemory
+from atoll.train.optim.muon import orthogonalised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serial, pytest.mark.leaks_per_module, pytest.mark.timeout(300)]
 
@@ -64,3 +65,17 @@ def test_values_that_are_no_numbers_stay_what_they_are() -> None:
     parameter.grad = torch.full_like(parameter, float("inf"))
     optimizer.step()
     assert not torch.isfinite(optimizer.state[parameter]["exp_avg"]).any()
+
+
+@pytest.mark.parametrize("shape", [(3, 512, 2048), (2, 2048, 512), (2, 300, 700), (1, 17, 5)])
+def test_orthogonal_directions_are_those_of_fp64(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    x = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+    expected = orthogonalised(x.double())
+    found = orthogonalised(x)
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() < 6e-3 * expected.norm()
+
+
+def test_zeros_have_no_direction() -> None:
+    assert not orthogonalised(torch.zeros((2, 64, 32), device="cuda", dtype=torch.bfloat16)).any()

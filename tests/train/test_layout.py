@@ -49,7 +49,6 @@ def recipe_of(batch: int = 8, float8: str = "none", **parallel: Any) -> Recipe:
             "stages_per_rank = 1 with pipeline_schedule = 'zbv': a rank holds two",
         ),
         (recipe_of(batch=3, pipeline=4), 4, "has 3 micro-batches, fewer than the 4 stages of [parallel] pipeline = 4"),
-        (recipe_of(float8="rowwise", tensor=2), 2, "float8 = 'rowwise' with [parallel] tensor = 2"),
     ],
 )
 def test_what_a_run_can_not_do_is_refused_by_a_dry_run_too(recipe, ranks, words):

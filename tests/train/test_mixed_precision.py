@@ -134,3 +134,33 @@ def test_angles_are_exact_where_the_model_computes_in_bf16() -> None:
     cos, _ = Positions(64, 10_000.0)(positions, torch.bfloat16)
     expected, _ = Positions(64, 10_000.0)(positions, torch.float32)
     assert torch.equal(cos, expected)
+
+
+def _float8_steps(recipe: Recipe) -> list[float]:
+    from test_parallel import step_of
+
+    return step_of(recipe, 3)[0]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor": 2},
+        pytest.param({"tensor": 2, "sequence_parallel": False}, marks=pytest.mark.long),
+        pytest.param({"shard": 2, "tensor": 2, "micro": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_float8_with_tensor_parallelism(parallel: dict[str, Any]) -> None:
+    """The scale of a sharded matrix is that of the whole: the same losses as on one rank, but for the order of sums."""
+    from test_parallel import recipe_of as sized
+
+    def wanted(**options: Any) -> Recipe:
+        tree = sized(precision="bf16", model={"dim": 64, "hidden_dim": 96, "kv_heads": 4}, **options).model_dump()
+        tree["precision"] |= {"float8": "tensorwise", "float8_emulate": True}
+        return Recipe.model_validate(tree)
+
+    expected = ranks.run(1, _float8_steps, wanted())[0]
+    world = parallel.get("tensor", 1) * parallel.get("shard", 1)
+    for losses in ranks.run(world, _float8_steps, wanted(**parallel)):
+        assert losses == pytest.approx(expected, rel=5e-3)

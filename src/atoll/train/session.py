@@ -33,10 +33,10 @@ from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.optim.build import build_optimizer
 from atoll.train.optim.schedule import resolve as resolve_schedule
-from atoll.train.parallel.apply import compute_dtype
+from atoll.train.parallel.apply import fastest_dtype
 from atoll.train.parallel.fit import device_bytes
 from atoll.train.parallel.mesh import Mesh, make_mesh
-from atoll.train.parallel.plan import plan
+from atoll.train.parallel.plan import compile_refusal, plan
 from atoll.train.preparing import StoppedEarly, prepare_together
 from atoll.train.recipe.load import load_recipe, require_complete
 from atoll.train.recipe.schema import Recipe
@@ -160,7 +160,10 @@ class _Session:
                     self._end(run, folder, "failed", str(error))
                 raise
             except BaseException as error:  # a lost rank, a user's model, Ctrl-C: those who are told when it ends wait
-                self._end(run, folder, "failed", f"{type(error).__name__}: {error}".rstrip(": "))
+                uncompiled = compile_refusal(error)
+                self._end(run, folder, "failed", uncompiled or f"{type(error).__name__}: {error}".rstrip(": "))
+                if uncompiled is not None:
+                    raise ConfigError(uncompiled) from error
                 raise
             return self._end(run, folder, "stopped" if run.stopped_by else "finished")
 
@@ -227,7 +230,7 @@ class _Session:
         about = {"recipe": recipe.model_dump(mode="json"), "data": corpus.identity, "atoll": __version__}
         about |= {"layout": str(self._plan.layout), "run": identity}
         engine = self._agreed(lambda: self._engine(mesh, fresh=found is None))
-        optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=train.seed)
+        optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=train.seed, replicas=mesh.gradients)
         source = Counter(limit=length.samples)
         cursor, validated_step = Cursor(), None
         if found is not None:
@@ -264,7 +267,7 @@ class _Session:
             validate_at=[length.interval(train.validate_every), *(save_at if recipe.checkpoint.keep_best else ())],
             keep_at=length.interval(recipe.checkpoint.keep_every),
             flops_per_token=flops_per_token(recipe.model, train.seq_len),
-            peak_flops=peak_flops(_device_name(world.device), compute_dtype(recipe, world.device)),
+            peak_flops=peak_flops(_device_name(world.device), fastest_dtype(recipe, world.device)),
             about=about,
             cursor=cursor,
             again="the same command" if self.resume else f"--train.output_dir {shown_path(str(folder))}",
@@ -342,7 +345,7 @@ class _Session:
             )
         )
         if self.world.device.type == "cuda":
-            dtype = compute_dtype(self.recipe, self.world.device)
+            dtype = fastest_dtype(self.recipe, self.world.device)
             self._note(formula_line(run.flops_per_token, run.peak_flops, name, dtype))
 
     # -- after the loop -------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ _PEAKS = {
     r"RTX A6000": 154.8,
     r"MI300X": 1307.4,
 }
+_NO_FLOAT8 = re.compile(r"A[18]00|A40\b|A30\b|A10|RTX 30|RTX A")  # Ampere
 # Same chip, other product: a cut-down one whose name begins alike must not get the big one's peak.
 _PART = re.compile(r"\bMIG\b|Laptop|Max-Q| D\b", re.I)
 
@@ -42,8 +43,12 @@ _PART = re.compile(r"\bMIG\b|Laptop|Max-Q| D\b", re.I)
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s that the card's matrix units reach at most in ``dtype``, without sparsity; None where that is unknown.
 
-    That is so for all but bf16: what fp32 reaches depends on whether TF32 is allowed.
+    That is so for all but bf16 and float8, twice as fast where there is one: what fp32 reaches depends on whether TF32
+    is allowed.
     """
+    if dtype == torch.float8_e4m3fn and not _NO_FLOAT8.search(device_name):
+        narrower = peak_flops(device_name, torch.bfloat16)
+        return None if narrower is None else 2 * narrower
     if dtype != torch.bfloat16 or _PART.search(device_name):  # a MIG slice goes by the name of the whole card
         return None
     found = (tera for name, tera in _PEAKS.items() if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name))

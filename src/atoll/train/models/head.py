@@ -88,7 +88,8 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_value.to(gradient.dtype)).to(ctx.dtype), None, None
+        out = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, grad_value.to(gradient.dtype), out=out), None, None
 
 
 def _loss_and_gradients(
@@ -107,20 +108,65 @@ def _loss_and_gradients(
     grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
     for start in range(0, len(hidden), options.chunk_tokens):
         place = slice(start, start + options.chunk_tokens)
-        logits = (hidden[place] @ weight.t()).to(wide)
-        loss, sums = _loss(logits, labels[place], options)
+        logits = hidden[place] @ weight.t()
+        wanted = wants_hidden or wants_weight
+        loss, grad_logits = (_on_gpu if _has_kernels(logits) else _plainly)(logits, labels[place], options, wanted)
         total += loss
-        if grad_hidden is None and grad_weight is None:
+        if grad_logits is None:
             continue
-        grad_logits = _gradient(logits, sums, labels[place], options).to(hidden.dtype)
         if grad_hidden is not None:
             part = grad_logits @ weight
             if options.group is not None:
                 dist.all_reduce(part, group=options.group)
             grad_hidden[place] = part
         if grad_weight is not None:
-            grad_weight += grad_logits.t() @ hidden[place]
+            _add_product(grad_weight, grad_logits.t(), hidden[place])
     return total, grad_hidden, grad_weight
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to ``total``, which may be wider; on a GPU the product is never rounded to the narrow format."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64 and logits.shape[1] > 0
+
+
+def _on_gpu(
+    logits: Tensor, labels: Tensor, options: ChunkedCrossEntropy, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As ``_plainly``, by two Triton kernels; the gradient takes the place of ``logits``."""
+    from atoll.train.models.softmax import softmax_gradient_, softmax_sums
+
+    columns = labels - options.vocab_start
+    columns = columns.where(labels != IGNORED, -1)
+    largest, sums, target = softmax_sums(logits, columns)
+    if options.group is not None:
+        own = largest
+        largest = own.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=options.group)
+        both = torch.stack((sums * (own - largest).exp(), target))
+        dist.all_reduce(both, group=options.group)
+        sums, target = both.unbind()
+    normalizers = sums.log() + largest
+    trained = labels != IGNORED
+    loss = (normalizers - target).where(trained, 0.0).sum()
+    if not wants_gradient:
+        return loss, None
+    return loss, softmax_gradient_(logits, columns, normalizers.where(trained, torch.inf))
+
+
+def _plainly(
+    logits: Tensor, labels: Tensor, options: ChunkedCrossEntropy, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss [] of ``logits`` [N, V of this rank], and where wanted its gradient by them, in their format."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss, sums = _loss(wide, labels, options)
+    return loss, _gradient(wide, sums, labels, options).to(logits.dtype) if wants_gradient else None
 
 
 def _loss(logits: Tensor, labels: Tensor, options: ChunkedCrossEntropy) -> tuple[Tensor, Tensor]:

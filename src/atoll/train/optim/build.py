@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atoll.train.optim.adamw import AdamW, AdamWLowMemory
@@ -18,7 +19,11 @@ _HEADS = ("head", "lm_head", "output", "unembed")
 
 
 def build_optimizer(
-    parameters: dict[str, nn.Parameter], section: OptimizerSection, *, seed: int = 0
+    parameters: dict[str, nn.Parameter],
+    section: OptimizerSection,
+    *,
+    seed: int = 0,
+    replicas: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer of named parameters, plain or DTensors on any meshes.
 
@@ -28,6 +33,7 @@ def build_optimizer(
     Args:
         parameters: fp32 or fp64.
         seed: of the rounding of moments in bf16.
+        replicas: the ranks that hold copies of parameters, beyond what their meshes say; None where none do.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if section.kind == "sgd":
@@ -43,7 +49,8 @@ def build_optimizer(
     others = [name for name in trained if name not in hidden]
     return Muon(
         _groups(ours, trained, section, kind="muon", lr=section.muon_lr, momentum=section.momentum)
-        + _groups(others, trained, section, kind="adamw", **adamw)
+        + _groups(others, trained, section, kind="adamw", **adamw),
+        replicas=replicas,
     )
 
 

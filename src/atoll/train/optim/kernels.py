@@ -1,4 +1,6 @@
-"""Triton kernels of the optimizers; each does what its reference in ``adamw.py`` does, in one pass over memory."""
+"""Triton kernels of the optimizers; each does in one pass over memory what its reference in ``adamw.py`` or
+``muon.py`` does.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +69,39 @@ def adamw_bf16_moments(
         1.0 - rate * group["weight_decay"], 1.0 - beta1, beta2, 1.0 - beta2,
         (1.0 - beta2**step) ** 0.5, group["eps"], -rate / (1.0 - beta1**step), block=_BLOCK,
     )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _nesterov(momentum, gradient, out, count, share, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < count
+    g = tl.load(gradient + place, mask=inside)
+    m = tl.load(momentum + place, mask=inside)
+    m += (g - m) * (1.0 - share)
+    tl.store(momentum + place, m, mask=inside)
+    tl.store(out + place, (g + (m - g) * share).to(out.dtype.element_ty), mask=inside)
+
+
+def nesterov(momentum: Tensor, gradient: Tensor, out: Tensor, share: float) -> None:
+    """Move ``momentum`` towards ``gradient`` by 1 - ``share``; ``out`` is ``gradient`` towards that by ``share``.
+
+    All contiguous, the first two in fp32.
+    """
+    count = momentum.numel()
+    if count:
+        _nesterov[(triton.cdiv(count, 2 * _BLOCK),)](momentum, gradient, out, count, share, block=2 * _BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decay_and_add(weight, direction, count, decay, rate, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < count
+    w = tl.load(weight + place, mask=inside) * decay + rate * tl.load(direction + place, mask=inside).to(tl.float32)
+    tl.store(weight + place, w, mask=inside)
+
+
+def decay_and_add(weight: Tensor, direction: Tensor, *, decay: float, rate: float) -> None:
+    """``weight`` = ``decay`` ``weight`` + ``rate`` ``direction``, in place. Contiguous; ``direction`` in any format."""
+    count = weight.numel()
+    if count:
+        _decay_and_add[(triton.cdiv(count, 2 * _BLOCK),)](weight, direction, count, decay, rate, block=2 * _BLOCK)

@@ -1,5 +1,9 @@
 """Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024) for the matrices of the
 blocks, AdamW for all else.
+
+A matrix X of a momentum moves its weight along the nearest semi-orthogonal one, U Vᵀ of X = U S Vᵀ, about. That is
+Q X with Q = (X Xᵀ)^(-1/2): the iteration works on the Gram matrix of X's shorter side, so that only two products have
+X's longer side. Matrices that several ranks hold are dealt to them: each orthogonalises its share.
 """
 
 from __future__ import annotations
@@ -9,24 +13,35 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from atoll.train.optim.adamw import fused_adamw
+from atoll.train.optim.dealing import Dealing, dealing_of
 from atoll.train.optim.local import LocalOptimizer, like
-from atoll.train.spread import as_spread, local, local_gradient, whole_of
+from atoll.train.spread import local, local_gradient
 
-# Of the quintic whose five iterations bring singular values from (0, 1] to about 1 (Jordan et al.).
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-_ITERATIONS = 5
-_BATCH_ELEMENTS = 1 << 26  # orthogonalised at a time: bounds what is whole on each rank meanwhile
+# Polynomials a + b G + c G² of three steps, made as those of Amsel et al., "The Polar Express", 2025: each brings
+# singular values nearest to 1 of all of its degree, from where the one before left those of at least 1/100 of the
+# norm's bound. They end within 0.73 to 1.27, as do the five steps of Jordan et al. A fourth would enlarge what fp16
+# rounds of the Gram matrix: with it a run of 1B learnt worse, with a fifth it ended in NaN (docs/performance.md).
+_STEPS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
+_LARGEST = 64.0  # the bound of a Gram matrix's eigenvalues, so that fp16 holds its smallest elements, too
+_BATCH_ELEMENTS = 1 << 28  # orthogonalised at a time by a rank: bounds what is whole on it meanwhile
 
 
 class Muon(LocalOptimizer):
     """Groups with ``kind = "muon"`` have ``lr``, ``momentum`` and ``weight_decay``; the others are AdamW's.
 
     States: ``momentum`` of matrices; ``exp_avg``, ``exp_avg_sq`` and ``step`` of the others.
+
+    Args:
+        replicas: ranks that hold the same parameters, whole; None where this is one rank, or parameters are DTensors.
     """
+
+    def __init__(self, groups: list[dict[str, Any]], *, replicas: dist.ProcessGroup | None = None) -> None:
+        super().__init__(groups)
+        self._replicas = replicas
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
         """Zeros."""
@@ -40,64 +55,84 @@ class Muon(LocalOptimizer):
         if group["kind"] != "muon":
             fused_adamw(self, parameters, group)
             return
+        for alike in _alike(parameters):
+            dealing = dealing_of(alike[0], self._replicas)
+            count = max(1, dealing.size * _BATCH_ELEMENTS // max(1, alike[0].numel()))
+            for first in range(0, len(alike), count):
+                self._move_batch(alike[first : first + count], group, dealing)
+
+    def _move_batch(self, parameters: list[nn.Parameter], group: dict[str, Any], dealing: Dealing) -> None:
         weights = [local(parameter) for parameter in parameters]
         gradients = [local_gradient(parameter) for parameter in parameters]
+        rows, columns = parameters[0].shape
+        rate = -group["lr"] * max(1.0, rows / columns) ** 0.5
+        decay = 1.0 - group["lr"] * group["weight_decay"]
+        fused = weights[0].is_cuda and weights[0].dtype == torch.float32
+        narrow = torch.bfloat16 if fused else weights[0].dtype
+        ahead = torch.empty((len(weights), *weights[0].shape), dtype=narrow, device=weights[0].device)
         momenta = self.locals(parameters, "momentum")
-        torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
-        ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
-        torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
-        for places in _batches(parameters):
-            # Every rank orthogonalises the whole matrix and keeps its own part: no second exchange.
-            whole = torch.stack([_gathered(ahead[place], parameters[place]) for place in places])
-            rows, columns = whole.shape[1:]
-            direction = orthogonalised(whole).to(weights[places[0]].dtype)
-            parts = [_own_part(each, parameters[place]) for each, place in zip(direction, places, strict=True)]
-            scale = max(1.0, rows / columns) ** 0.5
-            torch._foreach_add_([weights[place] for place in places], parts, alpha=-group["lr"] * scale)
+        if fused:
+            from atoll.train.optim.kernels import decay_and_add, nesterov
+
+            for momentum, gradient, out in zip(momenta, gradients, ahead, strict=True):
+                nesterov(momentum, gradient.contiguous(), out, group["momentum"])
+        else:
+            torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
+            torch._foreach_copy_(list(ahead), torch._foreach_lerp(gradients, momenta, group["momentum"]))
+        directions = dealing.back(orthogonalised(dealing.whole(ahead)))
+        if fused:
+            for weight, direction in zip(weights, directions, strict=True):
+                decay_and_add(weight, direction, decay=decay, rate=rate)
+        else:
+            torch._foreach_mul_(weights, decay)
+            torch._foreach_add_(weights, list(directions), alpha=rate)
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, about: singular values come to lie within 0.7 to 1.2.
+    """The nearest semi-orthogonal matrices, about: singular values come to lie within 0.73 to 1.27.
 
     Args:
-        matrices: [N, rows, columns]. On a GPU fp32 ones are handled in bf16, which the iteration tolerates.
+        matrices: [N, rows, columns]; on a GPU in bf16.
 
     Returns:
-        [N, rows, columns], in the format of the arithmetic.
+        as ``matrices``.
     """
-    narrow = matrices.is_cuda and matrices.dtype == torch.float32
-    x = matrices.to(torch.bfloat16) if narrow else matrices
-    tall = x.shape[1] > x.shape[2]
-    if tall:
-        x = x.transpose(1, 2)
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    a, b, c = _QUINTIC
-    for _ in range(_ITERATIONS):
-        gram = x @ x.transpose(1, 2)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.transpose(1, 2) if tall else x
+    if not matrices.numel():
+        return matrices
+    x = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
+    root = _inverse_root(x)
+    return torch.bmm(root, x) if x is matrices else torch.bmm(x.transpose(1, 2), root)
 
 
-def _batches(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
-    """Places of parameters of one shape, at most ``_BATCH_ELEMENTS`` in all, or one that has more."""
-    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for place, parameter in enumerate(parameters):
-        by_shape[parameter.shape].append(place)
-    for shape, places in by_shape.items():
-        count = max(1, _BATCH_ELEMENTS // max(1, shape.numel()))
-        for first in range(0, len(places), count):
-            yield places[first : first + count]
+def _inverse_root(x: Tensor) -> Tensor:
+    """(x xᵀ)^(-1/2), about, [N, M, M], of ``x`` [N, M, K].
+
+    What is between has more digits than bf16: fp16 where a GPU is given that.
+    """
+    narrow = x.is_cuda and x.dtype == torch.bfloat16
+    wide = torch.bmm(x, x.transpose(1, 2), out_dtype=torch.float32) if narrow else x @ x.transpose(1, 2)
+    bound = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)  # of the eigenvalues
+    share = _LARGEST / bound.clamp(min=torch.finfo(bound.dtype).tiny * _LARGEST)  # zeros stay zeros
+    gram = torch.mul(wide, share, out=torch.empty_like(wide, dtype=torch.float16 if narrow else wide.dtype))
+    del wide
+    # The root of gram / _LARGEST comes with a factor that lets root gram root be its next value.
+    (a, b, c), *others = _STEPS
+    factor = _LARGEST**-0.5
+    root = torch.baddbmm(gram, gram, gram, beta=factor * b / _LARGEST, alpha=factor * c / _LARGEST**2)
+    root.diagonal(dim1=1, dim2=2).add_(factor * a)
+    for a, b, c in others:
+        # Of the root so far, and not of the last such matrix: rounding does not add up.
+        moved = torch.bmm(torch.bmm(gram, root), root)
+        root = torch.baddbmm(root, root, torch.baddbmm(moved, moved, moved, beta=b, alpha=c), beta=a)
+    out: Tensor = (root * share.sqrt()).to(x.dtype)
+    return out
 
 
-def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The whole of a matrix of which ``part`` is this rank's."""
-    whole = whole_of(part, parameter)
-    return whole.full_tensor() if isinstance(whole, DTensor) else part
-
-
-def _own_part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a matrix that every rank has; without communication."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    everywhere = whole_of(whole, parameter, [Replicate()] * parameter.device_mesh.ndim)
-    return local(as_spread(everywhere, parameter))
+def _alike(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one shape and one spread, the largest first, so that the GPU has work while the others come."""
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        groups[parameter.shape, getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)].append(
+            parameter
+        )
+    return iter(sorted(groups.values(), key=lambda group: -group[0].numel()))

@@ -13,6 +13,7 @@ from atoll.train.models.parts import Decoder
 from atoll.train.parallel.context import apply_context
 from atoll.train.parallel.gradients import ReplicatedWeights, ShardedWeights, Weights
 from atoll.train.parallel.mesh import Mesh
+from atoll.train.parallel.precision import convert_float8
 from atoll.train.parallel.tensor import apply_tensor
 from atoll.train.recipe.schema import Recipe
 
@@ -25,6 +26,11 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return _DTYPES[wanted]
+
+
+def fastest_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The number format of most matrix products: float8 where the recipe asks for it."""
+    return torch.float8_e4m3fn if recipe.precision.float8 != "none" else compute_dtype(recipe, device)
 
 
 def master_dtype(recipe: Recipe) -> torch.dtype:
@@ -44,12 +50,14 @@ def parallelize(
 ) -> None:
     """Shard ``model``, which is on the meta device, in place.
 
-    The order matters: context and tensor parallelism change what a block does, the attention kernel, number formats,
-    recomputation and compilation (``prepare_blocks``) take that as it is, and FSDP gathers the parameters of all this.
+    The order matters: tensor parallelism hooks into the linear layers, which float8 replaces; it and context
+    parallelism change what a block does; the attention kernel, recomputation and compilation (``prepare_blocks``) take
+    that as it is, and FSDP gathers the parameters of all this.
     """
     layout = mesh.layout
     if layout.context > 1:
         apply_context(model, mesh.group("context"))
+    convert_float8(model, recipe, gathers=layout.sharded and layout.tensor == 1)
     if layout.tensor > 1:
         apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # ``layout.check`` refuses others
     use_kernel(model, kernel_name(recipe, mesh.device.type))

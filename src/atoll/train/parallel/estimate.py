@@ -143,7 +143,7 @@ def _of_rank(
     recipe: Recipe, layout: Layout, rank: _Rank, recompute: Mode, device: Device, device_bytes: int | None
 ) -> Estimate:
     c, w, r = widths(recipe, device)
-    shards = layout.shard * layout.context if layout.sharded else 1
+    shards = layout.shard * layout.context
     own = -(-rank.parameters // shards)
     parts = {"weights": own * w}
     formulas = {
@@ -166,8 +166,8 @@ def _of_rank(
         own_masters = c != w
         parts["gathered"] = own * c if own_masters else 0
         formulas["gathered"] = f"copies in the compute format, {c} B each"
-        summed = own_masters or layout.replicate * layout.context > 1
-        kept = w + (r if r != w and layout.replicate * layout.context > 1 else 0)  # and what travels
+        summed = own_masters or layout.replicate > 1
+        kept = w + (r if r != w and layout.replicate > 1 else 0)  # and what travels
         parts["gradients"] = own * kept + (largest * c // 4 if summed else 0)
         formulas["gradients"] = f"{own / 1e6:,.1f} M × {kept} B"
     parts["optimizer"], formulas["optimizer"] = _optimizer(recipe, rank, shards, w)
@@ -181,7 +181,7 @@ def _of_rank(
     formulas["activations"] = (
         f"{rank.in_flight * tokens:,.0f} tokens × {len(rank.blocks)} blocks × {per_token:,.0f} B, recompute {recompute}"
     )
-    parts["head and loss"] = _loss(recipe, rank, tokens, c)
+    parts["head and loss"] = _loss(recipe, rank, tokens, c, device)
     formulas["head and loss"] = f"logits of {min(recipe.objective.chunk_tokens, tokens):,} tokens, gradient [V, D]"
     again = block.none - block.full if recompute != "none" else 0
     working = tokens * (block.working + again)
@@ -287,8 +287,8 @@ def _ends(recipe: Recipe, device: Device, c: int, has_head: bool) -> int:
     return 32 + mask + angles + head
 
 
-def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int) -> int:
-    """The larger of what the loss needs forward (logits of a chunk) and backward (the scaled gradient)."""
+def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int, device: Device) -> int:
+    """The larger of what the loss needs forward (logits of a chunk) and backward (the weight's gradient, scaled)."""
     if not rank.vocabulary:
         return 0
     wide = max(c, 4)
@@ -296,7 +296,8 @@ def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int) -> int:
     logits = min(recipe.objective.chunk_tokens, tokens) * rank.vocabulary
     narrow = c if c != wide else 0
     kept = rank.losses_in_flight * weight * wide
-    return kept + max(logits * (wide + narrow) + weight * c, weight * (wide + narrow))
+    in_place = device == "cuda" and c <= 4  # the kernels write the gradient over the logits
+    return kept + max(logits * (c if in_place else wide + narrow) + weight * c, weight * narrow)
 
 
 def _reserve(others: int, layout: Layout, device: Device, device_bytes: int | None) -> tuple[int, str]:

@@ -125,9 +125,8 @@ class ReplicatedWeights:
 
             def arrived(parameter: Tensor, number: int = number, place: int = place) -> None:
                 assert parameter.grad is not None
-                self._buckets[number].views[place].add_(local(as_spread(parameter.grad, parameter)))
+                self._buckets[number].add(place, local(as_spread(parameter.grad, parameter)))
                 parameter.grad = None
-                self._buckets[number].missing.discard(place)
                 if self._summing:
                     self._send()
 
@@ -139,7 +138,7 @@ class ReplicatedWeights:
         for parameter in self.masters.values():
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.flat.zero_()
+            bucket.filled.clear()
 
     def last_micro_batch(self) -> None:
         # In a pipeline the passes of several micro-batches interleave: sums are made when all are done.
@@ -153,6 +152,7 @@ class ReplicatedWeights:
             bucket = self._buckets[len(self._work)]
             if bucket.missing and not all_of_them:
                 return
+            bucket.fill()
             bucket.sent = bucket.flat.to(self._reduce_dtype)
             work = dist.all_reduce(bucket.sent, group=self._group, async_op=True)
             assert work is not None
@@ -165,6 +165,8 @@ class ReplicatedWeights:
                 work.wait()
                 bucket.flat.copy_(bucket.sent)
                 bucket.sent = bucket.flat
+        for bucket in self._buckets:
+            bucket.fill()
         views = (view for bucket in self._buckets for view in bucket.views)
         for name, view in zip(reversed(self._parameters), views, strict=False):
             master = self.masters[name]
@@ -189,4 +191,21 @@ class _Bucket:
         pieces = torch.split(self.flat, [p.numel() for p in parameters])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
         self.sent = self.flat  # what travels, in the reduction's format
-        self.missing: set[int] = set()
+        self.missing: set[int] = set()  # those that the last backward pass has yet to reach
+        self.filled: set[int] = set()  # those that hold a sum of this step
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        """Add a gradient of this step; the first takes the place of what the last step left."""
+        if place in self.filled:
+            self.views[place].add_(gradient)
+        else:
+            self.views[place].copy_(gradient)
+        self.filled.add(place)
+        self.missing.discard(place)
+
+    def fill(self) -> None:
+        """Those that no token reached have a gradient of zero."""
+        for place, view in enumerate(self.views):
+            if place not in self.filled:
+                view.zero_()
+                self.filled.add(place)

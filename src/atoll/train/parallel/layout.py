@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
@@ -32,8 +33,8 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded over data ranks (FSDP)."""
-        return self.shard > 1
+        """Whether parameters are sharded (FSDP): over the ranks of shard × context, as TorchTitan does."""
+        return self.shard * self.context > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank on each axis."""
@@ -49,6 +50,8 @@ class Layout:
 
     def __str__(self) -> str:
         names = {"pipeline": "pipeline", "replicate": "DDP", "shard": "FSDP", "context": "context", "tensor": "tensor"}
+        if self.shard == 1:
+            names["context"] = "FSDP over context"
         parts = [f"{names[axis]} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         if self.replicate > 1 and self.shard > 1:
             parts = [f"HSDP {self.replicate}×{self.shard}", *(p for p in parts if p[:4] not in ("DDP ", "FSDP"))]
@@ -125,14 +128,10 @@ def check(recipe: Recipe, layout: Layout) -> None:
             "a learnt vector for each position: shorten seq_len, or raise max_seq_len"
         )
     if tensor > 1:
-        if recipe.precision.float8 != "none":
-            raise ConfigError(
-                f"[precision] float8 = {recipe.precision.float8!r} with [parallel] tensor = {tensor}: float8 does not "
-                'go with tensor parallelism yet; set tensor = 1 (shard instead), or float8 = "none"'
-            )
-        must_divide("[model] heads", model.heads, "[parallel] tensor", tensor, "each tensor rank takes whole heads")
-        must_divide("[model] kv_heads", model.num_kv_heads, "[parallel] tensor", tensor, "each takes whole kv-heads")
-        must_divide("[model] hidden_dim", model.ffn_dim, "[parallel] tensor", tensor, "choose another tensor size")
+        common = math.gcd(model.heads, model.num_kv_heads, model.ffn_dim)
+        allowed = f"it can be {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"
+        for name, number in (("heads", model.heads), ("kv_heads", model.num_kv_heads), ("hidden_dim", model.ffn_dim)):
+            must_divide(f"[model] {name}", number, "[parallel] tensor", tensor, allowed)
     if context > 1:
         must_divide(
             "[train] seq_len",
@@ -157,8 +156,9 @@ def check(recipe: Recipe, layout: Layout) -> None:
             )
         if recipe.precision.reduce == "bf16" and layout.sharded:
             raise ConfigError(
-                f'[precision] reduce = "bf16" with [parallel] pipeline = {pipeline} and shard = {layout.shard}: FSDP '
-                'would add up micro-batches in bf16, too; set reduce = "fp32", or replicate instead'
+                f'[precision] reduce = "bf16" with [parallel] pipeline = {pipeline} and shard × context = '
+                f'{layout.shard * context}: FSDP would add up micro-batches in bf16, too; set reduce = "fp32", or '
+                "replicate instead"
             )
         _check_stages_per_rank(recipe)
         stages = pipeline * num_stages_per_rank(recipe)

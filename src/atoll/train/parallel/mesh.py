@@ -51,7 +51,6 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
         flat = whole["shard", "context"]._flatten("fsdp") if layout.context > 1 else whole["shard"]
         name = "fsdp" if layout.context > 1 else "shard"
         fsdp = whole["replicate", name] if layout.replicate > 1 else flat
-    elif layout.replicate * layout.context > 1:
-        flat = whole["replicate", "context"]._flatten("gradients") if layout.context > 1 else whole["replicate"]
-        gradients = flat.get_group()
+    elif layout.replicate > 1:
+        gradients = whole["replicate"].get_group()
     return Mesh(layout, device, whole, fsdp, gradients)

@@ -45,14 +45,14 @@ def check_float8(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-def convert_float8(model: nn.Module, recipe: Recipe, *, sharded: bool) -> None:
+def convert_float8(model: nn.Module, recipe: Recipe, *, gathers: bool) -> None:
     """Let the linear layers of ``model`` multiply in float8, in place, where the recipe asks for it.
 
     Left in bf16 are those whose names contain an entry of ``float8_skip``, and those whose sizes are not divisible by
     16, which the cards' instructions need.
 
     Args:
-        sharded: whether FSDP gathers the weights: tensorwise, they then travel in 8 bits.
+        gathers: whether FSDP gathers whole weights: tensorwise, they then travel in 8 bits.
     """
     wanted = recipe.precision
     if wanted.float8 == "none":
@@ -68,7 +68,7 @@ def convert_float8(model: nn.Module, recipe: Recipe, *, sharded: bool) -> None:
     if wanted.float8 == "rowwise":
         config = Float8LinearConfig.from_recipe_name("rowwise")
     else:
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, emulate=wanted.float8_emulate)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=wanted.float8_emulate)
     convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
 
 

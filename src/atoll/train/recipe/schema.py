@@ -241,7 +241,8 @@ class OptimizerSection(Section):
     # per step, times the learning rate (GPT-3, Llama 2); embeddings don't decay, as in OLMo 2
     weight_decay: NonNegative = 0.1
     momentum: Fraction = 0.95  # momentum of muon and sgd
-    # muon's learning rate, for the matrices (Jordan et al., 2024); `lr` is AdamW's, for the rest
+    # muon's learning rate, for the matrices (Jordan et al., 2024); `lr` is AdamW's, for the rest: 1e-3 learns faster
+    # beside muon (docs/benchmarks.md)
     muon_lr: Annotated[float, Field(gt=0)] = 0.02
     moments: Literal["fp32", "bf16"] = "fp32"  # format of AdamW's two moments: `fp32` or `bf16`
     fused: bool = True  # bf16 moments on a GPU: one kernel per tensor, several times as fast as PyTorch's operations

@@ -1,0 +1,114 @@
+"""Blocks are compiled whole or not at all, under every layout; what can't be is said."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ranks
+import small
+from atoll.core.errors import ConfigError
+from atoll.train.parallel.plan import check_compile, compile_blocks
+from atoll.train.recipe.schema import Recipe
+from test_parallel import of_all, recipe_of, step_of
+
+BREAKING = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed = nn.Embedding(config.vocabulary, config.dim)
+        self.blocks = nn.ModuleList([Layer(config.dim)])
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+
+    def forward(self, tokens, documents):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+build = Model
+"""
+
+
+def compiled_step(recipe: Recipe) -> Any:
+    import atoll.train.engine as engine_module
+
+    torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]
+    engine_module.Engine = functools.partial(  # type: ignore[assignment,misc]
+        engine_module.Engine, prepare_blocks=lambda model: compile_blocks(model, "default")
+    )
+    import test_parallel
+
+    test_parallel.Engine = engine_module.Engine  # type: ignore[misc]
+    return step_of(recipe, 2)
+
+
+def refusal_of(folder: str, tree: dict[str, object]) -> str:
+    import sys
+
+    sys.path.insert(0, folder)
+    with pytest.raises(ConfigError) as caught:
+        small.train(tree)
+    return str(caught.value)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "context": (2, {"context": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "shard": (2, {"shard": 2}),
+    "tensor_context": (4, {"tensor": 2, "context": 2}),
+    "pipeline": (2, {"pipeline": 2, "micro": 2}),
+}
+
+
+@pytest.mark.parametrize("name", of_all(LAYOUTS, ["context", "tensor"]))
+def test_a_block_is_one_graph(name: str) -> None:
+    world, options = LAYOUTS[name]
+    recipe = recipe_of(precision="fp32", **options)
+    expected = ranks.run(world, step_of, recipe, 2)[0]
+    losses, _, norm = ranks.run(world, compiled_step, recipe)[0]
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert norm == pytest.approx(expected[2], rel=1e-5)
+
+
+def test_a_model_that_breaks_the_graph_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a_breaking_model.py").write_text(BREAKING)
+    tree = small.tree(tmp_path, model={"python": "a_breaking_model:build", "dim": 16}, compile={"enabled": True})
+    (refused,) = ranks.run(1, refusal_of, str(tmp_path), tree)
+    assert refused.startswith("[compile] enabled = true: torch.compile can't make one graph of each block: ")
+    assert refused.endswith("set [compile] enabled = false")
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_where_they_do_not_hold(mode: str) -> None:
+    class World:
+        size, device = 2, torch.device("cuda")
+
+    recipe = Recipe.model_validate({"compile": {"mode": mode}})
+    with pytest.raises(ConfigError, match="this run has 2 ranks"):
+        check_compile(recipe, World)  # type: ignore[arg-type]
+    World.size = 1
+    check_compile(recipe, World)  # type: ignore[arg-type]
+    World.device = torch.device("cpu")
+    with pytest.raises(ConfigError, match="this run has a CPU"):
+        check_compile(recipe, World)  # type: ignore[arg-type]
