@@ -2,12 +2,14 @@
 
     python bench/learn.py                                    # on a CPU: beside a plain Llama of transformers, small
     python bench/learn.py --peer torchtitan --out gpu.json   # Llama 3.2 1B untied, on each GPU one run at a time
+    python bench/learn.py --peer torchtitan --seeds 1 --optimizer muon --atoll-lr 1e-3     # AdamW's rate beside Muon's
     python bench/learn.py --draw gpu.json cpu.json --picture docs/learning.png
 
 Each side starts from its own initial weights, which is what is compared, with the rest of its defaults: AdamW (0.9,
 0.95), weight decay 0.1, clipping at 1, linear warm-up and decay to 0 are set on both. The text is that of
 examples/austen, tokenised once and repeated to the length of the run. Printed: the loss at some steps, the mean over
-the seeds, the difference and the seeds' spread. Exit 1 where Atoll ends above the peer by more than that spread.
+the seeds, the difference and the seeds' spread; beside TorchTitan also how long the GPU works until the mean of ten
+steps is the peer's last. Exit 1 where Atoll ends above the peer by more than that spread.
 TorchTitan 0.2.2 must be installed (`pip install torchtitan==0.2.2 torchao==0.17.0`).
 """
 
@@ -95,7 +97,7 @@ def recipe(setting: dict[str, Any]) -> dict[str, Any]:
             "recompute": "none",
             "output_dir": setting["folder"],
         },
-        "optimizer": {"lr": setting["lr"]},
+        "optimizer": {"lr": setting["lr"], **setting.get("optimizer", {})},
         "schedule": {"kind": "linear", "warmup": setting["warmup"], "floor": 0.0},
         "checkpoint": {"at_end": False},
         "metrics": {"plot": False},
@@ -210,8 +212,8 @@ def be(who: str, setting: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ side by side
-def losses_of(who: str, setting: dict[str, Any], gpu: str | None, limit_s: float) -> list[float]:
-    """The loss of every step of a run that is started here."""
+def losses_of(who: str, setting: dict[str, Any], gpu: str | None, limit_s: float) -> tuple[list[float], float]:
+    """The loss of every step of a run that is started here, and its tokens/s (nan where it tells of none)."""
     Path(setting["folder"]).mkdir(parents=True)
     env = {**os.environ, ROLE: json.dumps([who, setting]), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -229,13 +231,18 @@ def losses_of(who: str, setting: dict[str, Any], gpu: str | None, limit_s: float
     if who == "torchtitan":
         plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
         found = [float(loss) for loss in re.findall(r"step:\s*\d+\s+loss:\s*([\d.]+)", plain)]
+        speeds = [float(speed.replace(",", "")) for speed in re.findall(r"tps:\s*([\d,]+)", plain)]
     else:
         path = Path(setting["folder"], "losses.json")
         found = json.loads(path.read_text()) if path.exists() else []
+        journal = Path(setting["folder"], "metrics.jsonl")
+        speeds = (
+            [json.loads(line)["tokens_per_s"] for line in journal.read_text().splitlines()] if who == "atoll" else []
+        )
     if len(found) != setting["steps"]:
         tail = "\n".join(done.stdout.splitlines()[-25:])
         raise RuntimeError(f"{who}, seed {setting['seed']}: {len(found)} of {setting['steps']} steps\n{tail}")
-    return found
+    return found, float(np.median(speeds[10:])) if speeds else float("nan")
 
 
 def compare(peer: str, setting: dict[str, Any], seeds: int, folder: Path, limit_s: float) -> dict[str, Any]:
@@ -249,7 +256,7 @@ def compare(peer: str, setting: dict[str, Any], seeds: int, folder: Path, limit_
     setting["tokens"] = str(folder / "tokens.bin")
     write_tokens(Path(setting["tokens"]), setting)
 
-    def one(who: str, seed: int) -> list[float]:
+    def one(who: str, seed: int) -> tuple[list[float], float]:
         gpu = gpus.get()
         try:
             return losses_of(who, {**setting, "seed": seed, "folder": str(folder / f"{who}-{seed}")}, gpu, limit_s)
@@ -264,10 +271,19 @@ def compare(peer: str, setting: dict[str, Any], seeds: int, folder: Path, limit_
     finally:
         pool.shutdown(cancel_futures=True)
     curves: dict[str, list[list[float]]] = {"atoll": [], peer: []}
-    for (who, _), losses in zip(runs, found, strict=True):
+    speeds: dict[str, list[float]] = {"atoll": [], peer: []}
+    for (who, _), (losses, speed) in zip(runs, found, strict=True):
         curves[who].append(losses)
+        speeds[who].append(speed)
     where = torch.cuda.get_device_name() if peer == "torchtitan" else "CPU"
-    return {"where": where, "torch": torch.__version__, "peer": peer, "setting": setting, "curves": curves}
+    return {
+        "where": where,
+        "torch": torch.__version__,
+        "peer": peer,
+        "setting": setting,
+        "curves": curves,
+        "speeds": speeds,
+    }
 
 
 def report(found: dict[str, Any]) -> bool:
@@ -291,6 +307,12 @@ def report(found: dict[str, Any]) -> bool:
     spread = max(np.ptp(each) for each in ends.values())
     ratio = ends["atoll"].mean() / ends[peer].mean()
     print(f"atoll ÷ {peer}: {ratio:.4f}; difference {difference:+.3f}, spread of the seeds {spread:.3f}")
+    speeds = {who: float(np.mean(each)) for who, each in found.get("speeds", {}).items()}
+    means = {who: np.convolve(rows.mean(axis=0), np.full(10, 0.1), "valid") for who, rows in curves.items()}
+    reached = np.flatnonzero(means["atoll"] <= means[peer][-1])
+    if len(reached) and all(speed > 0 for speed in speeds.values()) and speeds:
+        ours, theirs = (int(reached[0]) + 10) * tokens / speeds["atoll"], steps * tokens / speeds[peer]
+        print(f"to {peer}'s last loss: {ours:.1f} s of {theirs:.1f} s, {ours / theirs:.3f}×; tokens/s {speeds}")
     return bool(difference <= spread)
 
 
@@ -323,6 +345,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="120 on a CPU, 200 on a GPU")
     parser.add_argument("--scheme", help="of Atoll's initial weights; the default is what is compared")
+    parser.add_argument("--optimizer", default="adamw", help="Atoll's")
+    parser.add_argument("--atoll-lr", type=float, help="Atoll's [optimizer] lr, where it is not to be the peer's")
     parser.add_argument("--tied", action="store_true", help="the head shares the embedding's weight")
     parser.add_argument("--out", help="write settings and curves here, as JSON")
     parser.add_argument("--draw", nargs="+", metavar="JSON", help="draw what --out wrote")
@@ -335,6 +359,7 @@ def main() -> int:
     setting = dict(GPU if args.peer == "torchtitan" else CPU)
     setting["model"] = {**setting["model"], "tied": args.tied, "init_scheme": args.scheme}
     setting["steps"] = args.steps or setting["steps"]
+    setting["optimizer"] = {"kind": args.optimizer, "lr": args.atoll_lr or setting["lr"]}
     with tempfile.TemporaryDirectory() as folder:
         found = compare(args.peer, setting, args.seeds, Path(folder), args.limit_s)
     if args.out:

@@ -74,7 +74,7 @@ def test_orthogonal_directions_are_those_of_fp64(shape: tuple[int, int, int]) ->
     expected = orthogonalised(x.double())
     found = orthogonalised(x)
     assert found.dtype == torch.bfloat16
-    assert (found - expected).norm() < 6e-3 * expected.norm()
+    assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_zeros_have_no_direction() -> None:
