@@ -331,7 +331,7 @@ def test_the_first_fix_is_the_cheapest_that_helps():
     automatic = llama_8b(train={"recompute": "auto"})
     assert fix(automatic, Layout(replicate=8), 50 * GIB) == "--parallel.shard 8"
     assert fix(automatic, layout, 25 * GIB) == "--optimizer.moments bf16"
-    assert fix(automatic, layout, 22 * GIB) == "--parallel.tensor 4 --parallel.shard 2"
+    assert fix(automatic, layout, 22 * GIB) == "--parallel.tensor 2 --parallel.shard 4"
 
 
 def test_several_changes_are_named_together():
