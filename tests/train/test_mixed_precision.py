@@ -125,7 +125,7 @@ def test_a_reduction_in_bf16_rounds_once_whatever_the_micro_batches(layout: str)
 
 
 def test_a_pipeline_of_shards_is_not_reduced_in_bf16() -> None:
-    with pytest.raises(ConfigError, match=r'reduce = "bf16" with \[parallel\] pipeline = 2 and shard = 2'):
+    with pytest.raises(ConfigError, match=r'reduce = "bf16" with \[parallel\] pipeline = 2 and shard × context = 2'):
         resolve(recipe_of({"pipeline": 2, "shard": 2}, reduce="bf16"), 4)
 
 
