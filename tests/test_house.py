@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import importlib.metadata
 import inspect
 import os
@@ -110,6 +111,13 @@ def test_an_upward_import_is_caught(tmp_path):
     done = lint_imports(tmp_path)
     assert done.returncode == 1
     assert "atoll.core is not allowed to import atoll.functions" in " ".join(done.stdout.split())
+
+
+def test_no_import_circle():
+    """Also none that only types or a lazy import make."""
+    graph = grimp.build_graph("atoll", exclude_type_checking_imports=False)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 
 
 def test_bare_hosts_need_only_the_standard_library():

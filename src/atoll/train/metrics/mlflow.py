@@ -12,7 +12,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.secrets import redact
 from atoll.train.events import Event, RunEnded, RunStarted
 from atoll.train.metrics.reporter import Reporter, ReporterFailed
-from atoll.train.metrics.trackers import TrackedRun, figures
+from atoll.train.metrics.tracked_run import TrackedRun, figures
 from atoll.train.recipe.keys import flat
 
 if TYPE_CHECKING:

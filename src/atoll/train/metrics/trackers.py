@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.paths import write_atomic
-from atoll.core.secrets import redact
-from atoll.train.events import Event, RunEnded, RunStarted, StepDone, Validated
+from atoll.train.events import Event, RunEnded, RunStarted
+from atoll.train.metrics.mlflow import MLflow
 from atoll.train.metrics.reporter import Reporter, ReporterFailed
+from atoll.train.metrics.tracked_run import TrackedRun, figures, public
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _FINISH_TIMEOUT_S = 60.0
-_QUERY = re.compile(r"(?<=[a-z0-9]://)([^\s?]+)\?\S+")
 
 
 def open_trackers(
@@ -40,8 +37,6 @@ def open_trackers(
     Raises:
         ConfigError: one is not installed, has no credentials, or does not know its address; the text says what to do.
     """
-    if "mlflow" in names:
-        from atoll.train.metrics.mlflow import MLflow
     run = TrackedRun(output_dir, name, project, public(recipe))
     opened: list[Reporter] = []
     for each in dict.fromkeys(names):
@@ -61,72 +56,6 @@ def _load(name: str) -> ModuleType:
             f'[metrics] trackers = ["{name}"], but it cannot be imported here ({error}): '
             f'pip install "atoll[{name}]", or take it out of the list'
         ) from None
-
-
-def public(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe without what may be secret: where to notify, credentials and signatures in URLs."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, str):
-            return _QUERY.sub(r"\1?****", redact(value))
-        if isinstance(value, Mapping):
-            return {key: clean(each) for key, each in value.items() if key != "notify"}
-        return [clean(each) for each in value] if isinstance(value, list | tuple) else value
-
-    cleaned: dict[str, Any] = clean(recipe)
-    return cleaned
-
-
-def figures(event: Event) -> dict[str, float]:
-    """What trackers draw of an event, by name; the part before the slash groups the pictures."""
-    if isinstance(event, Validated):
-        return {"validation/loss": event.loss}
-    if not isinstance(event, StepDone):
-        return {}
-    values = {
-        "train/loss": event.loss,
-        "train/lr": event.lr,
-        "train/grad_norm": event.grad_norm,
-        "train/tokens": float(event.tokens),
-        "train/samples": float(event.samples),
-        "speed/tokens_per_s": event.tokens_per_s,
-        "speed/tokens_per_s_per_gpu": event.tokens_per_s_per_gpu,
-        "speed/step_s": event.step_s,
-        "speed/step_spread_s": event.step_spread_s,
-        "speed/data_wait_s": event.data_wait_s,
-        "memory/peak_bytes": float(event.memory_bytes),
-    }
-    return values if event.mfu is None else {**values, "speed/mfu": event.mfu}
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """What trackers are told of a run, and what each of them calls it, which ``trackers.json`` keeps."""
-
-    output_dir: str
-    name: str
-    project: str
-    recipe: Mapping[str, Any]  # without its secrets
-
-    @property
-    def _path(self) -> Path:
-        return Path(self.output_dir) / "trackers.json"
-
-    def identity(self, tracker: str) -> str | None:
-        """The run's identity there, or None where it has none yet."""
-        found = self._read().get(tracker)
-        return found if isinstance(found, str) else None
-
-    def keep_identity(self, tracker: str, identity: str) -> None:
-        """Keep it for the next start."""
-        write_atomic(self._path, json.dumps({**self._read(), tracker: identity}, indent=2).encode() + b"\n", mode=0o644)
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            known = json.loads(self._path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return {}
-        return known if isinstance(known, dict) else {}
 
 
 class TensorBoard(Reporter):
