@@ -917,7 +917,7 @@ def test_a_folder_that_was_removed(atoll: Atoll, tmp_path: Path, monkeypatch: py
         (["launch", "--dryrun", "--gpus", "L4", "--gpus", "L4:2", "true"], 0, "the last one counts, --gpus L4:2"),
         (["launch", "--dryrun", "--gpus", "L4:0.5", "true"], 0, "L4:0.5: a job has whole accelerators"),
         (["launch", "--dryrun", "--gpus", "L4:5000", "true"], 2, "at most 1024 accelerators"),
-        (["launch", "--dryrun", "--gpus", "L44", "true"], 0, "did you mean L4? It is used"),
+        (["launch", "--dryrun", "--gpus", "L44", "true"], 2, "'L44' is not known: did you mean L4?"),
         (["launch", "--dryrun", "--num-nodes", "1001", "true"], 2, "1001 nodes on this machine alone"),
         (["run", "--nodes", "1001", "x.py"], 2, "1001 nodes on this machine alone"),
         (["run", "--gpus", "none", "--nproc", "2", "--", "true"], 0, "--nproc-per-node 2 has no effect"),
