@@ -230,6 +230,26 @@ def test_the_reader_goes_on_where_one_who_waited_stops(played: Callable[[int], G
     assert future.result(30) == ["late"]
 
 
+def test_the_reader_goes_on_where_ctrl_c_comes_as_one_who_waited_stops(played: Callable[[int], Gangs]) -> None:
+    gang = played(1)
+    future, number = gang.call()
+    loop = gang.gang._loop
+    modify = loop.modify
+
+    def interrupted(fd: int, mask: int) -> None:
+        if mask:
+            loop.modify = modify  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+        modify(fd, mask)
+
+    loop.modify = interrupted  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt):
+        future.result(0.01)
+    gang.agents.returns(0, number, "late")
+    eventually(future.done, "the answer is read")
+    assert future.result(30) == ["late"]
+
+
 def test_a_call_that_is_to_start_again_is_cancelled_before_its_reader_leaves(played: Callable[[int], Gangs]) -> None:
     gang = played(1)
     future, _number = gang.call(retries=1)

@@ -77,8 +77,9 @@ class RankChannel(Sender):
     def close(self) -> None:
         """Close all of it, and descriptors that nobody took."""
         super().close()
-        if self.wake_fd >= 0:
-            os.close(self.wake_fd)
+        wake_fd, self.wake_fd = self.wake_fd, -1
+        if wake_fd >= 0:
+            os.close(wake_fd)
         self.sock.close()
         for output in self.outputs:
             output.close()
@@ -281,13 +282,21 @@ class Gang:
                     self._read_rank(channel, True, False)
         finally:
             if channel is not None:
-                with self._lock:
-                    channel.waiting, call.reader = None, 0
-                    if self._channels.get(channel.rank) is not channel:
-                        channel.close()
-                    elif channel.fd in self._loop.watched:
-                        self._loop.modify(channel.fd, READ | WRITE if channel.num_bytes else READ)
+                try:
+                    self._hand_back(channel, call)
+                except BaseException:  # Ctrl-C in the middle of it
+                    self._hand_back(channel, call)
+                    raise
         return timeout_s
+
+    def _hand_back(self, channel: RankChannel, call: Call) -> None:
+        """Have the reader read a rank again, whose channel a caller read. May be repeated."""
+        with self._lock:
+            channel.waiting, call.reader = None, 0
+            if self._channels.get(channel.rank) is not channel:
+                channel.close()
+            elif channel.fd in self._loop.watched:
+                self._loop.modify(channel.fd, READ | WRITE if channel.num_bytes else READ)
 
     def _send_call(self, action: m.SendCall) -> None:
         request, header = action.call.request, action.header
