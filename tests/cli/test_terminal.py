@@ -76,6 +76,27 @@ def test_a_table_on_a_terminal_is_as_wide_as_it():
     assert max(map(len, lines)) <= 100
 
 
+def test_only_the_last_column_of_a_table_is_cut():
+    row = ("12", "a-name", "RUNNING", "rank 0 on head exited with code 127 and more than fits on a line of it")
+    code = f"from atoll.cli.shown import print_table as p; p(('ID', 'NAME', 'STATUS', ''), [{row}], cut=True)"
+    for columns, ends in (("60", "…"), ("30", "…"), ("200", "of it")):
+        shown = on_terminal(sys.executable, "-c", code, NO_COLOR="1", TERM="xterm", COLUMNS=columns)
+        title, rule, cells = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+        assert title.split() == ["ID", "NAME", "STATUS"]
+        assert re.match(r"12   a-name   RUNNING   rank 0", cells), cells
+        assert cells.rstrip().endswith(ends)
+        assert len(rule) <= max(int(columns), 33)
+
+
+def test_ctrl_c_on_a_terminal_says_something_too(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\ntime.sleep(1)\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    shown = on_terminal("atoll", "generate", str(tmp_path), "Once", PYTHONPATH=str(tmp_path), TERM="xterm")
+    assert "⠋ atoll generate" in shown
+    assert shown.endswith("\natoll: interrupted\n")
+
+
 def test_ctrl_c_says_something_once(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     command = [sys.executable, "-m", "atoll", "generate", str(tmp_path), "Once"]

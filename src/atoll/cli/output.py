@@ -104,7 +104,7 @@ class Spinner:
             over.set()
             thread.join()
             self._is_turning = False
-            self.make_room(b"\n")
+            self._erase()
 
     def _turn(self, over: threading.Event) -> None:
         if over.wait(_SPINNER_S):

@@ -32,6 +32,7 @@ _STYLES = {  # of a table's cells, by their first word
     **dict.fromkeys(("STOPPED", "CANCELLED"), "yellow"),
     **dict.fromkeys(("FAILED", "DAMAGED", "✗"), "red"),
 }
+_GAP, _LEAST = 3, 8  # columns between two columns of a table, and those that its last one has at least
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
 _MOST_NAMED = 20  # jobs whose numbers a line gives
 _RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in these, however long the log is
@@ -70,17 +71,21 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, cut: bo
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     from rich import box
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    *widths, last = (max(cell_len(row[at]) for row in [titles, *rows]) for at in range(len(titles)))
+    others = sum(width + _GAP for width in widths)
+    room = max(Console().width - others, min(last, _LEAST))  # a narrower terminal wraps the lines itself
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for title in titles:
-        is_last = title is titles[-1]
-        table.add_column(title, no_wrap=cut or not is_last, overflow="ellipsis" if cut and is_last else "fold")
+    for title, width in zip(titles, widths, strict=False):
+        table.add_column(title, no_wrap=True, width=width)
+    table.add_column(titles[-1], no_wrap=cut, overflow="ellipsis" if cut else "fold", max_width=room)
     for row in rows:
         table.add_row(*(Text(cell, style=_STYLES.get(cell.partition("_")[0], "")) for cell in row))
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=others + room).print(table)
 
 
 def duration(seconds: float) -> str:
