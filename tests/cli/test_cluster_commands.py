@@ -201,7 +201,8 @@ def test_launch_shows_the_job_and_exits_as_it_did(atoll: Atoll) -> None:
     code, out, _ = atoll("launch", "-c", "t", "--num-nodes", "1", "-n", "one", "echo bad; exit 3")
     assert code == 100
     assert out.startswith(
-        "Cluster t on local: 1 node of 2, none of its L4:2 per node, simulated\nJob submitted, ID: 2\n"
+        "Cluster t on local: 1 node of 2, L4:2 per node, simulated; the task uses no accelerator\n"
+        "Job submitted, ID: 2\n"
     )
     assert "exited with code 3" in out
     assert re.search(r"^\(one, pid=\d+\) bad$", out, re.M)
@@ -344,7 +345,7 @@ def test_a_cluster_grows_when_idle_and_says_so(atoll: Atoll) -> None:
     assert "cluster t is resized: 1 → 3 nodes, no accelerator → L4:2 per node, 8+ CPUs" in out
     out = atoll("launch", "-c", "t", "--num-nodes", "4", "--dryrun", "true")[1]
     assert out.splitlines()[:-1] == [
-        "Cluster t on local: 4 nodes, none of its L4:2 per node, simulated",
+        "Cluster t on local: 4 nodes, L4:2 per node, simulated; the task uses no accelerator",
         "cluster t is resized: 3 → 4 nodes",
     ]
     atoll("launch", "-c", "t", "-d", "sleep 60")
@@ -393,7 +394,7 @@ def test_stop_start_and_down(atoll: Atoll, home: Path) -> None:
 def test_autostop(atoll: Atoll, monkeypatch: pytest.MonkeyPatch) -> None:
     atoll("launch", "-c", "t", "true")
     code, out, _ = atoll("autostop", "t", "-i", "30")
-    assert (code, out) == (0, "Cluster t is stopped after 30 idle minutes from now on\n")
+    assert (code, out) == (0, "Cluster t is set to be stopped after 30 idle minutes\n")
     assert "30m" in atoll("status")[1]
     atoll("autostop", "t", "--cancel")
     assert json.loads(atoll("status", "t", "-o", "json")[1])[0]["autostop_minutes"] is None

@@ -55,7 +55,7 @@ def test_a_number_of_nodes(text: str | int, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["0", "", "a", "4:2", "2:", "-1", "٣", "9" * 30])
 def test_what_no_number_of_nodes_is(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="expected a number from 1 to"):
+    with pytest.raises(typer.BadParameter, match="is not a number from 1 to"):
         options.parse_nodes(text)
 
 

@@ -508,7 +508,7 @@ def test_cancel_at_any_time(when: str) -> None:
     hand.tell(CancelAsked("cancelled by ada"))
     if when in ("SETTING_UP", "RUNNING"):
         assert kinds(hand.last) == ["Terminate 0", "Terminate 1"]
-        assert lines(hand.last) == ["cancelled by ada; stopping it."]
+        assert lines(hand.last) == ["cancelled by ada; stopping the job."]
         hand.end(0, 1, phase="setup" if when == "SETTING_UP" else "run")
         assert hand.tell(CancelAsked(), after_s=1.0) == []
         begun = hand.now - 1.0

@@ -160,7 +160,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_command_shows_samples(recipe: str) -> None:
     result = CliRunner().invoke(data_app, ["preview", recipe, "--num", "2", "--ids", "--train.seq_len", "18"])
     assert result.exit_code == 0, result.output
-    assert "sample 0, number 0 of 3 in epoch 0: 18 of 18 places are trained" in result.stdout
+    assert "sample 0, number 0 of 3 in epoch 0: 18 of 18 positions are trained" in result.stdout
     assert "C⟨67⟩|a⟨97⟩|l⟨108⟩|l⟨108⟩" in result.stdout
     assert "sample 1," in result.stdout
     assert "sample 2," not in result.stdout

@@ -418,6 +418,7 @@ def test_ctrl_c_before_anything_began_ends_at_once(tmp_path: Path, endless: Path
     assert driver.finish() in (130, 101, -signal.SIGINT), driver.said
     if "starting 2 ranks" in driver.said:
         assert "stopping before the first step" in driver.said
+    assert "failed" not in driver.said
     assert not (tmp_path / "run" / "stop").exists()
 
 

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 def check(
     infras: Annotated[
-        list[str] | None, typer.Argument(metavar="[INFRA]...", help="local or ssh/NAME; all declared by default.")
+        list[str] | None, typer.Argument(metavar="INFRA", help="local or ssh/NAME; all declared by default.")
     ] = None,
     output: options.Output = "table",
 ) -> None:

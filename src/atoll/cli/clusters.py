@@ -496,10 +496,12 @@ def autostop(
     minutes = -1 if never else idle
 
     when = f"after {minutes} idle minute{'s' if minutes > 1 else ''}" if minutes else "once no job is left"
-    state = f"{'removed' if down else 'stopped'} {when}" if minutes >= 0 else "never stopped automatically"
+    state = (
+        f"set to be {'removed' if down else 'stopped'} {when}" if minutes >= 0 else "not stopped automatically any more"
+    )
 
     def set_one(name: str, _say: Say) -> tuple[list[int], str]:
         api.autostop(name, minutes, down=down)
-        return [], f"{state} from now on"
+        return [], state
 
     _each(names, everything, output, set_one, up_only=True)

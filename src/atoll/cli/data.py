@@ -103,7 +103,7 @@ def _print_text(
     for number in numbers:
         (sample,) = dataset.samples([number])
         epoch, within = divmod(number, len(dataset))
-        trained = f"{sample.num_trained} of {dataset.seq_len} places are trained"
+        trained = f"{sample.num_trained} of {dataset.seq_len} positions are trained"
         title = f"sample {number}, number {within} of {len(dataset)} in epoch {epoch}: {trained}"
         console.print(f"\n{title}", style="bold" if colour else None, soft_wrap=unwrapped)
         console.print(render(sample, tokenizer, colour=colour, ids=ids), end="", soft_wrap=unwrapped)

@@ -33,7 +33,7 @@ def parse_nodes(text: str | int) -> int:
     least, colon, most = str(text).partition(":")
     numbers = [least, most] if colon else [least]
     if not all(map(_NUMBER.fullmatch, numbers)) or not 1 <= int(least) <= int(numbers[-1]) <= MOST_NODES:
-        raise typer.BadParameter(f"--nodes {text}: expected a number from 1 to {MOST_NODES}")
+        raise typer.BadParameter(f"{str(text)!r} is not a number from 1 to {MOST_NODES}")
     return int(numbers[-1])
 
 

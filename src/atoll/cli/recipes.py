@@ -28,6 +28,7 @@ _WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 @recipes_app.command("ls")
 def ls(output: options.Output = "table") -> None:
     """List the recipes that ship with Atoll."""
+    from atoll.train.metrics.figures import count
     from atoll.train.recipe.files import shipped_names
 
     as_json = options.as_json(output)
@@ -38,9 +39,9 @@ def ls(output: options.Output = "table") -> None:
         return
     table = []
     for row in rows:
-        small = row["parameters"] < 1e8  # trains on a CPU in minutes
-        size = f"{row['parameters'] / 1e6:.1f} M" if small else f"{row['parameters'] / 1e9:.1f} B"
-        table.append((row["name"], size, "✓" if small else "", str(row["seq_len"]), row["layout"], row["note"]))
+        on_cpu = "✓" if row["parameters"] < 1e8 else ""  # trains there in minutes
+        size, length = count(row["parameters"]), str(row["seq_len"])
+        table.append((row["name"], size, on_cpu, length, row["layout"], row["note"]))
     print_table(("NAME", "PARAMS", "CPU", "SEQ_LEN", "LAYOUT", "NOTE"), table)
     print("\n`atoll recipes show NAME` prints every key, `atoll recipes cp NAME` writes a file to edit")
 

@@ -200,7 +200,7 @@ def run(
     code: int = ExitCode.CANCELLED
     with contextlib.suppress(KeyboardInterrupt), _interrupted_by_signals(handled), registry.kept():
         try:
-            with spinner("starting ranks"):
+            with spinner("starting ranks", interrupted="the run is cancelled"):
                 (job,) = launch([request], name, how)
             assert writer is not None
             code = _show(job, writer, handled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -274,11 +275,16 @@ class _Screen:
         self._console = console
         self._is_closed = False
         self._signalled = False
+        self.is_interrupted = False  # the ranks call the end of their cancelled call a failure
 
     def __call__(self, event: Event) -> None:
         """Show an event; from any thread."""
+        from atoll.train.events import RunEnded
+
         if self._is_closed:
             return
+        if self.is_interrupted and isinstance(event, RunEnded):
+            event = dataclasses.replace(event, status="stopped", error=None)
         try:
             self._console(event)
         except OutputClosed:
@@ -348,6 +354,7 @@ def _interruptible(
         elif not began.is_set():
             screen.say(f"{name}: stopping before the first step")
         if asked or not began.is_set():
+            screen.is_interrupted = True
             raise KeyboardInterrupt
         asked = True
         screen.say(f"{name}: saving a checkpoint, then stopping; {'Ctrl-C' if closed else 'once more'} stops at once")

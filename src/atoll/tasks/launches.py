@@ -95,12 +95,12 @@ def announcement(requests: Sequence[JobRequest], decisions: Sequence[Decision]) 
 
 def _cluster_text(request: JobRequest, decision: Decision) -> str:
     cluster = decision.cluster
-    what = accelerators_text(decision.accelerator, decision.num_accelerators)
-    if cluster.num_accelerators > decision.num_accelerators:
-        used = what if decision.num_accelerators else "none"
-        what = f"{used} of its {accelerators_text(cluster.accelerator, cluster.num_accelerators)}"
+    used = accelerators_text(decision.accelerator, decision.num_accelerators)
+    what = accelerators_text(cluster.accelerator, cluster.num_accelerators)
     if cluster.num_accelerators:
         what += " per node" + (", simulated" if cluster.simulated else "")
+    if cluster.num_accelerators > decision.num_accelerators:
+        what += f"; the task uses {used}"
     num_nodes = request.resources.num_nodes
     nodes = f"{num_nodes} node" + ("s" if num_nodes > 1 else "")
     if num_nodes < cluster.num_nodes:

@@ -291,7 +291,7 @@ class JobMachine:
             grace_s = self._spec.grace_s
         self._cause, self._phase, self._next_s = cause, "stop", now + grace_s
         terminated = [t.Terminate(node, number) for node in sorted({node for _, node, _ in self._living})]
-        what = "it" if cause.kind in ("cancel", "timeout") else "the others"
+        what = "the job" if cause.kind in ("cancel", "timeout") else "the others"
         text = f"{cause.reason}; stopping {what}." if terminated else ""  # else the job's last line says it at once
         return [_cause_row(cause, text), *terminated, *self._stop_if_quiet(now)]
 

@@ -62,7 +62,8 @@ class Document:
     def at(self, *path: str | int) -> str:
         """``train.yaml:12: resources.cpus``, ``Task: name`` or ``--cpus``; what is not there has its parent's line."""
         if not self.label:
-            return "--" + next(key for key in reversed(path) if isinstance(key, str)).replace("_", "-")
+            key = next(key for key in reversed(path) if isinstance(key, str))
+            return "--" + {"accelerators": "gpus"}.get(key, key).replace("_", "-")  # as --help spells it
         line = self._find(path)[1]
         dotted = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
         return self.label + (f":{line + 1}" if line is not None else "") + (f": {dotted}" if dotted else "")
