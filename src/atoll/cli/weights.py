@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -224,10 +224,10 @@ def _device(wanted: str | None) -> str:
 def _bytes(text: str) -> float:
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except (ValidationError, OverflowError):
-        size = 0
+    size = 0
+    with suppress(ValidationError):
+        if re.fullmatch(r"\d{1,15}(\.\d+)?\s*[A-Za-z]*", text):  # pydantic takes 1..5GB for 1
+            size = int(TypeAdapter(ByteSize).validate_python(text))
     if size <= 0:
         raise ConfigError(f"--max-shard {text}: expected a size such as 5GB or 500MB")
     return size

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import shown_path, sweep_temporary, write_atomic
 from atoll.train.checkpoint.claim import FolderClaim
 from atoll.train.recipe.load import diff, harmful
@@ -59,7 +60,8 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise ConfigError(
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # which is not a mistake in the recipe
+            raise (AtollError if is_full else ConfigError)(
                 f"[train] output_dir {str(self.path)!r}: {error.strerror}; choose another with --train.output_dir DIR"
             ) from None
 
