@@ -105,6 +105,7 @@ debian:
 quickstart: install-train
 	@echo "==> atoll train examples/austen/austen.toml --nodes 2: a small Llama on six novels, two local nodes, FSDP2"
 	@$(BIN)/atoll train examples/austen/austen.toml --nodes 2
+	@command -v atoll >/dev/null 2>&1 || echo '==> so that your shell finds `atoll`: . $(BIN)/activate'
 
 # Both parts run even where the first fails, so that one run tells everything. pytest's exit code 5 is "no test
 # selected", which ARGS can cause in one part; in both it is a failure. Up to MAX_AGAIN tests that failed run once more

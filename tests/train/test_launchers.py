@@ -74,6 +74,13 @@ def test_atoll_train(reference: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_sizes_that_do_not_divide_are_refused_before_pytorch_is_loaded(tmp_path: Path) -> None:
+    path = small.write_toml(small.tree(tmp_path, parallel__shard=3), tmp_path / "tree.toml")
+    said = _finish([str(BIN / "atoll"), "train", str(path), "--nodes", "2", *_to(tmp_path)], code=2)
+    assert said == "atoll: [parallel] shard 3 = 3 ranks do not divide the 2 there are: change an axis\n"
+    assert not (tmp_path / "run").exists()
+
+
 def test_atoll_train_with_one_node_of_two_ranks(reference: Path, tmp_path: Path) -> None:
     _finish([str(BIN / "atoll"), "train", str(reference / "tree.toml"), "--nproc", "2", *_to(tmp_path)])
     small.assert_same_run(reference / "run", tmp_path / "run")

@@ -218,6 +218,7 @@ def _run(asked: Training, *, quiet: bool) -> dict[str, Any]:
     from atoll.functions.compute_pool import ComputePool
     from atoll.train.events import Note, Progress, decode
     from atoll.train.folder import fresh_folder
+    from atoll.train.parallel.layout import divide
 
     show, loaded = _screen(quiet), asked.loaded
     tree = loaded.recipe.model_dump(mode="json", exclude_none=True)
@@ -258,6 +259,7 @@ def _run(asked: Training, *, quiet: bool) -> dict[str, Any]:
         stack.enter_context(contextlib.closing(show))
         with spinner("starting nodes"):
             stack.enter_context(pool)
+        divide(loaded.recipe, pool.world_size)  # refused before PyTorch is loaded and data are tokenised
         ranks = "one rank" if pool.world_size == 1 else f"{pool.world_size} ranks"
         show(Note(f"starting {ranks}"))
         show(Progress(_LOADING, 0, None))  # takes seconds

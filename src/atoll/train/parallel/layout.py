@@ -71,6 +71,17 @@ def resolve(recipe: Recipe, world_size: int, *, fits_replicated: bool = True) ->
         ConfigError: the sizes don't multiply to ``world_size``, or the model or batch can't be split that way; the
             message names both numbers.
     """
+    layout = divide(recipe, world_size, fits_replicated=fits_replicated)
+    check(recipe, layout)
+    return layout
+
+
+def divide(recipe: Recipe, world_size: int, *, fits_replicated: bool = True) -> Layout:
+    """The sizes of ``resolve``, which the model and the batch may still not allow.
+
+    Raises:
+        ConfigError: the sizes don't multiply to ``world_size``.
+    """
     wanted = recipe.parallel
     sizes = {axis: getattr(wanted, axis) for axis in AXES}
     if wanted.replicate is None and wanted.shard is None:
@@ -98,9 +109,7 @@ def resolve(recipe: Recipe, world_size: int, *, fits_replicated: bool = True) ->
         raise ConfigError(
             f"[parallel] {given} = {product} ranks, but {world_size} were started; set one axis to -1 (the rest)"
         )
-    layout = Layout(**sizes)
-    check(recipe, layout)
-    return layout
+    return Layout(**sizes)
 
 
 def check(recipe: Recipe, layout: Layout) -> None:
