@@ -221,6 +221,21 @@ def test_pending_jobs_get_a_new_supervisor(home: Path) -> None:
     assert cluster.control.job(first).status is JobStatus.FAILED_DRIVER
 
 
+def test_a_log_says_why_it_ends_where_its_supervisor_is_just_being_killed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = LocalCluster.make(home)
+    job = cluster.submit("echo going; sleep 300")
+    cluster.wait_for(job, "going")
+    os.kill(cluster.supervisor_pid(), signal.SIGKILL)
+    cluster.wait_until_idle()
+    looks, is_running = iter([True]), supervisor.is_running
+    monkeypatch.setattr(supervisor, "is_running", lambda folder: next(looks, False) or is_running(folder))
+    status, log = cluster.follow(job)
+    assert status is JobStatus.FAILED_DRIVER
+    assert "its supervisor was killed" in log.splitlines()[-1]
+
+
 def test_nodes_that_start_in_any_order(home: Path) -> None:
     """A supervisor whose nodes take different times to start: ranks stay what they are, and setup is a barrier."""
     cluster = LocalCluster.make(home, num_nodes=4)

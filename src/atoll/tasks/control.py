@@ -126,8 +126,7 @@ class LocalControl:
 
     def queue(self) -> list[JobRow]:
         """Every job, newest first."""
-        with self._read() as store:
-            return self._shown(store.jobs())
+        return self._rows(Store.jobs)
 
     def job(self, job_id: int | None) -> JobRow:
         """One job; None is the newest.
@@ -135,36 +134,36 @@ class LocalControl:
         Raises:
             LookupError: there is none.
         """
-        with self._read() as store:
-            found = store.jobs(limit=1) if job_id is None else [store.job(job_id)]
+        found = self._rows(lambda store: store.jobs(limit=1) if job_id is None else [store.job(job_id)])
         if not found:
             raise LookupError(f"cluster {self._folder.name} has had no job yet")
-        return self._shown(found)[0]
+        return found[0]
 
     def events(self, job_id: int, after: int = 0) -> list[EventRow]:
         """What happened to a job since event number ``after``."""
-        with self._read() as store:
+        with Store(self._folder) as store:
+            self._resume(store)
             return store.events(job_id, after)
 
     def resume(self) -> None:
         """Has jobs whose supervisor is gone seen to by a new one."""
         if (self._folder / STORE).exists():
-            with self._read():
-                pass
+            with Store(self._folder) as store:
+                self._resume(store)
 
-    @contextlib.contextmanager
-    def _read(self) -> Iterator[Store]:
-        """The store, after jobs whose supervisor is gone have got a new one."""
+    def _resume(self, store: Store) -> bool:
+        """Has jobs whose supervisor is gone seen to by a new one; False where none runs, nor can be started."""
+        try:
+            supervisor.resume(self._folder, store)
+        except AtollError:  # what there is can be read all the same
+            return supervisor.is_running(self._folder)
+        return True
+
+    def _rows(self, read: Callable[[Store], list[JobRow]]) -> list[JobRow]:
+        """Rows of jobs. One that was begun has failed where no supervisor runs, and none can be started."""
         with Store(self._folder) as store:
-            with contextlib.suppress(AtollError):  # what there is can be read all the same
-                supervisor.resume(self._folder, store)
-            yield store
-
-    def _shown(self, rows: list[JobRow]) -> list[JobRow]:
-        """Rows as they are shown: a job that was begun has failed where no supervisor runs, and none can be started."""
-        if all(row.status.ended or row.status is JobStatus.PENDING for row in rows):
-            return rows
-        return rows if supervisor.is_running(self._folder) else [_failed(row) for row in rows]
+            is_supervised = self._resume(store)
+            return [row if is_supervised else _failed(row) for row in read(store)]
 
     def follow(
         self,
@@ -199,8 +198,7 @@ class LocalControl:
             LookupError: there is no such job.
             ConfigError: it has no such rank.
         """
-        with self._read() as store:
-            job = self._shown([store.job(job_id)])[0]
+        job = self.job(job_id)
         only = _only(job, rank)
         path = self._folder / "jobs" / str(job_id) / RUN_LOG
         if job.started_s is not None and not path.exists():
