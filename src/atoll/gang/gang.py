@@ -1,8 +1,8 @@
 """The shell of a gang: feeds what happens to its state machine and performs what that decides.
 
 One thread reads every channel, but for the rank whose answer a caller waits for: that one reads itself. Calls are sent
-from whichever thread makes them. Under ``_lock`` only the state machine runs and sockets that don't block are used:
-code of the user's, and what takes a while, runs elsewhere.
+from whichever thread makes them. Under ``_lock`` only the state machine runs, sockets that don't block are used, and
+what a local rank printed goes to its log file; code of the user's, and what takes a while, runs elsewhere.
 """
 
 from __future__ import annotations
