@@ -83,7 +83,7 @@ def test_only_the_last_column_of_a_table_is_cut():
         shown = on_terminal(sys.executable, "-c", code, NO_COLOR="1", TERM="xterm", COLUMNS=columns)
         title, rule, cells = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
         assert title.split() == ["ID", "NAME", "STATUS"]
-        assert re.match(r"12   a-name   RUNNING   rank 0", cells), cells
+        assert re.match(r"12  a-name  RUNNING  rank 0", cells), cells
         assert cells.rstrip().endswith(ends)
         assert len(rule) <= max(int(columns), 33)
 

@@ -32,7 +32,7 @@ _STYLES = {  # of a table's cells, by their first word
     **dict.fromkeys(("STOPPED", "CANCELLED"), "yellow"),
     **dict.fromkeys(("FAILED", "DAMAGED", "✗"), "red"),
 }
-_GAP, _LEAST = 3, 8  # columns between two columns of a table, and those that its last one has at least
+_GAP, _LEAST = 2, 8  # columns between two columns of a table, and those that its last one has at least
 _WAITING = (JobStatus.PENDING, JobStatus.INIT)
 _MOST_NAMED = 20  # jobs whose numbers a line gives
 _RESULT_LINES = 1000  # at the end of a job's log: its result is looked for in these, however long the log is
@@ -79,7 +79,7 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, cut: bo
     *widths, last = (max(cell_len(row[at]) for row in [titles, *rows]) for at in range(len(titles)))
     others = sum(width + _GAP for width in widths)
     room = max(Console().width - others, min(last, _LEAST))  # a narrower terminal wraps the lines itself
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for title, width in zip(titles, widths, strict=False):
         table.add_column(title, no_wrap=True, width=width)
     table.add_column(titles[-1], no_wrap=cut, overflow="ellipsis" if cut else "fold", max_width=room)
@@ -275,6 +275,8 @@ def print_jobs(rows: Sequence[JobRow]) -> None:
     for row in rows:
         spec, end_s = row.spec, row.ended_s or time.time()
         why = row.reason.partition("\n")[0] if not row.status.ended or row.status.exit_code else ""
+        if why == row.status.value.lower():  # the status has said it
+            why = ""
         if row.id in places and why.startswith(TURN):
             why += f" ({places[row.id]} of {len(waiting)} that wait)"
         shown.append(
