@@ -40,8 +40,8 @@ def check(
         atoll check ssh/lab
         atoll check local ssh/lab -o json
 
-    ssh hosts are logged in to, asked what they have, and looked at as before a job: driver, disk, clock, the way
-    from each to the head, an all-reduce. The exit code is 100 where something can't be used.
+    Logs in to ssh hosts and tests what a job needs there: driver, disk, clock, the connection to the head, an
+    all-reduce. The exit code is 100 if something can't be used.
     """
     from atoll.providers import registry
 

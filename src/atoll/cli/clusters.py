@@ -273,7 +273,7 @@ def cancel(
 ) -> None:
     """Cancel jobs; by default the most recent unfinished job.
 
-    What comes after a job in its pipeline is cancelled with it; with the newest, all of its pipeline.
+    Cancelling a job of a pipeline cancels the jobs after it too; without JOBS, the whole pipeline is cancelled.
 
     \b
         atoll cancel train 3 4

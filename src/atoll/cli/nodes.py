@@ -35,7 +35,9 @@ def register(app: typer.Typer) -> None:
 
 def ssh(
     name: Annotated[str, typer.Argument(metavar="CLUSTER[/NODE]", help="The head by default; train/worker1.")],
-    command: Annotated[list[str] | None, typer.Argument(help="After --: run this instead of a shell.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND", help="After --: run this instead of a shell.")
+    ] = None,
     forwards: Annotated[
         list[str] | None,
         typer.Option("-L", help="Forward a local PORT to the node.", metavar="PORT[:HOST:PORT]"),
@@ -73,8 +75,12 @@ def ssh(
 
 
 def cp(
-    source: Annotated[str, typer.Argument(help="Path, or CLUSTER:PATH; CLUSTER/worker1:PATH for another node.")],
-    dest: Annotated[str, typer.Argument(help="The same; a relative path on a node counts from its home.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Path, or CLUSTER:PATH; CLUSTER/worker1:PATH for another node.")
+    ],
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="The same; a relative path on a node counts from its home.")
+    ],
     output: options.Output = "table",
 ) -> None:
     """Copy a file or a folder to or from a node.
