@@ -71,6 +71,18 @@ sys.stdin.read()
 """
 
 
+def test_a_list_of_networks_that_is_damaged(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = Path(os.environ["ATOLL_HOME"]) / "networks"
+    linked = bridge()
+    networks.write_bytes(networks.read_bytes() + b"\xff\xfe\0 1 2\n")
+    with contextlib.closing(Network.start("two")):
+        assert set(bridge().values()) == set(linked.values())
+    monkeypatch.setenv("ATOLL_HOME", str(tmp_path))
+    (tmp_path / "networks").mkdir()
+    with pytest.raises(NetworkUnavailable, match=r"clusters can't be linked: .*Is a directory"):
+        Network.start("two")
+
+
 def test_two_hold_the_same_ports_side_by_side(network: Network) -> None:
     with contextlib.closing(Network.start("two")) as other, contextlib.ExitStack() as stack:
         for each in (network, other):

@@ -97,7 +97,10 @@ class Network:
         if (reason := reason_unavailable()) is not None:
             raise NetworkUnavailable(reason)
         with contextlib.ExitStack() as failed:
-            holder = _hold_linked(cluster)
+            try:
+                holder = _hold_linked(cluster)
+            except OSError as error:  # the list of networks can't be used, say
+                raise NetworkUnavailable(f"clusters can't be linked: {error}") from None
             failed.callback(_end, holder)
             slirp = _connect(holder)
             failed.pop_all()
@@ -122,7 +125,7 @@ def _hold_linked(cluster: str) -> subprocess.Popen[bytes]:
     """A process in a new network namespace that is linked to the bridge."""
     address = address_of(cluster)
     port = "c" + address.removeprefix(f"{_SUBNET}.")
-    with (atoll_home() / "networks").open("a+") as members, contextlib.ExitStack() as opened:
+    with (atoll_home() / "networks").open("a+", errors="replace") as members, contextlib.ExitStack() as opened:
         fcntl.flock(members, fcntl.LOCK_EX)
         members.seek(0)
         bridge, living = None, []
