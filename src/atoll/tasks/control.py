@@ -198,7 +198,7 @@ class LocalControl:
             LookupError: there is no such job.
             ConfigError: it has no such rank.
         """
-        job = self.job(job_id)
+        job = self._rows(lambda store: [store.job(job_id)])[0]
         only = _only(job, rank)
         path = self._folder / "jobs" / str(job_id) / RUN_LOG
         if job.started_s is not None and not path.exists():
