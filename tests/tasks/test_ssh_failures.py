@@ -314,13 +314,15 @@ def test_a_launch_that_is_killed_locks_nothing(bed: Testbed, tmp_path: Path, run
     work = tmp_path / "work"
     work.mkdir()
     (work / "large").write_bytes(os.urandom(30 << 20))
-    bed.hosts[0].slow(40)  # how far it is, is told of the first
+    for host in bed.hosts[:2]:  # how far it is, is told of the first that gets bytes: either
+        host.slow(40)
     words = ("launch", "-c", "c", "--infra", "ssh/lab", "--num-nodes", "2", "--workdir", str(work))
     dying = run(*words, "true")
     dying.says("copying to the nodes")
     os.killpg(dying.process.pid, signal.SIGKILL)
     dying.ends(-9)
-    bed.hosts[0].run("tc qdisc del dev eth0 root")
+    for host in bed.hosts[:2]:
+        host.run("tc qdisc del dev eth0 root")
     said = atoll(*words, "sha256sum large; touch ~/done-$SKYPILOT_NODE_RANK")
     assert len(set(re.findall(r"rank=\d, .*\) (\w{64})  large", said))) == 1
     said = run(*words, "sleep 1; echo well")
