@@ -415,8 +415,8 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
     [
         ((), "name a script"),
         (("trian.py",), "trian.py: no such script: did you mean 'train.py'?"),
-        (("--nodes", "0", "train.py"), "--nodes 0: expected a number from 1 to 4096"),
-        (("--nodes", "²", "train.py"), "--nodes ²: expected a number from 1 to 4096"),
+        (("--nodes", "0", "train.py"), "'--nodes': '0' is not a number from 1 to 4096"),
+        (("--nodes", "²", "train.py"), "'--nodes': '²' is not a number from 1 to 4096"),
         (("--nproc", "9" * 20, "train.py"), "expected a number up to 4096"),
         (("--nproc", "many", "train.py"), "--nproc-per-node many: expected a number"),
         (("--nproc", "gpu", "train.py"), "local has no GPU; give a number, or --gpus L4:2 to simulate two"),

@@ -25,6 +25,13 @@ SOURCE_ROOT = str(Path(sky.__file__).resolve().parents[1])
 
 
 @sky.compute
+def whoami_slowly(tag: int) -> tuple[Any, int, int, int]:
+    time.sleep(0.02)
+    info = sky.instance_info()
+    return tag, info.rank, info.world_size, info.node
+
+
+@sky.compute
 def whoami(tag: Any = None) -> tuple[Any, int, int, int]:
     info = sky.instance_info()
     return tag, info.rank, info.world_size, info.node
@@ -54,10 +61,10 @@ def test_one_rank_is_a_world_of_one(pool: sky.ComputePool) -> None:
 
 
 def test_twelve_calls_side_by_side(pool: sky.ComputePool) -> None:
-    a, b, c = whoami(0), whoami(1), whoami(2)
+    a, b, c = whoami_slowly(0), whoami_slowly(1), whoami_slowly(2)
     group = a & b & c
     for tag in range(3, 12):
-        group = group & whoami(tag)
+        group = group & whoami_slowly(tag)
     results = group >> pool
     assert [result[:3] for result in results] == [(tag, 0, 1) for tag in range(12)]
     assert {result[3] for result in results} == {0, 1}, "both nodes took part"

@@ -280,23 +280,24 @@ class Gang:
                     if not is_open or timeout_s == 0.0:
                         break
                     self._read_rank(channel, True, False)
-        finally:
-            if channel is not None:
+        finally:  # the reader reads the rank again
+            interrupt: BaseException | None = None
+            while channel is not None:
                 try:
-                    self._hand_back(channel, call)
-                except BaseException:  # Ctrl-C in the middle of it
-                    self._hand_back(channel, call)
-                    raise
+                    with self._lock:
+                        channel.waiting, call.reader = None, 0
+                        if self._channels.get(channel.rank) is not channel:
+                            channel.close()
+                        elif channel.fd in self._loop.watched:
+                            self._loop.modify(channel.fd, READ | WRITE if channel.num_bytes else READ)
+                    break
+                except BaseException as error:  # Ctrl-C in the middle of it: once more
+                    if interrupt is not None:
+                        raise
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
         return timeout_s
-
-    def _hand_back(self, channel: RankChannel, call: Call) -> None:
-        """Have the reader read a rank again, whose channel a caller read. May be repeated."""
-        with self._lock:
-            channel.waiting, call.reader = None, 0
-            if self._channels.get(channel.rank) is not channel:
-                channel.close()
-            elif channel.fd in self._loop.watched:
-                self._loop.modify(channel.fd, READ | WRITE if channel.num_bytes else READ)
 
     def _send_call(self, action: m.SendCall) -> None:
         request, header = action.call.request, action.header
