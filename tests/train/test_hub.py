@@ -22,7 +22,7 @@ from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer, train_bpe
 from atoll.train.models import registry
 from atoll.train.recipe.schema import ModelSection
-from atoll.train.sources import section_of
+from atoll.train.weight_source import section_of
 from atoll.train.weights import export, load_weights
 
 NAME = "reef/tiny"

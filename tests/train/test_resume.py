@@ -220,7 +220,7 @@ def _exported_equals(tmp_path: Path, run: Path) -> Path:
 
     from atoll.train.models import registry
     from atoll.train.recipe.schema import Recipe
-    from atoll.train.sources import open_source
+    from atoll.train.weight_source import open_weights
     from atoll.train.weights import import_weights, set_weights
 
     folder = tmp_path / "exported"
@@ -230,7 +230,7 @@ def _exported_equals(tmp_path: Path, run: Path) -> Path:
     assert found is not None
     section = Recipe.model_validate(found.recipe).model
     ours = registry.build(section, device="cpu").eval()
-    with open_source(str(run)) as opened:
+    with open_weights(str(run)) as opened:
         set_weights(ours, section, opened)
     tokens = torch.arange(20).reshape(2, 10) * 7
     with torch.no_grad():

@@ -34,7 +34,7 @@ from atoll.train.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from atoll.train.models import gguf, hf, registry
 from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection, Recipe, RopeScaling
-from atoll.train.sources import open_source, section_of
+from atoll.train.weight_source import open_weights, section_of
 from atoll.train.weights import export, import_weights, load_weights
 
 TINY = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden_dim": 48, "vocab_size": 96, "max_seq_len": 64}
@@ -437,7 +437,7 @@ def test_files_of_another_form(file: str, content: Any, message: str, tmp_path: 
     (folder / file).write_text(json.dumps(content))
     if file.endswith("index.json"):
         (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    with pytest.raises(ConfigError, match=message), open_source(str(folder)):
+    with pytest.raises(ConfigError, match=message), open_weights(str(folder)):
         pass
 
 
@@ -509,14 +509,14 @@ def test_networks_that_transformers_lacks() -> None:
 )
 def test_sources_that_are_none(make: Any, message: str, tmp_path: Path) -> None:
     make(tmp_path / "a")
-    with pytest.raises(ConfigError, match=message), open_source(str(tmp_path / "a")):
+    with pytest.raises(ConfigError, match=message), open_weights(str(tmp_path / "a")):
         pass
 
 
 def test_a_source_that_is_misspelt_is_named_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs/austen").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="did you mean 'outputs/austen'"), open_source("outputs/asten"):
+    with pytest.raises(ConfigError, match="did you mean 'outputs/austen'"), open_weights("outputs/asten"):
         pass
 
 
@@ -524,15 +524,18 @@ def test_files_that_are_cut_short(tmp_path: Path) -> None:
     folder = export_model(model_of(section_for("llama")), tmp_path / "hf", max_shard_bytes=20_000)
     first, second, *_ = sorted(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=f"{first.name} is not a complete safetensors file"), open_source(str(folder)):
+    with (
+        pytest.raises(ConfigError, match=f"{first.name} is not a complete safetensors file"),
+        open_weights(str(folder)),
+    ):
         pass
     second.unlink()
-    with pytest.raises(ConfigError, match=f"{second.name} of its index is missing"), open_source(str(folder)):
+    with pytest.raises(ConfigError, match=f"{second.name} of its index is missing"), open_weights(str(folder)):
         pass
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with (
         pytest.raises(ConfigError, match=r"a\.gguf is not a complete GGUF file"),
-        open_source(str(tmp_path / "a.gguf")),
+        open_weights(str(tmp_path / "a.gguf")),
     ):
         pass
 
@@ -820,7 +823,7 @@ def test_a_run_in_an_object_store(tmp_path: Path) -> None:
             assert_same(back, model)
         with (
             pytest.raises(ConfigError, match="memory://bucket/other: no such file or folder"),
-            open_source("memory://bucket/other"),
+            open_weights("memory://bucket/other"),
         ):
             pass
     finally:

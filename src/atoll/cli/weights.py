@@ -16,7 +16,7 @@ from atoll.core.validation import command_line, nearest
 
 if TYPE_CHECKING:
     from atoll.train.data.tokenizer import Tokenizer
-    from atoll.train.sources import Source
+    from atoll.train.weight_source import WeightSource
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an earlier export at DEST.")]
 MaxShard = Annotated[
@@ -143,7 +143,7 @@ def generate(
     from atoll.train.models import registry
     from atoll.train.models.generate import generate as tokens_after
     from atoll.train.models.generate import stream_text
-    from atoll.train.sources import open_source
+    from atoll.train.weight_source import open_weights
     from atoll.train.weights import set_weights
 
     place = _device(device)
@@ -152,7 +152,7 @@ def generate(
         runs := [path.parent.name for path in Path(source).parent.glob("*/summary.json")]
     ):
         raise ConfigError(f"{source}: no such run folder{nearest(Path(source).name, runs, str(Path(source).parent))}")
-    with progress_bar(f"loading {source}") as progress, open_source(source, None, progress) as opened:
+    with progress_bar(f"loading {source}") as progress, open_weights(source, None, progress) as opened:
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
         text = _tokenizer(opened, tokenizer)
@@ -182,7 +182,7 @@ def generate(
     print()
 
 
-def _tokenizer(opened: Source, given: str | None) -> Tokenizer:
+def _tokenizer(opened: WeightSource, given: str | None) -> Tokenizer:
     """The source's own tokenizer, or the one that was named."""
     import tempfile
 

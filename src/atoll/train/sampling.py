@@ -27,11 +27,11 @@ def continue_prompt(recipe: Recipe, checkpoint: str, note: Callable[[str], None]
         note(f"no sample: the model is large; {command_line('atoll', 'generate', checkpoint, prompt)} makes one")
         return None
     from atoll.train.data.tokenizer import load_tokenizer
-    from atoll.train.sources import open_source
+    from atoll.train.weight_source import open_weights
     from atoll.train.weights import set_weights
 
     try:
-        with open_source(checkpoint) as opened:
+        with open_weights(checkpoint) as opened:
             if opened.tokenizer is None:
                 note("no sample: the run has no tokenizer")
                 return None

@@ -21,7 +21,7 @@ from atoll.train.models import hf
 from atoll.train.models.hf import Stored
 from atoll.train.models.init import copy_part, plain_name
 from atoll.train.recipe.schema import ModelSection
-from atoll.train.sources import Progress, Source, open_source
+from atoll.train.weight_source import Progress, WeightSource, open_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000
@@ -52,12 +52,14 @@ def load_weights(model: nn.Module, section: ModelSection, source: str, progress:
         ConfigError: a tensor is missing, left over, or of another shape, and the message names it and both shapes; or
             it holds values that are not finite.
     """
-    with open_source(source, section, progress) as opened:
+    with open_weights(source, section, progress) as opened:
         return set_weights(model, section, opened, progress)
 
 
 @torch.no_grad()
-def set_weights(model: nn.Module, section: ModelSection, opened: Source, progress: Progress | None = None) -> list[str]:
+def set_weights(
+    model: nn.Module, section: ModelSection, opened: WeightSource, progress: Progress | None = None
+) -> list[str]:
     """``load_weights`` from a source that is open."""
     parameters = {plain_name(name).removeprefix(_USERS): value for name, value in model.named_parameters()}
     notes = opened.notes + _differences(section, opened)
@@ -82,7 +84,7 @@ def set_weights(model: nn.Module, section: ModelSection, opened: Source, progres
     return notes
 
 
-def _differences(section: ModelSection, opened: Source) -> list[str]:
+def _differences(section: ModelSection, opened: WeightSource) -> list[str]:
     own = opened.section
     if own is None or section.python is not None:
         return []
@@ -111,7 +113,7 @@ def _described(section: ModelSection) -> str:
 
 
 def _compare(
-    opened: Source,
+    opened: WeightSource,
     wanted: Mapping[str, tuple[int, ...]],
     theirs: Mapping[str, str],
     places: Collection[str],
@@ -179,7 +181,7 @@ def import_weights(
     _refuse_dtype(dtype)  # all of these before hours of a download
     _refuse_taken(target, force)
     _refuse_overlap(target, source)
-    with open_source(source, None, progress) as opened:
+    with open_weights(source, None, progress) as opened:
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
         if opened.section.python is None:

@@ -38,7 +38,7 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 @dataclass
-class Source:
+class WeightSource:
     """Tensors of one model, to be read one at a time.
 
     Attributes:
@@ -161,7 +161,9 @@ def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------ opening
 @contextmanager
-def open_source(spec: str, section: ModelSection | None = None, progress: Progress | None = None) -> Iterator[Source]:
+def open_weights(
+    spec: str, section: ModelSection | None = None, progress: Progress | None = None
+) -> Iterator[WeightSource]:
     """Open what ``spec`` names: a run's folder, a checkpoint's, a Hugging Face folder, a file, or a name on a hub.
 
     Args:
@@ -194,11 +196,11 @@ def section_of(source: str) -> ModelSection | None:
         return None
     if (saved := _saved(source, path, verify=False)) is not None:
         return _section_of_saved(saved)
-    with open_source(source) as opened:
+    with open_weights(source) as opened:
         return opened.section
 
 
-def _open(spec: str, section: ModelSection | None, progress: Progress | None, stack: ExitStack) -> Source:
+def _open(spec: str, section: ModelSection | None, progress: Progress | None, stack: ExitStack) -> WeightSource:
     path = _path_of(spec)
     if (saved := _saved(spec, path, verify=True)) is not None:
         return _open_saved(saved)
@@ -232,7 +234,7 @@ def _saved(spec: str, path: Path, *, verify: bool) -> SavedStep | None:
     return find_checkpoint(str(path) if path.is_dir() else spec, verify=verify)
 
 
-def _open_folder(folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> Source:
+def _open_folder(folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> WeightSource:
     """As ``transformers`` does: one model.safetensors, else what its index names; else all there are."""
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -268,7 +270,7 @@ def _open_files(
     section: ModelSection | None,
     stack: ExitStack,
     places: Mapping[str, str] | None = None,
-) -> Source:
+) -> WeightSource:
     """Open safetensors; ``places`` are the file of each tensor, where an index says so."""
     from safetensors import SafetensorError, safe_open
 
@@ -307,7 +309,7 @@ def _open_files(
         raise ConfigError(f"{label} has no config.json beside it, so that its network is not known")
     kept = {"F32": "fp32", "F16": "fp16"}.get(next(iter(dtypes)), "bf16") if len(dtypes) == 1 else "bf16"
     stored = hf.layout(known) if known.python is None else _as_they_are(shapes)
-    return Source(
+    return WeightSource(
         label=label,
         section=own,
         names=shapes,
@@ -321,10 +323,10 @@ def _open_files(
     )
 
 
-def _open_gguf(path: Path) -> Source:
+def _open_gguf(path: Path) -> WeightSource:
     file = gguf.GgufFile(path)
     section = file.section
-    return Source(
+    return WeightSource(
         label=str(path),
         section=section,
         names={name: file.shape(name) for name in file.names},
@@ -337,10 +339,10 @@ def _open_gguf(path: Path) -> Source:
 
 
 # -------------------------------------------------------------------------------------------- Atoll's own checkpoints
-def _open_saved(saved: SavedStep) -> Source:
+def _open_saved(saved: SavedStep) -> WeightSource:
     """The weights of a checkpoint; optimizer state and the rest are left alone."""
     shapes = saved.shapes
-    return Source(
+    return WeightSource(
         label=saved.label,
         section=_section_of_saved(saved),
         names=shapes,
