@@ -106,7 +106,7 @@ def recipe(setting: dict[str, Any]) -> dict[str, Any]:
 
 def be_atoll(setting: dict[str, Any]) -> list[float]:
     from atoll.train.metrics.journal import read
-    from atoll.train.session import run
+    from atoll.train.trainer import run
 
     run(recipe(setting))
     return [row["loss"] for row in read(Path(setting["folder"]) / "metrics.jsonl")]

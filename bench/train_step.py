@@ -24,13 +24,13 @@ from torch.nn import functional as F
 from atoll.train.data.loader import Loader
 from atoll.train.data.packing import PackedDataset
 from atoll.train.data.prepare import prepare
-from atoll.train.data.samples import Counter
 from atoll.train.events import Event, StepDone
 from atoll.train.models.init import initialize
 from atoll.train.models.registry import build
+from atoll.train.outer import Counter
 from atoll.train.recipe.load import load_recipe
 from atoll.train.recipe.schema import Recipe
-from atoll.train.session import run
+from atoll.train.trainer import run
 
 
 def of_atoll(recipe: Recipe, folder: str, steps: int, device: torch.device) -> list[float]:

@@ -11,8 +11,8 @@ from atoll.train.models.attention import FlexKernel, SdpaKernel, document_starts
 from atoll.train.models.init import initialize
 from atoll.train.models.registry import build
 from atoll.train.parallel import recompute
+from atoll.train.parallel.compile import compile_blocks
 from atoll.train.parallel.context import places
-from atoll.train.parallel.plan import compile_blocks
 from atoll.train.recipe.schema import ModelSection
 
 pytestmark = [

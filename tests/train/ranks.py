@@ -41,7 +41,7 @@ _IMPORTS = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "numpy",
-    "atoll.train.session",
+    "atoll.train.trainer",
 )
 _IMPORTS_IF_THERE = ("s3fs",)
 

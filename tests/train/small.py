@@ -19,7 +19,7 @@ from torch import Tensor
 import leaks
 import ranks
 from atoll.train.metrics.journal import read
-from atoll.train.runs import find_checkpoint
+from atoll.train.saved import find_checkpoint
 
 SEQ_LEN = 32
 
@@ -75,7 +75,7 @@ def changed(recipe: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 def train(recipe: Mapping[str, Any], *, events: list[Any] | None = None, **options: Any) -> Any:
     """Run it on the ranks that call this; the result."""
-    from atoll.train.session import run
+    from atoll.train.trainer import run
 
     torch.set_num_threads(1)
     return run(dict(recipe), report=(events if events is not None else []).append, **options)
@@ -87,8 +87,8 @@ def train_and_stop(recipe: Mapping[str, Any], after: int, how: str = "file", ran
     It ends with the step that comes next.
     """
     from atoll.train.events import StepDone
-    from atoll.train.session import run
-    from atoll.train.stopping import STOP_FILE
+    from atoll.train.stop import STOP_FILE
+    from atoll.train.trainer import run
 
     folder = Path(recipe["train"]["output_dir"])
     pids = _pids()

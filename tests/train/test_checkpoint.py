@@ -22,7 +22,7 @@ from atoll.train.checkpoint.shared import check_shared
 from atoll.train.checkpoint.state import optimizer_tensors
 from atoll.train.optim.build import build_optimizer
 from atoll.train.recipe.schema import OptimizerSection
-from atoll.train.runs import find_checkpoint
+from atoll.train.saved import find_checkpoint
 from checkpoints import checkpointer, net, plain, replicated, sharded, train, whole, whole_steps
 
 

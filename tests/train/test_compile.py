@@ -12,7 +12,7 @@ import torch
 import ranks
 import small
 from atoll.core.errors import ConfigError
-from atoll.train.parallel.plan import check_compile, compile_blocks
+from atoll.train.parallel.compile import check_compile, compile_blocks
 from atoll.train.recipe.schema import Recipe
 from test_parallel import of_all, recipe_of, step_of
 

@@ -149,7 +149,7 @@ def shares(wanted, layout):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from atoll.train.optim.local import local
+    from atoll.train.optim.optimizer import local
     from atoll.train.parallel.tensor import apply_tensor
 
     made = build(wanted.model, device="cpu")

@@ -18,8 +18,8 @@ from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
 from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset, Sample
-from atoll.train.data.samples import Counter
 from atoll.train.data.shards import ShardWriter, TokenShards
+from atoll.train.outer import Counter
 
 CPU = torch.device("cpu")
 SEQ_LEN = 16

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.train.data.order import Mixture, Permutation
-from atoll.train.data.samples import Counter
+from atoll.train.outer import Counter
 
 FIRST_OF_1000 = [354, 351, 120, 220, 939, 206, 928, 658]
 FIRST_OF_A_TRILLION = [387905531057, 700437157451, 334953280856]

@@ -16,7 +16,7 @@ from atoll.cli.app import app
 from atoll.cli.train import _say_next
 from atoll.cli.train_job import Training
 from atoll.train.recipe.load import load_recipe
-from atoll.train.session import run
+from atoll.train.trainer import run
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
 

@@ -13,7 +13,7 @@ import torch
 import ranks
 import small
 from atoll.core.errors import CheckpointError, ConfigError
-from atoll.train.runs import find_checkpoint
+from atoll.train.saved import find_checkpoint
 
 # Torch keeps the first Gloo device of a process for good.
 pytestmark = pytest.mark.usefixtures("torch_in_process")

@@ -31,8 +31,8 @@ from atoll.train.events import CheckpointSaved, Note, RunEnded, StepDone, Valida
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
 from atoll.train.recipe.load import load_recipe
-from atoll.train.runs import find_checkpoint
-from atoll.train.session import run
+from atoll.train.saved import find_checkpoint
+from atoll.train.trainer import run
 from atoll.train.weights import import_weights
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")

@@ -80,7 +80,7 @@ def _stop_when(recipe: dict[str, Any], when: Callable[[Any], bool], victim: int,
             sent.append(event)
             os.kill(pids[victim], getattr(signal, how))
 
-    from atoll.train.session import run
+    from atoll.train.trainer import run
 
     result = run(dict(recipe), report=report)
     return result, [type(event).__name__ for event in events], [e.text for e in events if isinstance(e, Note)]
@@ -276,7 +276,7 @@ def _nonfinite(recipe: dict[str, Any], folder: str) -> tuple[str, str]:
     """The error and the status that was told; the weights must be those of the checkpoint."""
     import torch
 
-    import atoll.train.session as module
+    import atoll.train.trainer as module
     from atoll.train.events import RunEnded
 
     sys.path.insert(0, folder)

@@ -20,7 +20,7 @@ def train_rank(recipe: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
     import dataclasses
 
     from atoll.train.events import Event, encode
-    from atoll.train.session import run
+    from atoll.train.trainer import run
 
     context = current()
 

@@ -322,7 +322,7 @@ class _LocalStop:
     """A run on this machine, which looks for a file."""
 
     def __init__(self, folder: Path) -> None:
-        from atoll.train.stopping import STOP_FILE
+        from atoll.train.stop import STOP_FILE
 
         self._file = folder / STOP_FILE
 

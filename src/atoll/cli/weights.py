@@ -47,7 +47,7 @@ def export(
         atoll export outputs/austen/checkpoints/step-00000300 fp32 --dtype fp32
     """
     from atoll.train import hub
-    from atoll.train.runs import find_checkpoint
+    from atoll.train.saved import find_checkpoint
 
     if push is not None and not hub.reads_as_name(push):
         raise ConfigError(f"--push {push}: expected owner/name")

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atoll.train.recipe.load import load_recipe as load_recipe
     from atoll.train.recipe.schema import Recipe as Recipe
-    from atoll.train.session import TrainResult as TrainResult
-    from atoll.train.session import run as run
+    from atoll.train.trainer import TrainResult as TrainResult
+    from atoll.train.trainer import run as run
 
 _WHERE = {
     "Recipe": "atoll.train.recipe.schema",
-    "TrainResult": "atoll.train.session",
+    "TrainResult": "atoll.train.trainer",
     "load_recipe": "atoll.train.recipe.load",
-    "run": "atoll.train.session",
+    "run": "atoll.train.trainer",
 }
 
 __all__ = ["Recipe", "TrainResult", "load_recipe", "run"]

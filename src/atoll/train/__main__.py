@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     recipe = rest.pop(0) if rest and not rest[0].startswith("--") else None
     is_head = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
-        from atoll.train.session import run
+        from atoll.train.trainer import run
 
         report = _print_event if "--events" in given else None
         choices = {"resume": "--no-resume" not in given, "allow_changes": "--allow-changes" in given}

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from atoll.train.batch import Batch
 from atoll.train.models.init import materialize
 from atoll.train.models.registry import build
-from atoll.train.parallel.apply import compute_dtype, master_dtype, parallelize, weights_of
+from atoll.train.parallel.apply import parallelize, weights_of
 from atoll.train.parallel.context import split
 from atoll.train.parallel.gradients import Weights
 from atoll.train.parallel.layout import num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.parallel.pipeline import Pipeline, cut, stage_numbers
+from atoll.train.parallel.precision import compute_dtype, master_dtype
 from atoll.train.recipe.schema import Recipe
 
 Applied = Callable[[nn.Module], None]

@@ -19,7 +19,6 @@ from atoll.train.checkpoint.checkpointer import Checkpointer, Saved
 from atoll.train.checkpoint.state import optimizer_tensors
 from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset
-from atoll.train.data.samples import SampleSource
 from atoll.train.engine import Engine
 from atoll.train.events import CheckpointSaved, Event, Note, Progress, StepDone, Validated
 from atoll.train.metrics.flops import mfu
@@ -27,10 +26,11 @@ from atoll.train.metrics.memory import peak_memory_bytes
 from atoll.train.metrics.profile import StepProfiler
 from atoll.train.models.init import key
 from atoll.train.optim.schedule import Schedule
+from atoll.train.outer import SampleSource
 from atoll.train.parallel.clip import local_gradients, scale_gradients, squared_norm
 from atoll.train.recipe.durations import Interval
 from atoll.train.recipe.schema import Recipe
-from atoll.train.stopping import StopRequest
+from atoll.train.stop import StopRequest
 from atoll.train.world import World
 
 

@@ -9,7 +9,7 @@ from atoll.core.errors import AtollError
 from atoll.train.data.prepare import Prepared, prepare
 from atoll.train.events import Event, Note, Progress
 from atoll.train.recipe.schema import Recipe
-from atoll.train.stopping import StopRequest
+from atoll.train.stop import StopRequest
 from atoll.train.world import World
 
 _HEAD_PREPARES, _HEAD_START_S = "head-prepares", 3.0

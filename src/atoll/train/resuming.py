@@ -18,10 +18,10 @@ from atoll.train.checkpoint.claim import Claim
 from atoll.train.checkpoint.shared import check_shared
 from atoll.train.checkpoint.store import open_store
 from atoll.train.corpus import described
-from atoll.train.data.samples import SampleSource
 from atoll.train.engine import Engine
 from atoll.train.folder import RunFolder
 from atoll.train.loop import Cursor, state_tensors
+from atoll.train.outer import SampleSource
 from atoll.train.recipe.load import harmful
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World

@@ -26,7 +26,7 @@ from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.models import gguf, hf
 from atoll.train.models.hf import Part, Stored
 from atoll.train.recipe.schema import ModelSection
-from atoll.train.runs import SavedStep, find_checkpoint
+from atoll.train.saved import SavedStep, find_checkpoint
 
 Progress = Callable[[float, float | None], None]
 

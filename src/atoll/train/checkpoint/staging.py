@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from atoll.train.spread import local
+from atoll.train.dtensor import local
 
 _ALIGN_BYTES = 64
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.train.batch import Batch
 from atoll.train.data.packing import Integers, Sample
-from atoll.train.data.samples import SampleSource
+from atoll.train.outer import SampleSource
 
 
 class Sequences(Protocol):

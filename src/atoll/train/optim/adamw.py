@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from atoll.train.optim.local import LocalOptimizer, like
-from atoll.train.spread import local, local_gradient
+from atoll.train.dtensor import local, local_gradient
+from atoll.train.optim.optimizer import LocalOptimizer, like
 
 _BUCKET_ELEMENTS = 1 << 25  # moved at a time with bf16 moments: bounds what is held in fp32 meanwhile
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atoll.train.dtensor import local, local_gradient
 from atoll.train.optim.adamw import fused_adamw
 from atoll.train.optim.dealing import Dealing, dealing_of
-from atoll.train.optim.local import LocalOptimizer, like
-from atoll.train.spread import local, local_gradient
+from atoll.train.optim.optimizer import LocalOptimizer, like
 
 # Polynomials a + b G + c G² of three steps, made as those of Amsel et al., "The Polar Express", 2025: each brings
 # singular values nearest to 1 of all of its degree, from where the one before left those of at least 1/100 of the

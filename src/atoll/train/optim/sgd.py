@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from atoll.train.optim.local import LocalOptimizer, like
-from atoll.train.spread import local, local_gradient
+from atoll.train.dtensor import local, local_gradient
+from atoll.train.optim.optimizer import LocalOptimizer, like
 
 
 class SGD(LocalOptimizer):

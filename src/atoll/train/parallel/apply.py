@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -13,36 +12,9 @@ from atoll.train.models.parts import Decoder
 from atoll.train.parallel.context import apply_context
 from atoll.train.parallel.gradients import ReplicatedWeights, ShardedWeights, Weights
 from atoll.train.parallel.mesh import Mesh
-from atoll.train.parallel.precision import convert_float8
+from atoll.train.parallel.precision import compute_dtype, convert_float8, master_dtype, reduce_dtype
 from atoll.train.parallel.tensor import apply_tensor
 from atoll.train.recipe.schema import Recipe
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The number format of matrix products."""
-    wanted = recipe.precision.compute
-    if wanted == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _DTYPES[wanted]
-
-
-def fastest_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The number format of most matrix products: float8 where the recipe asks for it."""
-    return torch.float8_e4m3fn if recipe.precision.float8 != "none" else compute_dtype(recipe, device)
-
-
-def master_dtype(recipe: Recipe) -> torch.dtype:
-    """The number format that weights are kept in."""
-    return torch.float64 if recipe.precision.compute == "fp64" else torch.float32
-
-
-def reduce_dtype(recipe: Recipe) -> torch.dtype:
-    """The number format that gradients are summed over the ranks in."""
-    if recipe.precision.compute == "fp64":
-        return torch.float64
-    return _DTYPES[recipe.precision.reduce]
 
 
 def parallelize(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from atoll.train.dtensor import local
 from atoll.train.parallel.mesh import Mesh
-from atoll.train.spread import local
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -16,8 +16,8 @@ from torch import nn
 
 from atoll.train.models.attention import kernel_name
 from atoll.train.models.registry import build
-from atoll.train.parallel.apply import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.layout import Layout, num_stages_per_rank
+from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.recompute import Mode
 from atoll.train.recipe.schema import ModelSection, Recipe
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from atoll.train.spread import as_spread, local, whole_of
+from atoll.train.dtensor import as_sharded, local, whole_of
 
 _BUCKET_BYTES = 32 * 2**20
 
@@ -125,7 +125,7 @@ class ReplicatedWeights:
 
             def arrived(parameter: Tensor, number: int = number, place: int = place) -> None:
                 assert parameter.grad is not None
-                self._buckets[number].add(place, local(as_spread(parameter.grad, parameter)))
+                self._buckets[number].add(place, local(as_sharded(parameter.grad, parameter)))
                 parameter.grad = None
                 if self._summing:
                     self._send()
@@ -173,7 +173,7 @@ class ReplicatedWeights:
             master.grad = whole_of(view, master)
         for master in self.masters.values():
             if master.grad is not None:
-                master.grad = as_spread(master.grad, master)
+                master.grad = as_sharded(master.grad, master)
 
     def publish(self) -> None:
         if self._own_masters:

@@ -1,4 +1,6 @@
-"""8-bit floating-point matrix products (Micikevicius et al., "FP8 formats for deep learning", 2022) through torchao."""
+"""Number formats of weights, products and sums; 8-bit products (Micikevicius et al., "FP8 formats for deep learning",
+2022) through torchao.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,32 @@ from atoll.core.errors import ConfigError
 from atoll.train.recipe.schema import Recipe
 
 _FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The number format of matrix products."""
+    wanted = recipe.precision.compute
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[wanted]
+
+
+def fastest_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The number format of most matrix products: float8 where the recipe asks for it."""
+    return torch.float8_e4m3fn if recipe.precision.float8 != "none" else compute_dtype(recipe, device)
+
+
+def master_dtype(recipe: Recipe) -> torch.dtype:
+    """The number format that weights are kept in."""
+    return torch.float64 if recipe.precision.compute == "fp64" else torch.float32
+
+
+def reduce_dtype(recipe: Recipe) -> torch.dtype:
+    """The number format that gradients are summed over the ranks in."""
+    if recipe.precision.compute == "fp64":
+        return torch.float64
+    return _DTYPES[recipe.precision.reduce]
 
 
 def check_float8(recipe: Recipe, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.train.spread import local
+from atoll.train.dtensor import local
 
 
 class LocalOptimizer(torch.optim.Optimizer, abc.ABC):

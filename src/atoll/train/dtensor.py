@@ -13,7 +13,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def as_spread(gradient: Tensor, parameter: Tensor) -> Tensor:
+def as_sharded(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient spread as its parameter is: tensor parallelism can leave sums that are still to be made."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
@@ -23,7 +23,7 @@ def as_spread(gradient: Tensor, parameter: Tensor) -> Tensor:
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """The gradient of the part that this rank holds."""
     assert parameter.grad is not None
-    gradient = as_spread(parameter.grad, parameter)
+    gradient = as_sharded(parameter.grad, parameter)
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 

@@ -21,7 +21,6 @@ from atoll.train.checkpoint.store import open_store
 from atoll.train.corpus import Corpus, Length, open_corpus, with_vocabulary
 from atoll.train.data.loader import Loader
 from atoll.train.data.prepare import Prepared
-from atoll.train.data.samples import Counter
 from atoll.train.engine import Engine
 from atoll.train.events import Event, Note, Progress, RunEnded, RunStarted
 from atoll.train.folder import RunFolder, fresh_folder
@@ -33,17 +32,19 @@ from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.optim.build import build_optimizer
 from atoll.train.optim.schedule import resolve as resolve_schedule
-from atoll.train.parallel.apply import fastest_dtype
+from atoll.train.outer import Counter
+from atoll.train.parallel.compile import compile_refusal
 from atoll.train.parallel.fit import device_bytes
 from atoll.train.parallel.mesh import Mesh, make_mesh
-from atoll.train.parallel.plan import compile_refusal, plan
+from atoll.train.parallel.plan import plan
+from atoll.train.parallel.precision import fastest_dtype
 from atoll.train.preparing import StoppedEarly, prepare_together
 from atoll.train.recipe.load import load_recipe, require_complete
 from atoll.train.recipe.schema import Recipe
-from atoll.train.reporting import Telling
+from atoll.train.reporters import Telling
 from atoll.train.resuming import identify, load_state, open_checkpointer
 from atoll.train.sampling import continue_prompt
-from atoll.train.stopping import StopRequest
+from atoll.train.stop import StopRequest
 from atoll.train.world import World, join
 
 Report = Callable[[Event], None]
