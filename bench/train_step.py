@@ -27,6 +27,7 @@ from atoll.train.data.prepare import prepare
 from atoll.train.events import Event, StepDone
 from atoll.train.models.init import initialize
 from atoll.train.models.registry import build
+from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.outer import Counter
 from atoll.train.recipe.load import load_recipe
 from atoll.train.recipe.schema import Recipe
@@ -50,7 +51,8 @@ def of_plain_loop(recipe: Recipe, steps: int, device: torch.device) -> list[floa
     prepared = prepare(recipe.data, seq_len=recipe.train.seq_len, progress=lambda _: None, note=lambda _: None)
     dataset = PackedDataset(prepared.train, recipe.train.seq_len)
     batch = recipe.train.global_batch
-    loader = Loader(dataset, Counter(), data_rank=0, data_size=1, global_batch=batch, micro_batch=batch, device=device)
+    sizes = {"data_rank": 0, "data_size": 1, "global_batch": batch, "micro_batch": batch}
+    loader = Loader(dataset, Pretrain(), Counter(), device=device, **sizes)
     batches = [next(loader).micro_batches[0] for _ in range(8)]
     loader.close()
     prepared.close()

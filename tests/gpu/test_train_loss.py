@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import leaks
-from atoll.train.models import head
-from atoll.train.models.head import IGNORED, ChunkedCrossEntropy
+from atoll.train.batch import IGNORED
+from atoll.train.models import logprobs
+from atoll.train.models.logprobs import ChunkedLogProbs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serial, pytest.mark.leaks_per_module, pytest.mark.timeout(300)]
 
@@ -31,7 +32,7 @@ def inputs(tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight = (each.detach().clone().requires_grad_() for each in (hidden, weight))
-    loss = ChunkedCrossEntropy(chunk)(hidden, weight, labels)
+    loss = ChunkedLogProbs(hidden, weight, labels, chunk).nll()
     loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -45,7 +46,7 @@ def test_they_do_what_plain_operations_do(tokens: int, vocabulary: int, monkeypa
         found = loss_of(*given, 32)
         exact = loss_of(*(part.double() if part.is_floating_point() else part for part in given), 32)
         with monkeypatch.context() as patch:
-            patch.setattr(head, "_has_kernels", lambda _: False)
+            patch.setattr(logprobs, "_has_kernels", lambda _: False)
             plain = loss_of(*given, 32)
         for ours, theirs, true in zip(found, plain, exact, strict=True):
             distance = (ours.double() - true).norm()
@@ -55,5 +56,5 @@ def test_they_do_what_plain_operations_do(tokens: int, vocabulary: int, monkeypa
 def test_without_gradients_logits_stay() -> None:
     hidden, weight, labels = inputs(50, 300, torch.bfloat16)
     with torch.no_grad():
-        alone = ChunkedCrossEntropy(16)(hidden, weight, labels)
+        alone = ChunkedLogProbs(hidden, weight, labels, 16).nll()
     assert torch.equal(alone, loss_of(hidden, weight, labels, 16)[0])

@@ -47,7 +47,7 @@ def measured(wanted, mode):
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.normal_(std=0.02)
-        made.head.token_loss.chunk_tokens = wanted.objective.chunk_tokens
+        made.head.chunk_tokens = wanted.objective.chunk_tokens
         recompute.apply(made, mode)
         parts["weights"] = live.now
         optimizer = build_optimizer(dict(made.named_parameters()), wanted.optimizer)
@@ -468,7 +468,7 @@ def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled):
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.02)
-    made.head.token_loss.chunk_tokens = wanted.objective.chunk_tokens
+    made.head.chunk_tokens = wanted.objective.chunk_tokens
     recompute.apply(made, mode)
     if compiled:
         for block in made.blocks.values():

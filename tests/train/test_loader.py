@@ -19,6 +19,7 @@ from atoll.train.batch import Batch
 from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset, Sample
 from atoll.train.data.shards import ShardWriter, TokenShards
+from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.outer import Counter
 
 CPU = torch.device("cpu")
@@ -76,6 +77,7 @@ def loader(
     source = Counter(start, limit)
     return Loader(
         data,
+        Pretrain(),
         source,
         data_rank=rank,
         data_size=size,
@@ -140,7 +142,7 @@ def test_a_run_goes_on_at_any_sample(cursor: int, batch: int) -> None:
 def test_the_cursor_is_that_of_trained_steps(dataset: PackedDataset) -> None:
     source = Counter()
     options = {"data_rank": 0, "data_size": 1, "global_batch": 8, "micro_batch": 4, "device": CPU}
-    with Loader(dataset, source, prefetch=4, **options) as steps:  # type: ignore[arg-type]  # as above
+    with Loader(dataset, Pretrain(), source, prefetch=4, **options) as steps:  # type: ignore[arg-type]  # as above
         for _ in range(3):
             source.commit(next(steps).numbers)
         saved = source.state()
@@ -148,7 +150,7 @@ def test_the_cursor_is_that_of_trained_steps(dataset: PackedDataset) -> None:
     assert source.consumed == 24
     resumed = Counter()
     resumed.load(saved)
-    with Loader(dataset, resumed, **options) as steps:  # type: ignore[arg-type]  # as above
+    with Loader(dataset, Pretrain(), resumed, **options) as steps:  # type: ignore[arg-type]  # as above
         assert [rows(next(steps).micro_batches) for _ in range(3)] == rest
 
 
@@ -233,7 +235,7 @@ def test_no_thread_stays() -> None:
 def test_reading_runs_ahead_but_not_away() -> None:
     source = Counter()
     options = {"data_rank": 0, "data_size": 1, "global_batch": 2, "micro_batch": 1, "device": CPU}
-    with Loader(Numbers(), source, prefetch=3, **options) as steps:  # type: ignore[arg-type]  # as above
+    with Loader(Numbers(), Pretrain(), source, prefetch=3, **options) as steps:  # type: ignore[arg-type]  # as above
         next(steps)
         steps.close()  # waits for what is being read
     assert 2 <= source.next_range(1).start <= 8  # the one taken, and three ahead
@@ -254,7 +256,7 @@ def test_the_wait_for_data_is_measured() -> None:
 @settings(max_examples=60, deadline=None)
 def test_validation_reads_each_sequence_once(length: int, size: int, micro: int, most: int | None) -> None:
     data = Numbers(length)
-    ranks = [list(validation_batches(data, rank, size, micro, most)) for rank in range(size)]
+    ranks = [list(validation_batches(data, Pretrain(), rank, size, micro, most)) for rank in range(size)]
     assert len({len(batches) for batches in ranks}) == 1
     seen = [number for batches in ranks for number in numbers_of(batches)]
     assert len(seen) == len(set(seen)) == min(length, most or length)
@@ -276,7 +278,7 @@ def test_batches_go_to_the_card_without_a_wait(dataset: PackedDataset) -> None:
     torch.cuda.set_sync_debug_mode("error")
     with torch.cuda.device(card):
         try:
-            with Loader(dataset, Counter(), device=card, **options) as steps:  # type: ignore[arg-type]  # as above
+            with Loader(dataset, Pretrain(), Counter(), device=card, **options) as steps:  # type: ignore[arg-type]  # as above
                 found = [next(steps) for _ in range(4)]
         finally:
             torch.cuda.set_sync_debug_mode("default")

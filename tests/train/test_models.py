@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ranks
-from atoll.train.models.head import ChunkedCrossEntropy
 from atoll.train.models.init import initialize
+from atoll.train.models.logprobs import ChunkedLogProbs
 from atoll.train.models.parts import AttentionCore, CausalMask, Decoder, Positions
 from atoll.train.models.registry import build
 from atoll.train.recipe.schema import ModelSection, RopeScaling
@@ -288,7 +288,7 @@ def _plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 37, 1000])
 def test_chunked_loss_is_cross_entropy(chunk_tokens: int) -> None:
     hidden, weight, labels = _problem()
-    loss = ChunkedCrossEntropy(chunk_tokens)(hidden, weight, labels)
+    loss = ChunkedLogProbs(hidden, weight, labels, chunk_tokens).nll()
     found = (loss, *torch.autograd.grad(3 * loss, (hidden, weight)))
     for value, expected in zip(found, _plain(hidden, weight, labels), strict=True):
         torch.testing.assert_close(value, expected, atol=1e-12, rtol=1e-12)
@@ -296,7 +296,7 @@ def test_chunked_loss_is_cross_entropy(chunk_tokens: int) -> None:
 
 def test_nothing_to_learn_from_gives_zeros() -> None:
     hidden, weight, labels = _problem()
-    loss = ChunkedCrossEntropy(8)(hidden, weight, torch.full_like(labels, -100))
+    loss = ChunkedLogProbs(hidden, weight, torch.full_like(labels, -100), 8).nll()
     grads = torch.autograd.grad(loss, (hidden, weight))
     assert loss.item() == 0.0
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
@@ -307,7 +307,7 @@ def test_a_frozen_side_gets_no_gradient(needed: str) -> None:
     hidden, weight, labels = _problem()
     _, grad_hidden, grad_weight = _plain(hidden, weight, labels)
     (weight if needed == "hidden" else hidden).requires_grad_(False)
-    (3 * ChunkedCrossEntropy(8)(hidden, weight, labels)).backward()
+    (3 * ChunkedLogProbs(hidden, weight, labels, 8).nll()).backward()
     found, expected = (hidden.grad, grad_hidden) if needed == "hidden" else (weight.grad, grad_weight)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
@@ -316,7 +316,7 @@ def test_huge_logits_do_not_overflow() -> None:
     hidden, weight, labels = _problem()
     with torch.no_grad():
         hidden *= 1e4
-    loss = ChunkedCrossEntropy(8)(hidden, weight, labels)
+    loss = ChunkedLogProbs(hidden, weight, labels, 8).nll()
     found = (loss, *torch.autograd.grad(3 * loss, (hidden, weight)))
     for value, expected in zip(found, _plain(hidden, weight, labels), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-9)
@@ -340,7 +340,7 @@ class _Watched(TorchDispatchMode):
 def test_logits_are_never_whole() -> None:
     hidden, weight, labels = _problem(tokens=512, dim=8, vocabulary=100)
     with _Watched() as watched:
-        ChunkedCrossEntropy(64)(hidden, weight, labels).backward()
+        ChunkedLogProbs(hidden, weight, labels, 64).nll().backward()
     assert watched.largest == 64 * 100
 
 
@@ -348,7 +348,7 @@ def test_without_gradients_none_are_computed() -> None:
     hidden, weight, labels = _problem()
     expected = _plain(hidden, weight, labels)[0]
     with torch.no_grad(), _Watched() as watched:
-        loss = ChunkedCrossEntropy(64)(hidden, weight, labels)
+        loss = ChunkedLogProbs(hidden, weight, labels, 64).nll()
     torch.testing.assert_close(loss, expected.detach(), atol=1e-12, rtol=1e-12)
     assert sum("mm" in name for name in watched.ran) == 1
     assert not any("scatter" in name for name in watched.ran)
@@ -361,7 +361,7 @@ def _vocabulary_parallel(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     per_rank = -(-vocabulary // dist.get_world_size())
     start = dist.get_rank() * per_rank
     mine = weight.detach()[start : start + per_rank].clone().requires_grad_()
-    loss = ChunkedCrossEntropy(8, dist.group.WORLD, start)(hidden, mine, labels)
+    loss = ChunkedLogProbs(hidden, mine, labels, 8, dist.group.WORLD, start).nll()
     return loss.detach(), *torch.autograd.grad(3 * loss, (hidden, mine))
 
 

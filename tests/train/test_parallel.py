@@ -100,8 +100,7 @@ def sequences(num: int = GLOBAL, seed: int = 0, isolate: bool = True) -> Batch:
 
 
 def rows(batch: Batch, start: int, stop: int) -> Batch:
-    parts = (batch.tokens, batch.labels, batch.positions, batch.documents)
-    return Batch(*(None if part is None else part[start:stop] for part in parts))
+    return batch.map(lambda part: part[start:stop])
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from atoll.train.data.prepare import prepare
 from atoll.train.events import CheckpointSaved, Note, RunEnded, StepDone, Validated
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
+from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.recipe.load import load_recipe
 from atoll.train.saved import find_checkpoint
 from atoll.train.trainer import run
@@ -61,7 +62,7 @@ def _loss_by_hand(recipe: dict[str, Any], dataset: PackedDataset, weights: dict[
     total, tokens = 0.0, 0
     with torch.no_grad():
         for index in range(len(dataset)):
-            batch = batched([dataset.window(index)])
+            batch = batched([dataset.window(index)], Pretrain())
             logits = model(batch.tokens, batch.positions, batch.documents)
             total += float(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"))
             tokens += int((batch.labels != -100).sum())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+IGNORED = -100
+"""The label of a place that is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +23,36 @@ class Batch:
             apart.
         documents: [B, S] int64, the number of each token's document within its sequence; None where they are not told
             apart.
+        extra: what the objective adds, each [B, S, ...], by names that are no other field's.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     documents: Tensor | None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Tensor]) -> Batch:
+        """The batch of which these are the fields."""
+        extra = dict(fields)
+        tokens, labels, positions = (extra.pop(name) for name in ("tokens", "labels", "positions"))
+        return cls(tokens, labels, positions, extra.pop("documents", None), extra)
+
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        """Its tensors by name, the extra ones too, as ``Batch.of`` and a model's ``forward`` take them."""
+        fields = {"tokens": self.tokens, "labels": self.labels, "positions": self.positions, **self.extra}
+        return fields if self.documents is None else {**fields, "documents": self.documents}
+
+    @property
+    def num_trained(self) -> int:
+        """Places with a label."""
+        return int((self.labels != IGNORED).sum())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with each of its tensors changed."""
-        documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.labels), change(self.positions), documents)
+        return Batch.of({name: change(part) for name, part in self.fields.items()})
 
     def to(self, device: torch.device) -> Batch:
         """The batch on ``device``; from pinned memory the copy is asynchronous."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from atoll.train.batch import Batch
 from atoll.train.models.init import materialize
 from atoll.train.models.registry import build
+from atoll.train.objective import make_objective, use_objective
 from atoll.train.parallel.apply import parallelize, weights_of
 from atoll.train.parallel.context import split
 from atoll.train.parallel.gradients import Weights
@@ -27,6 +28,7 @@ class Engine:
     """A model spread over the mesh, and what it does with micro-batches.
 
     Attributes:
+        objective: what it minimises.
         stages: the parts of the model on this rank, by their number; a single one without a pipeline.
         weights: their parameters as the optimizer sees them.
     """
@@ -37,7 +39,6 @@ class Engine:
         mesh: Mesh,
         set_weights: Callable[[nn.Module], None],
         *,
-        objective: Applied | None = None,
         prepare_blocks: Applied | None = None,
         after_step: Applied | None = None,
     ) -> None:
@@ -45,19 +46,19 @@ class Engine:
 
         Args:
             set_weights: fills the parameters of a stage, in place.
-            objective: puts its loss into the model.
             after_step: called with each stage when its weights have moved.
             prepare_blocks: number formats, activation checkpointing and compilation of the blocks.
         """
         self.mesh = mesh
+        self.objective = make_objective(recipe.objective)
+        self._num_sums = 1 + len(self.objective.metrics)
         self._after_step = after_step
         self.stages: dict[int, nn.Module] = {}
         numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if _piped(mesh) else [0]
         num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
         for number in numbers:
             model = build(recipe.model, device="meta", dtype=master_dtype(recipe))
-            if objective is not None:
-                objective(model)
+            use_objective(model, self.objective, recipe.objective.chunk_tokens)
             if _piped(mesh):
                 model = cut(model, number, num_stages)  # type: ignore[arg-type]  # ``layout.check`` refuses others
             parallelize(model, recipe, mesh, prepare_blocks=prepare_blocks)
@@ -67,7 +68,9 @@ class Engine:
         self._kept = self._find_buffers()
         self.weights: Weights = weights_of(list(self.stages.values()), recipe, mesh)
         self._pipeline = (
-            Pipeline(self.stages, recipe, mesh, compute_dtype(recipe, mesh.device)) if _piped(mesh) else None
+            Pipeline(self.stages, recipe, mesh, compute_dtype(recipe, mesh.device), self._num_sums)
+            if _piped(mesh)
+            else None
         )
 
     @property
@@ -114,7 +117,7 @@ class Engine:
         """Sum the gradients of a step's micro-batches into the weights.
 
         Returns:
-            the summed loss of this rank's tokens, [1]; zero on ranks without the last stage.
+            the sums of loss and metrics of this rank's sequences; zeros on ranks without the last stage.
         """
         self.weights.begin()
         own = [self._own_part(batch) for batch in batches]
@@ -123,13 +126,13 @@ class Engine:
             total = self._pipeline.train(own)
         else:
             (model,) = self.stages.values()
-            total = torch.zeros(1, device=self.mesh.device)
+            total = torch.zeros(self._num_sums, device=self.mesh.device)
             for number, batch in enumerate(own):
                 if number == len(own) - 1:
                     self.weights.last_micro_batch()
-                loss = _loss(model, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total = total + loss.detach()
+                sums = model(batch.tokens, **batch.fields)
+                sums[0].backward()
+                total = total + sums.detach()
         self.weights.finish()
         return total
 
@@ -144,7 +147,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """The summed loss of this rank's tokens, [1]; zero on ranks without the last stage."""
+        """As ``forward_backward``, without gradients."""
         own = [self._own_part(batch) for batch in batches]
         for stage in self.stages.values():
             stage.eval()  # a user's model may drop out, or keep statistics
@@ -152,18 +155,13 @@ class Engine:
             if self._pipeline is not None:
                 return self._pipeline.evaluate(own)
             (model,) = self.stages.values()
-            return torch.stack([_loss(model, batch) for batch in own]).sum().reshape(1)
+            return torch.stack([model(batch.tokens, **batch.fields) for batch in own]).sum(dim=0)
         finally:
             for stage in self.stages.values():
                 stage.train()
 
     def _own_part(self, batch: Batch) -> Batch:
         return split(batch, self.mesh.place["context"], self.mesh.layout.context)
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(batch.tokens, batch.positions, batch.documents, batch.labels)
-    return loss
 
 
 def _piped(mesh: Mesh) -> bool:

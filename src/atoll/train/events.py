@@ -43,7 +43,7 @@ class StepDone:
     step: int
     tokens: int  # trained since the beginning of the run, over all ranks
     samples: int  # sequences consumed since the beginning
-    loss: float  # nats per trained token, over all ranks
+    loss: float  # over all ranks; nats per trained token, or what the objective divides by
     lr: float
     grad_norm: float
     tokens_per_s: float  # all ranks
@@ -56,6 +56,7 @@ class StepDone:
     # sample numbers of the step, as (first, count)
     first_sample: int = 0
     num_samples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # of the objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Validated:
     loss: float
     tokens: int
     took_s: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,11 +99,11 @@ def train(run: Run) -> None:
             reseed(run, cursor.step + 1)
             for group in run.optimizer.param_groups:
                 group["lr"] = group["peak"] * run.schedule.factor(cursor.step + 1)
-            loss = run.engine.forward_backward(step.micro_batches)
+            sums = run.engine.forward_backward(step.micro_batches)
             busy_s = time.perf_counter() - started
-            facts = agree(run, step, loss, busy_s)
+            facts = agree(run, step, sums, busy_s)
             if not facts.finite:
-                raise_nonfinite(run, loss)
+                raise_nonfinite(run, sums[0])
             scale_gradients(run.engine.parameters, facts.scale(run.recipe.optimizer.max_grad_norm))
             run.optimizer.step()
             run.engine.publish()
@@ -144,7 +144,9 @@ class Facts:
     """What all ranks know of a step, equal on each."""
 
     loss: float
+    metrics: dict[str, float]
     tokens: int
+    weight: float  # what sums are divided by
     grad_norm: float
     asked_to_stop: bool
     save_failed: bool
@@ -157,31 +159,34 @@ class Facts:
         return all(abs(value) < float("inf") for value in (self.loss, self.grad_norm))
 
     def scale(self, max_norm: float) -> float:
-        """What gradients, which are sums, are multiplied by: divided by tokens, and clipped."""
+        """What gradients, which are sums, are multiplied by: divided by the weight, and clipped."""
         clip = min(1.0, max_norm / (self.grad_norm + 1e-6)) if max_norm > 0 else 1.0
-        return clip / max(1, self.tokens)
+        return clip / self.weight
 
 
-def agree(run: Run, step: Step, loss: Tensor, busy_s: float) -> Facts:
+def agree(run: Run, step: Step, sums: Tensor, busy_s: float) -> Facts:
     """Add up what the ranks know of a step: the one place of it where the host waits for the device."""
     world, mesh = run.world, run.engine.mesh
     own = torch.zeros(4 + 2 * world.size, dtype=torch.float64)
-    own[1] = step.trained_tokens if run.engine.counts_tokens else 0
+    if run.engine.counts_tokens:
+        own[0], own[1] = step.trained_tokens, step.weight
     own[2] = run.stop.asked
     own[3] = has_failed(run)
     own[4 + world.rank] = busy_s
     own[4 + world.size + world.rank] = peak_memory_bytes(mesh.device)
-    own = own.to(mesh.device, non_blocking=True)
-    if run.engine.counts_loss:
-        own[0] = loss.double()[0]
+    sums = sums.double() if run.engine.counts_loss else torch.zeros_like(sums, dtype=torch.float64)
+    own = torch.cat((own.to(mesh.device, non_blocking=True), sums))
     dist.all_reduce(own)
     norm = squared_norm(run.engine.parameters, mesh).double().sqrt()
-    total, tokens, asked, failed, *rest = torch.cat((own, norm.reshape(1))).tolist()
-    tokens = int(tokens)
+    tokens, weight, asked, failed, *rest = torch.cat((own, norm.reshape(1))).tolist()
+    weight = weight or 1.0
+    loss, *metrics = (each / weight for each in rest[2 * world.size : -1])
     return Facts(
-        loss=total / max(1, tokens),
-        tokens=tokens,
-        grad_norm=rest[-1] / max(1, tokens),
+        loss=loss,
+        metrics=dict(zip(run.engine.objective.metrics, metrics, strict=True)),
+        tokens=int(tokens),
+        weight=weight,
+        grad_norm=rest[-1] / weight,
         asked_to_stop=asked > 0,
         save_failed=failed > 0,
         busy_s=rest[: world.size],
@@ -268,6 +273,7 @@ def tell_step(run: Run, step: Step, facts: Facts, took_s: float) -> None:
             step_spread_s=max(facts.busy_s) - min(facts.busy_s),
             first_sample=step.first,
             num_samples=step.count,
+            metrics=facts.metrics,
         )
     )
 
@@ -281,7 +287,7 @@ def tell_stop(run: Run) -> None:
 
 
 def validate(run: Run) -> bool:
-    """Loss on held-out text, weighted by tokens over all ranks.
+    """Loss and metrics on held-out text, over all ranks, divided by what it weighs.
 
     Returns:
         whether a request to stop cut it short, its result unused.
@@ -291,27 +297,30 @@ def validate(run: Run) -> bool:
     started = time.perf_counter()
     mesh, train = run.engine.mesh, run.recipe.train
     limit = None if train.validate_batches is None else train.validate_batches * train.global_batch
-    batches = validation_batches(run.validation, mesh.data_rank, mesh.layout.data, train.micro_batch, limit)
-    own = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    objective = run.engine.objective
+    batches = validation_batches(run.validation, objective, mesh.data_rank, mesh.layout.data, train.micro_batch, limit)
+    own = torch.zeros(3 + len(objective.metrics), dtype=torch.float64, device=mesh.device)
     share = -(-min(len(run.validation), limit or len(run.validation)) // mesh.layout.data)
     per_group = train.micro_batch * run.engine.evaluation_batches
     count = -(-share // per_group)
     for number, group in enumerate(_groups(batches, run.engine.evaluation_batches)):
         if run.world.any(run.stop.asked):
             return True
-        loss = run.engine.evaluate([batch.to(mesh.device) for batch in group])
+        sums = run.engine.evaluate([batch.to(mesh.device) for batch in group])
         if run.engine.counts_loss:
-            own[0] += loss.double()[0]
+            own[2:] += sums.double()
         if run.engine.counts_tokens:
-            own[1] += sum(int((batch.labels >= 0).sum()) for batch in group)
+            own[0] += sum(batch.num_trained for batch in group)
+            own[1] += sum(map(objective.weight, group))
         if number + 1 < count:
             run.tell(Progress("validating", number + 1, count))
     dist.all_reduce(own)
-    total, tokens = own.tolist()
+    tokens, weight, *totals = own.tolist()
     cursor = run.cursor
-    cursor.validation_loss = total / max(1.0, tokens)
+    cursor.validation_loss, *values = (total / (weight or 1.0) for total in totals)
     run.validated_step = cursor.step
-    run.tell(Validated(cursor.step, cursor.validation_loss, int(tokens), time.perf_counter() - started))
+    metrics = dict(zip(objective.metrics, values, strict=True))
+    run.tell(Validated(cursor.step, cursor.validation_loss, int(tokens), time.perf_counter() - started, metrics))
     return False
 
 

@@ -29,7 +29,6 @@ from atoll.train.metrics.flops import formula_line, peak_flops
 from atoll.train.metrics.profile import StepProfiler
 from atoll.train.models.init import initialize
 from atoll.train.models.registry import flops_per_token, parameter_count
-from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.optim.build import build_optimizer
 from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.outer import Counter
@@ -241,6 +240,7 @@ class _Session:
                 self._note(f"{done}; to train longer: --train.steps N")
         loader = Loader(
             corpus.dataset,
+            engine.objective,
             source,
             data_rank=mesh.data_rank,
             data_size=mesh.layout.data,
@@ -322,7 +322,6 @@ class _Session:
             recipe,
             mesh,
             set_weights,
-            objective=Pretrain(recipe.objective).install,
             prepare_blocks=self._plan.apply_to_blocks,
             after_step=self._plan.after_step,
         )

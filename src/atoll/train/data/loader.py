@@ -12,10 +12,10 @@ from typing import Protocol, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from atoll.train.batch import Batch
 from atoll.train.data.packing import Integers, Sample
+from atoll.train.objective import Objective
 from atoll.train.outer import SampleSource
 
 
@@ -43,12 +43,14 @@ class Step:
         first, count: the sample numbers of the step over all ranks, ``range(first, first + count)``.
         micro_batches: this rank's, as many as on every other rank.
         trained_tokens: labels in them that are trained, on this rank.
+        weight: what the objective divides their sums by, on this rank.
     """
 
     first: int
     count: int
     micro_batches: list[Batch]
     trained_tokens: int
+    weight: float
 
     @property
     def numbers(self) -> range:
@@ -70,6 +72,7 @@ class Loader:
     thread. An error on the thread is raised by ``__next__``, which closes the loader first.
 
     Args:
+        objective: says which fields it adds to a batch, and what a batch weighs; asked on the thread.
         source: says which numbers come next; asked on the thread.
         data_rank, data_size: which share of each step is this rank's.
         prefetch: steps read ahead, 1 or more.
@@ -80,6 +83,7 @@ class Loader:
     """
 
     dataset: Sequences
+    objective: Objective
     source: SampleSource
     _: KW_ONLY
     data_rank: int
@@ -139,14 +143,21 @@ class Loader:
         num_micro_batches = _num_batches(dealt, self.data_size, self.micro_batch)
         mine = self.dataset.samples(_share(numbers, self.data_rank, self.data_size))
         mine += [self.dataset.filler()] * (num_micro_batches * self.micro_batch - len(mine))
-        batches = [batched(mine[at : at + self.micro_batch]) for at in range(0, len(mine), self.micro_batch)]
+        groups = [mine[at : at + self.micro_batch] for at in range(0, len(mine), self.micro_batch)]
+        batches = [batched(group, self.objective) for group in groups]
+        weight = sum(map(self.objective.weight, batches))
         if self.device.type == "cuda":
             batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
-        return Step(numbers.start, len(numbers), batches, sum(sample.num_trained for sample in mine))
+        return Step(numbers.start, len(numbers), batches, sum(batch.num_trained for batch in batches), weight)
 
 
 def validation_batches(
-    dataset: Sequences, data_rank: int, data_size: int, micro_batch: int, max_sequences: int | None = None
+    dataset: Sequences,
+    objective: Objective,
+    data_rank: int,
+    data_size: int,
+    micro_batch: int,
+    max_sequences: int | None = None,
 ) -> Iterator[Batch]:
     """Held-out sequences, each on one rank and once, in host memory.
 
@@ -163,22 +174,13 @@ def validation_batches(
     for number in range(_num_batches(count, data_size, micro_batch)):
         places = mine[number * micro_batch : (number + 1) * micro_batch]
         sequences = [dataset.window(place * size // count) for place in places]
-        yield batched(sequences + [dataset.filler()] * (micro_batch - len(sequences)))
+        yield batched(sequences + [dataset.filler()] * (micro_batch - len(sequences)), objective)
 
 
-def batched(samples: Sequence[Sample]) -> Batch:
-    """Sequences as one batch [B, S], in host memory."""
-    documents = [sample.documents for sample in samples if sample.documents is not None]
-    return Batch(
-        tokens=_stacked([sample.tokens for sample in samples]),
-        labels=_stacked([sample.labels for sample in samples]),
-        positions=_stacked([sample.positions for sample in samples]),
-        documents=_stacked(documents) if documents else None,
-    )
-
-
-def _stacked(rows: list[Integers]) -> Tensor:
-    return torch.from_numpy(np.stack(rows))
+def batched(samples: Sequence[Sample], objective: Objective) -> Batch:
+    """Sequences as one batch [B, S], in host memory, with what the objective adds."""
+    rows = [{**sample.fields, **objective.fields(sample)} for sample in samples]
+    return Batch.of({name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]})
 
 
 def _share(numbers: range, rank: int, size: int) -> range:

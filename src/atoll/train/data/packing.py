@@ -33,6 +33,12 @@ class Sample:
     documents: Integers | None
 
     @property
+    def fields(self) -> dict[str, Integers]:
+        """Its arrays by name."""
+        fields = {"tokens": self.tokens, "labels": self.labels, "positions": self.positions}
+        return fields if self.documents is None else {**fields, "documents": self.documents}
+
+    @property
     def num_trained(self) -> int:
         """Places with a label."""
         return int(np.count_nonzero(self.labels != UNTRAINED))

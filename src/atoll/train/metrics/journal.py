@@ -1,8 +1,8 @@
 """``metrics.jsonl``: one JSON object for every step of a run, also over stops, crashes and resumes.
 
-A step's object has the fields of ``events.StepDone``. Validations are in ``validation.jsonl`` beside it, so that a
-script may take every line of the first for a step. JSON knows no NaN: a figure that is not finite is null, and its
-object has ``"nonfinite": true``.
+A step's object has the fields of ``events.StepDone``, the objective's metrics among them. Validations are in
+``validation.jsonl`` beside it, so that a script may take every line of the first for a step. JSON knows no NaN: a
+figure that is not finite is null, and its object has ``"nonfinite": true``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class Journal(Reporter):
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
-            self._steps.append(dataclasses.asdict(event))
+            values = dataclasses.asdict(event)
+            self._steps.append({**values.pop("metrics"), **values})
         elif isinstance(event, Validated):
-            values = {"step": event.step, "validation_loss": event.loss}
+            values = {f"validation_{name}": value for name, value in event.metrics.items()}
+            values |= {"step": event.step, "validation_loss": event.loss}
             self._validations.append({**values, "validation_tokens": event.tokens, "validation_s": event.took_s})
         elif isinstance(event, CheckpointSaved | RunEnded):
             # A resume starts at the checkpoint, so lines before it are never written again: they must last.

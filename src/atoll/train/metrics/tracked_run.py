@@ -33,10 +33,10 @@ def public(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def figures(event: Event) -> dict[str, float]:
     """What trackers draw of an event, by name; the part before the slash groups the pictures."""
     if isinstance(event, Validated):
-        return {"validation/loss": event.loss}
+        return {f"validation/{name}": value for name, value in {**event.metrics, "loss": event.loss}.items()}
     if not isinstance(event, StepDone):
         return {}
-    values = {
+    values = {f"train/{name}": value for name, value in event.metrics.items()} | {
         "train/loss": event.loss,
         "train/lr": event.lr,
         "train/grad_norm": event.grad_norm,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atoll.train.batch import Batch
 from atoll.train.models.attention import AttentionKernel, SdpaKernel, document_starts
 from atoll.train.models.head import Head
 from atoll.train.recipe.schema import ModelSection, RopeScaling
@@ -195,20 +196,27 @@ class Decoder(nn.Module):
         self.head: Head | None = Head(config.vocabulary, config.dim, tied=config.tied)
 
     def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, labels: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Tensor,
     ) -> Tensor:
-        """Logits, or the loss where ``labels`` are given.
+        """Logits, or the objective's sums where ``labels`` are given.
 
         Args:
             x: tokens [B, S]; on later pipeline stages the hidden state [B, S, D] of the stage before.
             positions: [B, S], each token's place in its document.
             documents: [B, S], each token's document; None lets tokens see all before them.
             labels: [B, S], the token to predict at each place, -100 where none is.
+            others: further fields of the ``Batch``, for the objective.
 
         Returns:
-            the sum of the negative log-likelihoods, [1], in float32 or wider; without labels the logits [B, S, V]; on
-            stages without the head the hidden state [B, S, D].
+            the summed loss and metrics, [1 + number of metrics], in float32 or wider; without labels the logits
+            [B, S, V]; on stages without the head the hidden state [B, S, D].
         """
+        fields = {"tokens": x, "positions": positions, **others}
         if self.embed is not None:
             x = self.embed(x)
             if self.learned_positions is not None:
@@ -220,5 +228,7 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return x
         weight = self.embed.weight if self.config.tied and self.embed is not None else None
-        out: Tensor = self.head(self.norm(x), labels, weight)
+        fields |= {} if documents is None else {"documents": documents}
+        batch = None if labels is None else Batch.of({**fields, "labels": labels})
+        out: Tensor = self.head(self.norm(x), weight, batch)
         return out

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
-from atoll.core.validation import nearest
+from atoll.train.batch import Batch
 from atoll.train.models import gpt2, llama
-from atoll.train.models.head import IGNORED
 from atoll.train.models.init import materialize
+from atoll.train.models.logprobs import LogitsLogProbs
 from atoll.train.models.parts import Decoder
+from atoll.train.objective import Objective, sums_of
+from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.recipe.schema import ModelSection
+from atoll.train.user_code import load_function
 
 _FAMILIES: dict[str, Callable[[ModelSection], Decoder]] = {
     "llama": llama.build,
@@ -43,23 +42,32 @@ class UserModel(nn.Module):
         self.inner = inner
         self.config = config
         self.make: Callable[[int], nn.Module] | None = None  # as a Decoder's
+        self.objective: Objective = Pretrain()
         self._names = _accepted(inner, config)
 
     def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, labels: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Tensor,
     ) -> Tensor:
-        """Logits [B, S, V] of tokens ``x`` [B, S], or the summed loss [1] where ``labels`` [B, S] are given.
+        """As ``Decoder.forward``.
 
         Raises:
-            ConfigError: documents shall not see each other and the model does not take ``documents``, or what it
-                returned is neither logits nor a loss.
+            ConfigError: documents shall not see each other and the model does not take ``documents``, what it
+                returned is neither logits nor a loss, or it has a loss of its own beside another objective.
         """
         if documents is not None and "documents" not in self._names:
             raise ConfigError(
                 f"[model] python = {self.config.python!r}: its forward takes no documents, so that it cannot keep them "
                 "apart; add the parameter, or set [data] isolate_documents = false"
             )
-        if documents is None and "documents" in self._names:
+        fields = {"tokens": x, "positions": positions, **others}
+        if documents is not None:
+            fields["documents"] = documents
+        elif "documents" in self._names:
             documents = torch.zeros_like(positions)  # one document: its forward need not know of two cases
         offered = {"positions": positions, "position_ids": positions, "documents": documents, "labels": labels}
         out = self.inner(x, **{name: offered[name] for name in self._names})
@@ -69,11 +77,14 @@ class UserModel(nn.Module):
             wanted = "the sum of the losses, [1]" if own_loss else f"logits, [{x.shape[0]}, {x.shape[1]}, V]"
             got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ConfigError(f"[model] python = {self.config.python!r}: its forward returned {got}, expected {wanted}")
+        if own_loss and not isinstance(self.objective, Pretrain):
+            raise ConfigError(
+                f"[model] python = {self.config.python!r}: its forward computes a loss of its own, and [objective] "
+                "another one: leave out its parameter labels"
+            )
         if labels is None or own_loss:
             return out.reshape(1) if own_loss else out
-        logits = out.flatten(0, 1)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum").reshape(1)
+        return sums_of(self.objective, LogitsLogProbs(out, labels), Batch.of({**fields, "labels": labels}))
 
 
 def build(
@@ -127,7 +138,7 @@ def flops_per_token(section: ModelSection, seq_len: int) -> float:
 
 # ------------------------------------------------------------------------------------------------- a user's own
 def _build_users(section: ModelSection, spec: str, device: torch.device, dtype: torch.dtype) -> Decoder | UserModel:
-    function = _load(spec)
+    function = load_function(spec, "[model] python")
 
     def build_on(device: torch.device) -> Decoder | UserModel:
         with device:
@@ -154,37 +165,6 @@ def _build_users(section: ModelSection, spec: str, device: torch.device, dtype: 
     model = build_on(device).to(dtype)
     model.make = make
     return model
-
-
-def _load(spec: str) -> Callable[[ModelSection], Any]:
-    """The function that ``"pkg.module:build"`` names; the current folder counts as importable.
-
-    Raises:
-        ConfigError: there is no such module or function, or the module itself cannot be imported.
-    """
-    where, colon, name = spec.partition(":")
-    if not (colon and name and where):
-        raise ConfigError(f"[model] python = {spec!r}: expected 'package.module:function'")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"[model] python = {spec!r}: there is no module {error.name!r}: start in its folder, or install it"
-            ) from None
-        raise ConfigError(f"[model] python = {spec!r}: importing {where} failed: {error}") from error
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            hint = nearest(part, [each for each in dir(found) if not each.startswith("_")])
-            raise ConfigError(f"[model] python = {spec!r}: {where} has no {part!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"[model] python = {spec!r}: {name} is a {type(found).__name__}, expected a function")
-    called: Callable[[ModelSection], Any] = found
-    return called
 
 
 def _accepted(inner: nn.Module, config: ModelSection) -> tuple[str, ...]:

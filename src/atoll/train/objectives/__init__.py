@@ -1,1 +1,1 @@
-"""What is minimised: each objective defines its loss and nothing else."""
+"""What is minimised: one module for each ``[objective] kind``, named after it, with its class as ``OBJECTIVE``."""

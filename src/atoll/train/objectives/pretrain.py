@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor
 
-from atoll.train.models.head import ChunkedCrossEntropy
-from atoll.train.models.parts import Decoder
-from atoll.train.recipe.schema import ObjectiveSection
+from atoll.train.batch import Batch
+from atoll.train.models.logprobs import LogProbs
+from atoll.train.objective import Objective
 
 
-class Pretrain:
-    """The sum over tokens of the negative log-likelihood of the next one."""
+class Pretrain(Objective):
+    """The negative log-likelihood of the next token, averaged over all trained tokens."""
 
-    def __init__(self, section: ObjectiveSection) -> None:
-        self._chunk_tokens = section.chunk_tokens
+    def loss(self, logprobs: LogProbs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """As ``Objective.loss``."""
+        return logprobs.nll(), {}
 
-    def install(self, model: nn.Module) -> None:
-        """Put the loss into a model's head. A model of the user's own brings or inherits its own."""
-        if isinstance(model, Decoder) and model.head is not None:
-            model.head.token_loss = ChunkedCrossEntropy(self._chunk_tokens)
+
+OBJECTIVE = Pretrain

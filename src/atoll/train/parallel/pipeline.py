@@ -18,8 +18,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 
-from atoll.train.batch import Batch
-from atoll.train.models.head import IGNORED
+from atoll.train.batch import IGNORED, Batch
 from atoll.train.models.parts import Decoder
 from atoll.train.parallel.layout import num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
@@ -68,7 +67,9 @@ def cut(model: Decoder, stage: int, num_stages: int) -> Decoder:
 class Pipeline:
     """Runs the micro-batches of a step through this rank's stages."""
 
-    def __init__(self, stages: dict[int, nn.Module], recipe: Recipe, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self, stages: dict[int, nn.Module], recipe: Recipe, mesh: Mesh, dtype: torch.dtype, num_sums: int
+    ) -> None:
         self.num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
         self.micro_batch = recipe.train.micro_batch
         self.num_micro_batches = recipe.train.global_batch // (mesh.layout.data * recipe.train.micro_batch)
@@ -81,7 +82,7 @@ class Pipeline:
         hidden = torch.empty(self.micro_batch, length // split, recipe.model.dim, dtype=dtype, device="meta")
         tokens = torch.empty(self.micro_batch, length, dtype=torch.int64, device="meta")
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        loss = torch.empty(1, dtype=wide, device="meta")
+        sums = torch.empty(num_sums, dtype=wide, device="meta")
         self._stages = [
             PipelineStage(
                 module,
@@ -89,7 +90,7 @@ class Pipeline:
                 self.num_stages,
                 mesh.device,
                 input_args=(tokens if number == 0 else hidden.requires_grad_(),),
-                output_args=(loss if number == self.num_stages - 1 else hidden.requires_grad_(),),
+                output_args=(sums if number == self.num_stages - 1 else hidden.requires_grad_(),),
                 group=group,
             )
             for number, module in stages.items()
@@ -99,35 +100,29 @@ class Pipeline:
         self._schedule = make(
             self._stages if looped else self._stages[0],
             n_microbatches=self.num_micro_batches,
-            loss_fn=lambda output, target: output.sum(),
+            loss_fn=self._loss,
             scale_grads=False,
         )
+        self._sums = torch.zeros(num_sums, device=mesh.device)
+
+    def _loss(self, sums: Tensor, _target: Tensor) -> Tensor:
+        self._sums = self._sums + sums.detach()
+        return sums[0].clone()  # schedules that part the backward pass detach it in place, which no view can be
 
     def train(self, batches: list[Batch]) -> Tensor:
-        """Forward and backward of a step's micro-batches; the summed loss, [1], on ranks with the last stage."""
-        losses: list[Tensor] = []
-        self._run(self._schedule.step, batches, losses=losses)
-        return torch.stack([loss.detach() for loss in losses]).sum().reshape(1) if losses else self._zero()
+        """Forward and backward of a step's micro-batches; their sums on ranks with the last stage, zeros elsewhere."""
+        return self._run(self._schedule.step, batches)
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
-        """The summed loss, [1], on ranks with the last stage, without gradients."""
+        """As ``train``, without gradients."""
         # A schedule takes a fixed number of micro-batches: what is missing trains nothing.
         filler = replace(batches[-1], labels=torch.full_like(batches[-1].labels, IGNORED))
-        batches = batches + [filler] * (self.num_micro_batches - len(batches))
-        losses: list[Tensor] = []
-        self._run(self._schedule.eval, batches, losses=losses)
-        return torch.stack([loss.detach() for loss in losses]).sum().reshape(1) if losses else self._zero()
+        return self._run(self._schedule.eval, batches + [filler] * (self.num_micro_batches - len(batches)))
 
-    def _zero(self) -> Tensor:
-        return torch.zeros(1, device=self._mesh.device)
-
-    def _run(self, step: Callable[..., Any], batches: list[Batch], losses: list[Tensor]) -> None:
-        whole = {
-            name: torch.cat([getattr(batch, name) for batch in batches])
-            for name in ("tokens", "labels", "positions", "documents")
-            if getattr(batches[0], name) is not None
-        }
+    def _run(self, step: Callable[..., Any], batches: list[Batch]) -> Tensor:
+        whole = {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields}
         inputs = (whole["tokens"],) if self.has_first else ()
-        rest = {name: whole[name] for name in ("positions", "documents", "labels") if name in whole}
-        target = {"target": whole["labels"], "losses": losses} if self.has_last else {}
-        step(*inputs, **target, **rest)
+        target = {"target": whole["labels"]} if self.has_last else {}
+        self._sums = torch.zeros_like(self._sums)
+        step(*inputs, **target, **whole)
+        return self._sums

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from atoll.train.models.head import ChunkedCrossEntropy
 from atoll.train.models.parts import Decoder
 
 
@@ -52,13 +51,13 @@ class _VocabularyParallel(ParallelStyle):
         return distribute_module(module, mesh, None, self._enter, None)  # type: ignore[arg-type]  # takes tuples
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        hidden, labels, weight = inputs
+        hidden, weight, batch = inputs
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [self.layout], run_check=False)
         # The loss sums the hidden state's gradient over the ranks itself: what comes back is whole.
         hidden = hidden.redistribute(mesh, [Replicate()])
-        placements = [Replicate()] if labels is not None else [Partial()]
-        return hidden.to_local(grad_placements=placements), labels, weight
+        placements = [Replicate()] if batch is not None else [Partial()]
+        return hidden.to_local(grad_placements=placements), weight, batch
 
 
 def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -80,7 +79,8 @@ def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -
         plan["head"] = _VocabularyParallel(between)
     parallelize_module(model, mesh, plan)
     if model.head is not None:
-        _share_vocabulary(model, mesh)
+        per_rank = -(-model.config.vocabulary // mesh.size())
+        model.head.group, model.head.vocab_start = mesh.get_group(), mesh.get_local_rank() * per_rank
 
 
 def _block_plan(block: nn.Module, between: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
@@ -102,13 +102,3 @@ def _block_plan(block: nn.Module, between: Shard | Replicate, norm: ParallelStyl
         if name in names and block.get_submodule(name) is not None:
             plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)  # heads, not positions, are split
     return plan
-
-
-def _share_vocabulary(model: Decoder, mesh: DeviceMesh) -> None:
-    """Tell the loss which slice of the vocabulary is this rank's."""
-    assert model.head is not None
-    loss = model.head.token_loss
-    assert isinstance(loss, ChunkedCrossEntropy)  # the one loss there is
-    size, rank = mesh.size(), mesh.get_local_rank()
-    per_rank = -(-model.config.vocabulary // size)
-    model.head.token_loss = ChunkedCrossEntropy(loss.chunk_tokens, mesh.get_group(), rank * per_rank)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import pkgutil
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from atoll.train import objectives
 from atoll.train.recipe.durations import LONGEST, Duration, DurationField
 
 SCHEMA_VERSION = 1
@@ -192,10 +194,18 @@ class DataSection(Section):
     workers: Annotated[int, Field(ge=0), _at_most(4096)] = 0  # number of processes that tokenise; 0: one per core
 
 
+if TYPE_CHECKING:
+    ObjectiveKind = str
+else:  # one module each
+    ObjectiveKind = Literal[*(module.name for module in pkgutil.iter_modules(objectives.__path__))]
+
+
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: Literal["pretrain"] = "pretrain"  # `pretrain`: the next token, averaged over all trained tokens
+    kind: ObjectiveKind = "pretrain"  # `pretrain`: the next token, averaged over all trained tokens
+    # your own, `"pkg.module:Class"`: called without arguments, returns an `atoll.train.objective.Objective`
+    python: str | None = None
     chunk_tokens: Positive = 2048  # tokens whose logits are in memory at a time, per rank
 
 

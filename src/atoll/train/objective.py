@@ -1,0 +1,78 @@
+"""What a run minimises, as one class; each kind is a module of ``objectives``, or a user's own class."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from atoll.core.errors import ConfigError
+from atoll.train.batch import Batch
+from atoll.train.data.packing import Sample
+from atoll.train.models.logprobs import LogProbs
+from atoll.train.recipe.schema import ObjectiveSection
+from atoll.train.user_code import load_function
+
+
+class Objective(ABC):
+    """A loss, written as on one device: every layout gives its sums and their gradients.
+
+    The loss of a step is the sum of ``loss`` over all sequences divided by the sum of ``weight``; so are the metrics.
+    """
+
+    metrics: tuple[str, ...] = ()
+    """Names of the sums that ``loss`` returns beside: figures of their own in ``metrics.jsonl``."""
+
+    def fields(self, sample: Sample) -> Mapping[str, NDArray[Any]]:
+        """What a sequence has in ``Batch.extra``, each [S, ...]; called on the loader's thread."""
+        return {}
+
+    @abstractmethod
+    def loss(self, logprobs: LogProbs, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The summed loss [1] of a micro-batch, and the sums [1] that ``metrics`` names, which get no gradient.
+
+        Places without a label, and sequences that have none, must add nothing. Under context parallelism ``batch``
+        has this rank's part of each sequence, and the ranks' sums are added up.
+        """
+
+    def weight(self, batch: Batch) -> float:
+        """What the sums of whole sequences, in host memory, are divided by: their trained tokens."""
+        return batch.num_trained
+
+
+def make_objective(section: ObjectiveSection) -> Objective:
+    """The objective of a recipe.
+
+    Raises:
+        ConfigError: ``python`` names something that isn't there or gives no objective.
+    """
+    if section.python is None:
+        made = importlib.import_module(f"atoll.train.objectives.{section.kind}").OBJECTIVE()
+    else:
+        made = load_function(section.python, "[objective] python")()
+    if not isinstance(made, Objective):
+        raise ConfigError(
+            f"[objective] python = {section.python!r} returned {type(made).__name__}: expected an "
+            "atoll.train.objective.Objective"
+        )
+    return made
+
+
+def use_objective(model: nn.Module, objective: Objective, chunk_tokens: int) -> None:
+    """Have the part of ``model`` that computes the loss, if it has one, compute this one."""
+    for module in model.modules():
+        if isinstance(getattr(module, "objective", None), Objective):
+            module.objective, module.chunk_tokens = objective, chunk_tokens  # type: ignore[assignment]
+
+
+def sums_of(objective: Objective, logprobs: LogProbs, batch: Batch) -> Tensor:
+    """Loss and metrics of a micro-batch as one vector, [1 + number of metrics]; the first alone has a gradient."""
+    loss, sums = objective.loss(logprobs, batch)
+    if not objective.metrics:
+        return loss
+    return torch.cat([loss, *(sums[name].detach().reshape(1).to(loss) for name in objective.metrics)])
