@@ -23,6 +23,7 @@ SECTIONS = {
     "llama-yarn": ModelSection(
         kv_heads=1, rope_scaling=RopeScaling(kind="yarn", factor=4, original_max_seq_len=16), **TINY
     ),
+    "olmo2": ModelSection(family="olmo2", kv_heads=2, **TINY),
     "qwen3": ModelSection(family="qwen3", kv_heads=2, head_dim=16, tied=True, **TINY),
     "phi3": ModelSection(family="phi3", **TINY),
     "gpt2": ModelSection(family="gpt2", tied=True, **TINY),

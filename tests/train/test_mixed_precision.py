@@ -16,7 +16,7 @@ import ranks
 from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
 from atoll.train.engine import Engine
-from atoll.train.models import hf
+from atoll.train.models.family import stored_tensors
 from atoll.train.models.init import initialize
 from atoll.train.models.parts import Positions
 from atoll.train.models.registry import build
@@ -82,7 +82,7 @@ def test_masters_are_the_same_bits_in_every_layout(tmp_path: Path, start: str) -
     init = None
     if start == "init":
         init = str(tmp_path / "model.safetensors")
-        save_file({stored.name: expected[stored.parts[0].name] for stored in hf.layout(section)}, init)
+        save_file({stored.name: expected[stored.parts[0].name] for stored in stored_tensors(section)}, init)
     for name in LAYOUTS if start == "seed" else ("one", "ddp", "fsdp"):
         world, parallel = LAYOUTS[name]
         seen: dict[str, Tensor] = {}

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ranks
+from atoll.train.models.family import stored_tensors
 from atoll.train.models.init import initialize
 from atoll.train.models.logprobs import ChunkedLogProbs
 from atoll.train.models.parts import AttentionCore, CausalMask, Decoder, Positions
@@ -28,6 +29,7 @@ SECTIONS = {
     "llama-yarn": ModelSection(**TINY, kv_heads=2, rope_scaling=YARN),
     "qwen3": ModelSection(**TINY, family="qwen3", kv_heads=2, head_dim=16, norm_eps=1e-6, rope_theta=1e6),
     "phi3": ModelSection(**TINY, family="phi3", kv_heads=4),
+    "olmo2": ModelSection(**TINY, family="olmo2", kv_heads=2, norm_eps=1e-6),
     "gpt2": ModelSection(**TINY, family="gpt2", tied=True),
 }
 
@@ -83,6 +85,15 @@ def _phi3_weights(model: Decoder) -> dict[str, Tensor]:
     return found
 
 
+def _olmo2_weights(model: Decoder) -> dict[str, Tensor]:
+    found = _llama_weights(model)
+    for number in model.blocks:
+        norm = f"model.layers.{number}.{{}}_layernorm.weight"
+        found[norm.format("post_feedforward")] = found.pop(norm.format("post_attention"))
+        found[norm.format("post_attention")] = found.pop(f"model.layers.{number}.input_layernorm.weight")
+    return found
+
+
 def _gpt2_weights(model: Decoder) -> dict[str, Tensor]:
     ours = model.state_dict()
     found = {
@@ -126,17 +137,17 @@ def _theirs(section: ModelSection, model: Decoder) -> nn.Module:
             n_embd=section.dim,
             n_layer=section.layers,
             n_head=section.heads,
-            n_inner=section.ffn_dim,
+            n_inner=section.hidden_dim,
             n_positions=section.max_seq_len,
             layer_norm_epsilon=section.norm_eps,
         )
         theirs, weights = transformers.GPT2LMHeadModel(config), _gpt2_weights(model)
     else:
-        name = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3"}[section.family]
+        name = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3", "olmo2": "Olmo2"}[section.family]
         config = getattr(transformers, f"{name}Config")(
             vocab_size=section.vocabulary,
             hidden_size=section.dim,
-            intermediate_size=section.ffn_dim,
+            intermediate_size=section.hidden_dim,
             num_hidden_layers=section.layers,
             num_attention_heads=section.heads,
             num_key_value_heads=section.num_kv_heads,
@@ -148,7 +159,7 @@ def _theirs(section: ModelSection, model: Decoder) -> nn.Module:
             pad_token_id=None,
         )
         theirs = getattr(transformers, f"{name}ForCausalLM")(config)
-        weights = (_phi3_weights if section.family == "phi3" else _llama_weights)(model)
+        weights = {"phi3": _phi3_weights, "olmo2": _olmo2_weights}.get(section.family, _llama_weights)(model)
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if section.tied else set())
@@ -169,6 +180,27 @@ def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype) -> No
     assert found.dtype == dtype
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "qwen3", "phi3", "gpt2"])
+def test_gradients_are_those_of_transformers(family: str) -> None:
+    section = SECTIONS[family]
+    model = _random(section, torch.float64)
+    theirs = _theirs(section, model).double()
+    tokens = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(1))
+    logits = theirs(tokens).logits
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").backward()
+    labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+    model(tokens, _positions(tokens), None, labels).backward()
+    stored = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for each in stored_tensors(section):
+        parts = [model.get_parameter(part.name).grad for part in each.parts]
+        own = torch.cat([part for part in parts if part is not None])
+        found = stored[each.name]
+        assert found is not None
+        torch.testing.assert_close(
+            own.t() if each.transposed else own, found, atol=1e-5, rtol=1e-4
+        )  # its norms are fp32
 
 
 @pytest.mark.parametrize(
@@ -245,7 +277,7 @@ def test_grouped_attention_forward_and_backward(dtype: torch.dtype, tolerance: f
         torch.testing.assert_close(found.double(), wanted.double(), atol=2 * tolerance, rtol=2 * tolerance)
 
 
-@pytest.mark.parametrize("family", ["llama3.1", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama3.1", "qwen3", "olmo2", "gpt2"])
 def test_documents_do_not_see_each_other(family: str) -> None:
     model = _random(SECTIONS[family], torch.float64)
     first, second = torch.randint(0, 61, (1, 17)), torch.randint(0, 61, (1, 26))

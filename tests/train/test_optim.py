@@ -9,7 +9,7 @@ import torch
 
 import ranks
 from atoll.train.checkpoint.state import optimizer_tensors
-from atoll.train.models import llama
+from atoll.train.models.registry import build
 from atoll.train.optim.adamw import AdamWLowMemory, _hashed, _rounded
 from atoll.train.optim.build import build_optimizer, decays, matrices
 from atoll.train.optim.muon import Muon, orthogonalised
@@ -20,7 +20,7 @@ TINY = ModelSection(layers=2, dim=16, heads=4, kv_heads=2, hidden_dim=24, vocab_
 
 def model(dtype=torch.float64):
     torch.manual_seed(0)
-    made = llama.build(TINY).to(dtype)
+    made = build(TINY, device="cpu").to(dtype)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.1)

@@ -187,10 +187,13 @@ def test_a_layout_without_document_borders(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "family"),
     of_all(
-        itertools.product(["ddp2", "hsdp", "tp2", "tp2_no_sp", "cp2", "fsdp_tp", "pp_1f1b"], ["qwen3", "phi3", "gpt2"]),
+        itertools.product(
+            ["ddp2", "hsdp", "tp2", "tp2_no_sp", "cp2", "fsdp_tp", "pp_1f1b"], ["qwen3", "phi3", "olmo2", "gpt2"]
+        ),
         [
             ("tp2", "qwen3"),
             ("tp2", "phi3"),
+            ("tp2", "olmo2"),
             ("cp2", "gpt2"),
         ],
     ),

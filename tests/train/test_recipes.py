@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from atoll.cli.recipes import recipes_app
 from atoll.core.errors import ConfigError
+from atoll.train.models.family import family_of
 from atoll.train.models.registry import parameter_count
 from atoll.train.recipe import keys
 from atoll.train.recipe.compare import HARMLESS, diff, harmful, resolved_toml
@@ -34,11 +35,14 @@ PUBLISHED = {
     "qwen3_0.6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
     "qwen3_32b": 32_762_123_264,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_32b": 32_234_279_936,
     "phi3_mini": 3_821_079_552,
     "smollm2_135m": 134_515_008,
     "gpt2_small": 124_439_808,
 }
-ALL = {"llama3_debug", "gpt_mini", *PUBLISHED}
+ALL = {"llama3_debug", "olmo2_debug", "gpt_mini", *PUBLISHED}
 
 
 @pytest.fixture
@@ -63,13 +67,14 @@ def refusal(spec: Any, *overrides: str, env: dict[str, str] | None = None) -> st
 # ------------------------------------------------------------------------------------------------------ shipped
 def closed_form(model: ModelSection) -> int:
     """Parameters by arithmetic, apart from the modules that `parameter_count` adds up."""
-    dim, head = model.dim, model.size_of_head
+    dim, head, hidden = model.dim, model.size_of_head, family_of(model).hidden_dim(model)
     attention = 2 * dim * model.heads * head + 2 * dim * model.num_kv_heads * head
     if model.family == "gpt2":
-        block = attention + 4 * dim + 2 * dim * model.ffn_dim + model.ffn_dim + dim + 4 * dim
+        block = attention + 4 * dim + 2 * dim * hidden + hidden + dim + 4 * dim
         around = model.max_seq_len * dim + 2 * dim
     else:
-        block = attention + 3 * dim * model.ffn_dim + 2 * dim + (2 * head if model.family == "qwen3" else 0)
+        norms = {"qwen3": 2 * head, "olmo2": (model.heads + model.num_kv_heads) * head}
+        block = attention + 3 * dim * hidden + 2 * dim + norms.get(model.family, 0)
         around = dim
     embeddings = model.vocabulary * dim * (1 if model.tied else 2)
     return embeddings + model.layers * block + around
@@ -106,7 +111,8 @@ def test_the_debug_recipe_needs_nothing_and_divides():
     # On every Debian, and so on the machine that runs the tests.
     assert list(Path("/").glob(str(debug.data.path).lstrip("/")))
     model, train = debug.model, debug.train
-    sizes = [model.layers, model.heads, model.num_kv_heads, model.ffn_dim, model.vocabulary, model.dim, train.seq_len]
+    hidden_dim = family_of(model).hidden_dim(model)
+    sizes = [model.layers, model.heads, model.num_kv_heads, hidden_dim, model.vocabulary, model.dim, train.seq_len]
     assert all(size % 4 == 0 for size in [*sizes, train.global_batch])
     assert model.vocabulary >= 259
 
@@ -372,7 +378,6 @@ LLAMA3 = {**YARN, "kind": "llama3"}
             {"model": {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}},
             "[model] rope_scaling: low_freq_factor = 4 an",
         ),
-        ({"model": {"family": "gpt2", "rope_scaling": YARN}}, "[model] rope_scaling is given, and gpt2 has no rotary"),
         (
             {"schedule": {"kind": "cosine", "decay": 5}},
             "[schedule] decay = 5step is given, and kind = 'cosine' has none",

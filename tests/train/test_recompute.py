@@ -11,7 +11,7 @@ from torch import nn
 
 import ranks
 from atoll.core.errors import ConfigError
-from atoll.train.models import llama
+from atoll.train.models.registry import build
 from atoll.train.parallel import recompute
 from atoll.train.recipe.schema import ModelSection
 from live import LiveBytes
@@ -22,7 +22,7 @@ MODES = ("none", "selective", "full")
 
 def model(mode, dtype=torch.float32, config=CONFIG):
     torch.manual_seed(0)
-    made = llama.build(config).to(dtype)
+    made = build(config, device="cpu").to(dtype)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.05)

@@ -159,8 +159,8 @@ USER = """
     def dictionary(section): return {}
     def empty(section): return nn.Identity()
     def llama(section):
-        from atoll.train.models import llama
-        return llama.build(section)
+        from atoll.train.models.families.llama import FAMILY
+        return FAMILY.build(section)
     def scaled(section):
         model = llama(section)
         model.blocks["0"].gamma = nn.Parameter(torch.full((section.dim,), 1e-4))

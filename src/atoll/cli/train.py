@@ -401,7 +401,7 @@ def _say_next(asked: Training, result: dict[str, Any], remote: TrainJob | None) 
         nodes=asked.nodes,
         to_scale=_to_scale(recipe, 2 * result["world_size"]) if fits_twice else None,
         generates=recipe.data.tokenizer is not None,
-        exports=_has_export(recipe),
+        exports=recipe.model.python is None,
     )
     if lines:
         print("\nnext:")
@@ -425,17 +425,6 @@ def _to_scale(recipe: Recipe, world_size: int) -> list[str] | None:
     except ConfigError:
         return None
     return more
-
-
-def _has_export(recipe: Recipe) -> bool:
-    from atoll.train.models.hf import hf_config
-
-    model = recipe.model
-    try:
-        hf_config(model if model.vocab_size else model.model_copy(update={"vocab_size": 1}), "bf16")
-    except ConfigError:
-        return False
-    return True
 
 
 def _dryrun(asked: Training, as_json: bool) -> None:

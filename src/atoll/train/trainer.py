@@ -27,6 +27,7 @@ from atoll.train.folder import RunFolder, fresh_folder
 from atoll.train.loop import Cursor, Run, train
 from atoll.train.metrics.flops import formula_line, peak_flops
 from atoll.train.metrics.profile import StepProfiler
+from atoll.train.models.family import check_network
 from atoll.train.models.init import initialize
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.optim.build import build_optimizer
@@ -104,6 +105,7 @@ def run(
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
     loaded = load_recipe(recipe, overrides, world_size=world_size)
     require_complete(loaded.recipe)
+    check_network(loaded.recipe.model)
     stop = StopRequest()
     hook = sys.excepthook
     with stop.listening():

@@ -24,7 +24,7 @@ from atoll.core.validation import nearest
 from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.models import gguf, hf
-from atoll.train.models.hf import Part, Stored
+from atoll.train.models.family import Part, Stored, stored_tensors
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.saved import SavedStep, find_checkpoint
 
@@ -308,7 +308,7 @@ def _open_files(
     if known is None:
         raise ConfigError(f"{label} has no config.json beside it, so that its network is not known")
     kept = {"F32": "fp32", "F16": "fp16"}.get(next(iter(dtypes)), "bf16") if len(dtypes) == 1 else "bf16"
-    stored = hf.layout(known) if known.python is None else _as_they_are(shapes)
+    stored = stored_tensors(known) if known.python is None else _as_they_are(shapes)
     return WeightSource(
         label=label,
         section=own,

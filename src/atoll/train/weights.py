@@ -18,7 +18,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside
 from atoll.train import hub
 from atoll.train.models import hf
-from atoll.train.models.hf import Stored
+from atoll.train.models.family import Stored, family_of, shapes, stored_tensors
 from atoll.train.models.init import copy_part, plain_name
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.weight_source import Progress, WeightSource, open_weights
@@ -68,7 +68,7 @@ def set_weights(
         theirs["head.weight"] = "embed.weight"
         notes.append(f"{opened.label} has a tied head: here the head starts as a copy of the embedding")
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    places = parameters if section.python is not None else hf.shapes(section)
+    places = parameters if section.python is not None else shapes(section)
     _compare(opened, wanted, theirs, places, "the model", ": are family, layers and tied of [model] those of it?")
     # In the file's order, so that tensors which the file holds as one are read once.
     order = {name: number for number, name in enumerate(opened.tensors)}
@@ -88,17 +88,18 @@ def _differences(section: ModelSection, opened: WeightSource) -> list[str]:
     own = opened.section
     if own is None or section.python is not None:
         return []
+    rotary = family_of(section).rotary
     heads = [(each.heads, each.num_kv_heads, each.size_of_head) for each in (section, own)]
-    if heads[0] != heads[1] or (section.family == "gpt2") != (own.family == "gpt2"):
+    if heads[0] != heads[1] or rotary != family_of(own).rotary:
         raise ConfigError(
             f"[model] {_described(section)} is not the network of {opened.label}, {_described(own)}: use its numbers"
         )
     notes = [
         f"[model] {key} = {getattr(section, key)} here, {getattr(own, key)} in {opened.label}"
         for key in _TELLING
-        if getattr(section, key) != getattr(own, key) and not (section.family == "gpt2" and key != "norm_eps")
+        if getattr(section, key) != getattr(own, key) and (rotary or key == "norm_eps")
     ]
-    if section.max_seq_len > own.max_seq_len and section.family != "gpt2":
+    if section.max_seq_len > own.max_seq_len and rotary:
         notes.append(
             f"[model] max_seq_len = {section.max_seq_len} here: {opened.label} was made for {own.max_seq_len} at most"
         )
@@ -185,7 +186,7 @@ def import_weights(
         if opened.section is None:
             raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
         if opened.section.python is None:
-            wanted = hf.shapes(opened.section)
+            wanted = shapes(opened.section)
             _compare(opened, wanted, {name: name for name in wanted}, wanted, "its network")
         return opened.notes + export(
             opened.readers(),
@@ -234,7 +235,7 @@ def export(
     target = Path(folder).expanduser()
     _refuse_taken(target, force)
     config = hf.hf_config(section, dtype) | dict(special_ids or {})
-    stored = hf.layout(section)
+    stored = stored_tensors(section)
     missing = [part.name for each in stored for part in each.parts if part.name not in tensors]
     if missing:
         raise ConfigError(f"cannot write {target}: {_counted(missing)} missing, such as {missing[0]}")
@@ -302,15 +303,15 @@ def _write_weights(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shapes = hf.shapes(section)
-    sizes = {each.name: dtype.itemsize * sum(math.prod(shapes[part.name]) for part in each.parts) for each in stored}
+    known = shapes(section)
+    sizes = {each.name: dtype.itemsize * sum(math.prod(known[part.name]) for part in each.parts) for each in stored}
     shards = _shards(stored, sizes, max_shard_bytes)
     total, done, where = sum(sizes.values()), 0, {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         content = {}
         for each in shard:
-            content[each.name] = _joined(each, tensors, shapes, dtype)
+            content[each.name] = _joined(each, tensors, known, dtype)
             where[each.name] = name
             done += sizes[each.name]
             if progress is not None:
@@ -339,14 +340,14 @@ def _shards(stored: list[Stored], sizes: Mapping[str, int], max_shard_bytes: flo
 def _joined(
     stored: Stored,
     tensors: Mapping[str, Callable[[], Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> Tensor:
     parts = []
     for part in stored.parts:
         tensor = tensors[part.name]().detach().to("cpu", dtype)
-        if tuple(tensor.shape) != shapes[part.name]:
-            shape = list(shapes[part.name])
+        if tuple(tensor.shape) != known[part.name]:
+            shape = list(known[part.name])
             raise ConfigError(f"cannot write tensor {part.name}: it is {list(tensor.shape)}, its network has {shape}")
         parts.append(tensor)
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
-from atoll.train.models.hf import Stored, checked, stored_tensors
+from atoll.train.models import families
+from atoll.train.models.config_json import checked
+from atoll.train.models.family import Stored, family, family_of, stored_tensors
 from atoll.train.models.parts import Positions
 from atoll.train.recipe.schema import ModelSection, RopeScaling
-
-FAMILIES = {"llama": "llama", "qwen3": "qwen3", "phi3": "phi3", "gpt2": "gpt2"}
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
 _LETTERS = (
@@ -89,8 +88,10 @@ class GgufFile:
             ConfigError: its architecture, or a part of it, is not among the families here.
         """
         kind = self.value("general.architecture")
-        if kind not in FAMILIES:
-            raise ConfigError(f"{self.path}: its architecture is {kind!r}; known are {', '.join(FAMILIES)}")
+        known = {family(name).model_types[0]: name for name in families.names()}
+        if kind not in known:
+            raise ConfigError(f"{self.path}: its architecture is {kind!r}; known are {', '.join(known)}")
+        rotary = family(known[kind]).rotary
         if any("_exps" in name for name in self._tensors):
             raise ConfigError(f"{self.path} is a mixture of experts, which is not among the families here")
 
@@ -106,12 +107,12 @@ class GgufFile:
         dim, heads = number("embedding_length"), number("attention.head_count")
         head_dim = self.value(f"{kind}.attention.key_length", dim // heads)
         rotated = self.value(f"{kind}.rope.dimension_count", head_dim)
-        if kind != "gpt2" and rotated != head_dim:
+        if rotary and rotated != head_dim:
             raise ConfigError(f"{self.path}: rotary positions on {rotated} of {head_dim} dimensions are not supported")
-        epsilon = "attention.layer_norm_epsilon" if kind == "gpt2" else "attention.layer_norm_rms_epsilon"
+        epsilon = self.value(f"{kind}.attention.layer_norm_rms_epsilon")
         length = number("context_length")
         fields: dict[str, Any] = {
-            "family": FAMILIES[kind],
+            "family": known[kind],
             "layers": number("block_count"),
             "dim": dim,
             "heads": heads,
@@ -121,9 +122,9 @@ class GgufFile:
             "vocab_size": self.shape("token_embd.weight")[0],
             "max_seq_len": min(length, self.value(f"{kind}.attention.sliding_window") or length),
             "tied": "output.weight" not in self._tensors,
-            "norm_eps": _as_written(self.value(f"{kind}.{epsilon}", 1e-5)),
+            "norm_eps": _as_written(epsilon or self.value(f"{kind}.attention.layer_norm_epsilon", 1e-5)),
         }
-        if kind != "gpt2":
+        if rotary:
             fields["rope_theta"] = self.value(f"{kind}.rope.freq_base", 10_000.0)
             fields["rope_scaling"] = self._scaling(kind, checked(ModelSection, fields, str(self.path)))
         return checked(ModelSection, fields, str(self.path))
@@ -249,25 +250,18 @@ def _tokenizer(tokens: list[str], merges: list[str], types: list[int], pre: str,
 
 
 def layout(section: ModelSection) -> list[Stored]:
-    """Every tensor of a model as GGUF names it."""
-    fused = section.family in ("phi3", "gpt2")
-    blocks: dict[str, list[str]] = {
-        "attn_norm": ["attention_norm"],
-        "attn_output": ["attention.o"],
-        "ffn_norm": ["feed_forward_norm"],
-        "ffn_down": ["feed_forward.down"],
-        "attn_q_norm": ["attention.q_norm"],
-        "attn_k_norm": ["attention.k_norm"],
-    }
-    if fused:
-        blocks["attn_qkv"] = ["attention.q", "attention.k", "attention.v"]
-    else:
-        blocks |= {f"attn_{each}": [f"attention.{each}"] for each in "qkv"}
-    if section.family == "phi3":
-        blocks["ffn_up"] = ["feed_forward.gate", "feed_forward.up"]
-    else:
-        blocks |= {"ffn_gate": ["feed_forward.gate"], "ffn_up": ["feed_forward.up"]}
-    outer = {"token_embd": "embed", "position_embd": "learned_positions", "output_norm": "norm", "output": "head"}
-    found = stored_tensors(section, outer, "blk", blocks)
-    permuted = {"attn_q": section.heads, "attn_k": section.num_kv_heads} if section.family == "llama" else {}
-    return [replace(each, permuted_heads=permuted.get(each.name.split(".")[-2], 0)) for each in found]
+    """Every tensor of a model as GGUF names it: in parts as ``transformers`` has them, matrices never transposed."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kind = family_of(section)
+    architecture = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind.model_types[0])
+    names = get_tensor_name_map(architecture, section.layers)
+    heads = {"attn_q": section.heads, "attn_k": section.num_kv_heads} if kind.permuted else {}
+    found = []
+    for each in stored_tensors(section):
+        base, _, suffix = each.name.rpartition(".")
+        theirs = names.get_name(base)
+        assert theirs is not None, base
+        permuted = heads.get(theirs.rpartition(".")[2], 0)
+        found.append(Stored(f"{theirs}.{suffix}", each.parts, permuted_heads=permuted))
+    return found

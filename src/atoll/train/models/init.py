@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable
 
 import torch
@@ -16,14 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from atoll.train.models.family import family_of, shapes
 from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection
 
 _SLICE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements computed at a time: what fits a CPU's cache, what fills a GPU
-_RESIDUAL = ("attention.o.weight", "feed_forward.down.weight")
-# The parameters of our own families.
-_BLOCK = r"attention_norm|feed_forward_norm|attention\.(q|k|v|o|q_norm|k_norm)|feed_forward\.(gate|up|down)"
-_OURS = re.compile(rf"(embed|learned_positions|norm|head|blocks\.\d+\.({_BLOCK}))\.(weight|bias)")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -46,8 +42,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def initialize(model: nn.Module, seed: int) -> list[str]:
     """Set every parameter, in place, and the buffers of a user's model.
 
-    In a ``Decoder``, matrices and tables are normal with ``std_of``, norms are 1 and biases 0. Anything else is a
-    user's, and is what their function makes: each rank calls it on the CPU under the same seed and keeps its part.
+    Of a family's parameters, matrices and tables are normal with ``std_of``, norms are 1 and biases 0. Anything else is
+    a user's, and is what their function makes: each rank calls it on the CPU under the same seed and keeps its part.
 
     Parameters may be plain tensors or DTensors of any mesh and placement. Values are computed in float64; for narrower
     types they are rounded to float32 and then to the type. The logarithms of a GPU and a CPU may differ in the last bit
@@ -57,10 +53,11 @@ def initialize(model: nn.Module, seed: int) -> list[str]:
         names of the parameters that their user's function set.
     """
     theirs: dict[str, Tensor] = {}
+    ours = shapes(model.config) if isinstance(model, Decoder) else {}
     for path, module in model.named_modules():
         for last, parameter in module.named_parameters(recurse=False):
             name = plain_name(f"{path}.{last}".lstrip("."))
-            if isinstance(model, Decoder) and _OURS.fullmatch(name):
+            if isinstance(model, Decoder) and name in ours:
                 _draw(parameter, name, model.config, seed)
             else:
                 theirs[name] = parameter
@@ -98,7 +95,8 @@ def std_of(name: str, config: ModelSection) -> float:
     - under ``gpt2`` (Radford et al., 2019) what writes to the residual stream is divided by sqrt(2 · layers).
     """
     std, scheme = config.std, config.scheme
-    writes = name.endswith(_RESIDUAL)
+    kind = family_of(config)
+    writes = kind.is_residual(name)
     if scheme == "gpt2":
         return std / math.sqrt(2 * config.layers) if writes else std
     if name == "head.weight" or (name == "embed.weight" and config.tied):
@@ -107,7 +105,7 @@ def std_of(name: str, config: ModelSection) -> float:
         return 1.0
     if scheme == "zero_residual":
         return 0.0 if writes else std
-    if writes or (name.endswith("feed_forward.up.weight") and config.family != "gpt2"):
+    if writes or kind.is_deep(name):
         return std / math.sqrt(2 * (int(name.split(".")[1]) + 1))
     return std
 

@@ -144,16 +144,21 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.dim, key_width, bias=bias)
         self.v = nn.Linear(config.dim, key_width, bias=bias)
         self.o = nn.Linear(query_width, config.dim, bias=bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
+        self.q_norm: nn.Module | None = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
+        self.k_norm: nn.Module | None = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
         self.core = AttentionCore()
 
-    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, H, E], keys and values [B, S, K, E] of ``x`` [B, S, D], before their rotation."""
         # -1 heads: tensor parallelism leaves each rank its share of them.
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        q, k, v = self.project(x)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         out: Tensor = self.o(self.core(q, k, v, mask).flatten(-2))
@@ -163,11 +168,11 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """Gated feed-forward part (Shazeer, "GLU variants improve Transformer", 2020)."""
 
-    def __init__(self, config: ModelSection) -> None:
+    def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        self.up = nn.Linear(dim, hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""

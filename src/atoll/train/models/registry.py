@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
-from atoll.train.models import gpt2, llama
+from atoll.train.models.family import build_decoder
 from atoll.train.models.init import materialize
 from atoll.train.models.logprobs import LogitsLogProbs
 from atoll.train.models.parts import Decoder
@@ -19,13 +19,6 @@ from atoll.train.objective import Objective, sums_of
 from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.user_code import load_function
-
-_FAMILIES: dict[str, Callable[[ModelSection], Decoder]] = {
-    "llama": llama.build,
-    "qwen3": llama.build,
-    "phi3": llama.build,
-    "gpt2": gpt2.build,
-}
 
 
 class UserModel(nn.Module):
@@ -98,12 +91,11 @@ def build(
         dtype: of the parameters.
 
     Raises:
-        ConfigError: ``python`` names something that isn't there or gives no module.
+        ConfigError: ``python`` names something that isn't there or gives no module, or the family can't build it.
     """
     if section.python is not None:
         return _build_users(section, section.python, torch.device(device), dtype)
-    with torch.device("meta"):
-        model = _FAMILIES[section.family](section).to(dtype)
+    model = build_decoder(section).to(dtype)
     if torch.device(device).type != "meta":
         materialize(model, torch.device(device))
     return model

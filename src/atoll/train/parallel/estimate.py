@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from atoll.train.models.attention import kernel_name
+from atoll.train.models.family import family_of, shapes
 from atoll.train.models.registry import build
 from atoll.train.parallel.layout import Layout, num_stages_per_rank
 from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
@@ -233,17 +234,17 @@ class _Block:
 def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> _Block:
     model, t = recipe.model, layout.tensor
     compiled = is_compiled(recipe, device)
-    gated = model.family != "gpt2"
+    gated = "blocks.0.feed_forward.gate.weight" in shapes(model)
     d = model.dim
     between = d // t if t > 1 and recipe.parallel.sequence_parallel else d  # outside of attention and feed-forward
     q = model.heads * model.size_of_head // t
     k = model.num_kv_heads * model.size_of_head // t
-    f = model.ffn_dim // t
+    f = family_of(model).hidden_dim(model) // t
     statistics = 4 * model.heads // t  # of the softmax
 
     norms = 2 * _norm(model, device, c, between, compiled) + 2 * d * c  # what goes in; what comes out feeds matrices
     attention = (2 * q + 2 * k * layout.context) * c + statistics  # keys and values of all context ranks
-    if model.family == "qwen3":
+    if "blocks.0.attention.q_norm.weight" in shapes(model):
         attention += _norm(model, device, c, q + k, compiled)
     feed_forward = ((3 if compiled else 4) if gated else 2) * f * c
     kept_products = k + d + f if gated else k + d + d
@@ -267,7 +268,7 @@ def is_compiled(recipe: Recipe, device: Device) -> bool:
 
 def _norm(model: ModelSection, device: Device, c: int, width: int, compiled: bool) -> int:
     """Bytes a token that the norm of ``width`` values keeps."""
-    if model.family == "gpt2" or device == "cuda" or compiled:
+    if "norm.bias" in shapes(model) or device == "cuda" or compiled:
         return width * c + 8
     # On CPU RMSNorm is made of several operations, in fp32 at least, and its normed input stays too.
     return 2 * width * max(c, 4)
@@ -282,7 +283,7 @@ def _ends(recipe: Recipe, device: Device, c: int, has_head: bool) -> int:
     """Bytes a token outside of the blocks: the last norm and the hidden state's gradient, angles, mask, token ids."""
     model = recipe.model
     mask = recipe.train.seq_len if _has_dense_mask(recipe, device) else 0
-    angles = 0 if model.family == "gpt2" else 2 * model.size_of_head * max(c, 4)
+    angles = 0 if not family_of(model).rotary else 2 * model.size_of_head * max(c, 4)
     head = _norm(model, device, c, model.dim, False) + model.dim * c if has_head else 0
     return 32 + mask + angles + head
 

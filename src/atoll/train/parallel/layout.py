@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
+from atoll.train.models.family import family_of
 from atoll.train.recipe.schema import Recipe
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -131,15 +132,16 @@ def check(recipe: Recipe, layout: Layout) -> None:
                 f"[model] python = {model.python!r} with [parallel] {axis} = {size}: a model of your own can be "
                 f"replicated or sharded; set {axis} = 1"
             )
-    if model.family == "gpt2" and model.python is None and train.seq_len > model.max_seq_len:
+    if train.seq_len > model.max_seq_len and model.python is None and not family_of(model).rotary:
         raise ConfigError(
-            f"[train] seq_len = {train.seq_len} is longer than [model] max_seq_len = {model.max_seq_len}, and gpt2 has "
-            "a learnt vector for each position: shorten seq_len, or raise max_seq_len"
+            f"[train] seq_len = {train.seq_len} is longer than [model] max_seq_len = {model.max_seq_len}, and "
+            f"{model.family} has a learnt vector for each position: shorten seq_len, or raise max_seq_len"
         )
     if tensor > 1:
-        common = math.gcd(model.heads, model.num_kv_heads, model.ffn_dim)
+        hidden_dim = family_of(model).hidden_dim(model)
+        common = math.gcd(model.heads, model.num_kv_heads, hidden_dim)
         allowed = f"it can be {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"
-        for name, number in (("heads", model.heads), ("kv_heads", model.num_kv_heads), ("hidden_dim", model.ffn_dim)):
+        for name, number in (("heads", model.heads), ("kv_heads", model.num_kv_heads), ("hidden_dim", hidden_dim)):
             must_divide(f"[model] {name}", number, "[parallel] tensor", tensor, allowed)
     if context > 1:
         must_divide(

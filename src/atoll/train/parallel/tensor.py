@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
+from atoll.train.models.family import Cut, family_of
 from atoll.train.models.parts import Decoder
 
 
@@ -35,6 +35,41 @@ class _Everywhere(ParallelStyle):
     @staticmethod
     def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.to_local() if isinstance(output, DTensor) else output
+
+
+class _Gather(ParallelStyle):
+    """A module whose first input is made whole on each rank; its matrices are cut."""
+
+    def __init__(self, layout: Shard | Replicate) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, *others = inputs
+            x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [self.layout], run_check=False)
+            return (x.redistribute(mesh, [Replicate()]), *others)
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+class _WidthNorm(ParallelStyle):
+    """A norm over all heads, of which each rank has its share."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in module.named_parameters(recurse=False):
+            sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
+            module.register_parameter(name, sharded)
+        return distribute_module(module, mesh, None, self._enter, self._leave)  # type: ignore[arg-type]  # takes tuples
+
+    @staticmethod
+    def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        return (DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False),)
+
+    @staticmethod
+    def _leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+        return output.to_local()
 
 
 class _VocabularyParallel(ParallelStyle):
@@ -63,16 +98,24 @@ class _VocabularyParallel(ParallelStyle):
 def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Shard the model's matrices over ``mesh``, a mesh of one dimension."""
     between: Shard | Replicate = Shard(1) if sequence_parallel else Replicate()
-    norm: ParallelStyle = SequenceParallel() if sequence_parallel else _Everywhere()
+    norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence_parallel else _Everywhere()
 
     plan: dict[str, ParallelStyle] = {}
     if model.embed is not None:
         plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     if model.learned_positions is not None:
         plan["learned_positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-    for number, block in model.blocks.items():
-        parts = _block_plan(block, between, norm)
-        plan.update({f"blocks.{number}.{name}": style for name, style in parts.items()})
+    styles: dict[Cut, ParallelStyle] = {
+        "gather": _Gather(between),
+        "columns": ColwiseParallel(),
+        "rows": RowwiseParallel(output_layouts=between),
+        "norm": norm,
+        "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),  # heads, not positions, are split
+        "width_norm": _WidthNorm(),
+    }
+    cuts = family_of(model.config).cuts
+    for number in model.blocks:
+        plan.update({f"blocks.{number}.{name}": styles[cut] for name, cut in cuts.items()})
     if model.norm is not None:
         plan["norm"] = norm
     if model.head is not None:
@@ -81,24 +124,3 @@ def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -
     if model.head is not None:
         per_rank = -(-model.config.vocabulary // mesh.size())
         model.head.group, model.head.vocab_start = mesh.get_group(), mesh.get_local_rank() * per_rank
-
-
-def _block_plan(block: nn.Module, between: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {
-        "attention_norm": norm,
-        "attention": PrepareModuleInput(
-            input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
-        "attention.o": RowwiseParallel(output_layouts=between),
-        "feed_forward_norm": norm,
-        "feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
-        "feed_forward.down": RowwiseParallel(output_layouts=between),
-    }
-    names = {name for name, _ in block.named_modules()}
-    for name in ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up"):
-        if name in names:
-            plan[name] = ColwiseParallel()
-    for name in ("attention.q_norm", "attention.k_norm"):
-        if name in names and block.get_submodule(name) is not None:
-            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)  # heads, not positions, are split
-    return plan

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from atoll.core.validation import nearest
 from atoll.train import objectives
+from atoll.train.models import families
 from atoll.train.recipe.durations import LONGEST, Duration, DurationField
 
 SCHEMA_VERSION = 1
@@ -44,6 +46,13 @@ def _local_folder(text: str) -> str:
         )
     _not_empty(text)
     return text
+
+
+def _known_family(name: str) -> str:
+    known = families.names()
+    if name not in known:
+        raise ValueError(f"{name!r} is no model family{nearest(name, known)}; known are {', '.join(known)}")
+    return name
 
 
 Positive = Annotated[int, Field(gt=0), _at_most(2**31)]  # of anything that is counted here
@@ -90,7 +99,7 @@ class RopeScaling(Section):
 class ModelSection(Section):
     """Which network. Its dimensions derive from ``layers``, ``dim``, ``heads`` and ``hidden_dim``."""
 
-    family: Literal["llama", "qwen3", "phi3", "gpt2"] = "llama"  # `llama`, `qwen3`, `phi3` or `gpt2`
+    family: Annotated[str, AfterValidator(_known_family)] = "llama"  # name of the architecture
     layers: Layers = 6  # number of blocks
     dim: Width = 256  # width of the residual stream
     heads: Width = 8  # number of query heads
@@ -118,10 +127,6 @@ class ModelSection(Section):
             raise ValueError(f"dim = {self.dim} is not divisible by heads = {self.heads}; set head_dim")
         if self.heads % self.num_kv_heads:
             raise ValueError(f"heads = {self.heads} is not divisible by kv_heads = {self.num_kv_heads}")
-        if self.family != "gpt2" and self.size_of_head % 2:
-            raise ValueError(f"head_dim = {self.size_of_head} is odd, and rotary positions need pairs")
-        if self.family == "gpt2" and self.rope_scaling is not None:
-            raise ValueError("rope_scaling is given, and gpt2 has no rotary positions: leave it out")
         return self
 
     @property
@@ -143,13 +148,6 @@ class ModelSection(Section):
     def size_of_head(self) -> int:
         """Width of one head."""
         return self.head_dim or self.dim // self.heads
-
-    @property
-    def ffn_dim(self) -> int:
-        """Width inside the feed-forward part."""
-        if self.hidden_dim is not None:
-            return self.hidden_dim
-        return 4 * self.dim if self.family == "gpt2" else -(-8 * self.dim // (3 * 64)) * 64
 
     @property
     def vocabulary(self) -> int:

@@ -1,0 +1,140 @@
+"""GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.core.errors import ConfigError
+from atoll.train.models.config_json import ConfigJson
+from atoll.train.models.family import Cut, Family
+from atoll.train.models.parts import Attention, Decoder
+from atoll.train.recipe.schema import ModelSection
+
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+
+
+class FeedForward(nn.Module):
+    """Two layers with the tanh form of GELU between them."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden_dim)
+        self.down = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class Gpt2Block(nn.Module):
+    """Attention and a feed-forward part, each after a norm and added to what came in."""
+
+    def __init__(self, config: ModelSection, hidden_dim: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config, bias=True)
+        self.feed_forward_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config.dim, hidden_dim)
+
+    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        x = x + self.attention(self.attention_norm(x), mask, rope)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Gpt2(Family):
+    """GPT-2. It knows ``max_seq_len`` positions and no more."""
+
+    model_types = ("gpt2",)
+    architecture = "GPT2LMHeadModel"
+    outer_names: ClassVar[Mapping[str, str]] = {
+        "transformer.wte": "embed",
+        "transformer.wpe": "learned_positions",
+        "transformer.ln_f": "norm",
+        "lm_head": "head",
+    }
+    block_prefix = "transformer.h"
+    block_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "attn.c_attn": ("attention.q", "attention.k", "attention.v"),
+        "attn.c_proj": ("attention.o",),
+        "mlp.c_fc": ("feed_forward.up",),
+        "mlp.c_proj": ("feed_forward.down",),
+        "ln_1": ("attention_norm",),
+        "ln_2": ("feed_forward_norm",),
+    }
+    transposed = True
+    rotary = False
+    config_keys: ClassVar[Mapping[str, str]] = {"dim": "n_embd", "heads": "n_head", "layers": "n_layer"}
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        "attention_norm": "norm",
+        "attention": "gather",
+        "attention.q": "columns",
+        "attention.k": "columns",
+        "attention.v": "columns",
+        "attention.o": "rows",
+        "feed_forward_norm": "norm",
+        "feed_forward": "gather",
+        "feed_forward.up": "columns",
+        "feed_forward.down": "rows",
+    }
+
+    def build(self, config: ModelSection) -> Decoder:
+        """As ``Family.build``."""
+        blocks: list[nn.Module] = [Gpt2Block(config, self.hidden_dim(config)) for _ in range(config.layers)]
+        model = Decoder(config, blocks, nn.LayerNorm(config.dim, eps=config.norm_eps))
+        model.learned_positions = nn.Embedding(config.max_seq_len, config.dim)
+        model.rope = None
+        return model
+
+    def hidden_dim(self, config: ModelSection) -> int:
+        """As ``Family.hidden_dim``."""
+        return config.hidden_dim or 4 * config.dim
+
+    def read_config(self, config: ConfigJson) -> dict[str, Any]:
+        """As ``Family.read_config``."""
+        config.must("activation_function", _GELU_TANH)
+        config.must("scale_attn_weights", (True,))
+        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            config.must(key, (False,))
+        dim, heads = config.number("n_embd"), config.number("n_head")
+        return {
+            "layers": config.number("n_layer"),
+            "dim": dim,
+            "heads": heads,
+            "kv_heads": heads,
+            "hidden_dim": config.number("n_inner", 4 * dim),
+            "vocab_size": config.number("vocab_size"),
+            "max_seq_len": config.number("n_positions", config.number("n_ctx", 1024)),
+            "tied": config.flag("tie_word_embeddings", True),
+            "norm_eps": config.positive("layer_norm_epsilon", 1e-5),
+        }
+
+    def write_config(self, config: ModelSection) -> dict[str, Any]:
+        """As ``Family.write_config``."""
+        if config.num_kv_heads != config.heads or config.size_of_head * config.heads != config.dim:
+            raise ConfigError(
+                f"[model] family = 'gpt2' with kv_heads = {config.num_kv_heads}, head_dim = {config.size_of_head}: "
+                f"transformers' GPT-2 has as many kv-heads as heads ({config.heads}) and head_dim = dim / heads"
+            )
+        return {
+            "n_embd": config.dim,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": self.hidden_dim(config),
+            "n_positions": config.max_seq_len,
+            "n_ctx": config.max_seq_len,
+            "activation_function": _GELU_TANH[0],
+            "layer_norm_epsilon": config.norm_eps,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
+
+
+FAMILY = Gpt2()

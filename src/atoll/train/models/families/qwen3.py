@@ -1,0 +1,42 @@
+"""Qwen3, dense (Yang et al., "Qwen3 technical report", 2025): a Llama whose queries and keys are normed head by head,
+and whose head width is a number of its own, not D / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from atoll.train.models.families.llama import Llama, LlamaBlock
+from atoll.train.models.family import Cut
+from atoll.train.recipe.schema import ModelSection
+
+
+class Qwen3(Llama):
+    """Qwen3."""
+
+    model_types = ("qwen3",)
+    architecture = "Qwen3ForCausalLM"
+    block_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **Llama.block_names,
+        "self_attn.q_norm": ("attention.q_norm",),
+        "self_attn.k_norm": ("attention.k_norm",),
+    }
+    permuted = False
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        **Llama.cuts,
+        "attention.q_norm": "head_norm",
+        "attention.k_norm": "head_norm",
+    }
+    default_length = 32768
+    default_head_dim = 128
+    windowed = False
+
+    def block(self, config: ModelSection) -> nn.Module:
+        """One layer."""
+        return LlamaBlock(config, self.hidden_dim(config), head_norm=True)
+
+
+FAMILY = Qwen3()
