@@ -99,7 +99,7 @@ class RopeScaling(Section):
 class ModelSection(Section):
     """Which network. Its dimensions derive from ``layers``, ``dim``, ``heads`` and ``hidden_dim``."""
 
-    family: Annotated[str, AfterValidator(_known_family)] = "llama"  # name of the architecture
+    family: Annotated[str, AfterValidator(_known_family)] = "llama"  # architecture, such as `llama`
     layers: Layers = 6  # number of blocks
     dim: Width = 256  # width of the residual stream
     heads: Width = 8  # number of query heads

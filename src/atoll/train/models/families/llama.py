@@ -33,7 +33,7 @@ class LlamaBlock(nn.Module):
 class Llama(Family):
     """Llama. Others of its kind override what they do differently."""
 
-    model_types = ("llama", "mistral")
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral")
     architecture = "LlamaForCausalLM"
     outer_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "embed",
@@ -72,7 +72,7 @@ class Llama(Family):
         "feed_forward.up": "columns",
         "feed_forward.down": "rows",
     }
-    deep = ("feed_forward.up",)
+    deep: ClassVar[tuple[str, ...]] = ("feed_forward.up",)
     # What config.json leaves out.
     default_length: ClassVar[int] = 2048
     default_eps: ClassVar[float] = 1e-6

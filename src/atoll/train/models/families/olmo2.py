@@ -41,6 +41,8 @@ class Olmo2Attention(Attention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As ``Attention.project``."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         parts = (self.q_norm(self.q(x)), self.k_norm(self.k(x)), self.v(x))
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         return q, k, v
