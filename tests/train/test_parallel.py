@@ -123,7 +123,7 @@ def step_of(
         batch = sequences(recipe.train.global_batch, step, isolate)
         first = mesh.data_rank * share
         own = [rows(batch, first + place, first + place + micro) for place in range(0, share, micro)]
-        total = engine.forward_backward(own).double() / layout.tensor
+        total = engine.forward_backward(own).double() / (layout.tensor * layout.context)
         dist.all_reduce(total)
         tokens = int((batch.labels != -100).sum())
         losses.append(total.item() / tokens)

@@ -40,10 +40,15 @@ class Batch:
         return cls(tokens, labels, positions, extra.pop("documents", None), extra)
 
     @property
-    def fields(self) -> dict[str, Tensor]:
-        """Its tensors by name, the extra ones too, as ``Batch.of`` and a model's ``forward`` take them."""
-        fields = {"tokens": self.tokens, "labels": self.labels, "positions": self.positions, **self.extra}
+    def model_fields(self) -> dict[str, Tensor]:
+        """The tensors that a model reads, by name."""
+        fields = {"tokens": self.tokens, "labels": self.labels, "positions": self.positions}
         return fields if self.documents is None else {**fields, "documents": self.documents}
+
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        """All tensors by name, as ``Batch.of`` and a model's ``forward`` take them."""
+        return {**self.model_fields, **self.extra}
 
     @property
     def num_trained(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from atoll.train.models.init import materialize
 from atoll.train.models.registry import build
 from atoll.train.objective import make_objective, use_objective
 from atoll.train.parallel.apply import parallelize, weights_of
-from atoll.train.parallel.context import split
 from atoll.train.parallel.gradients import Weights
 from atoll.train.parallel.layout import num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
@@ -94,8 +93,8 @@ class Engine:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss goes into the sum over all ranks: tensor ranks have copies of one."""
-        return self.has_loss and self.mesh.place["tensor"] == 0
+        """Whether this rank's loss goes into the sum over all ranks: tensor and context ranks have copies of one."""
+        return self.has_loss and self.mesh.place["tensor"] == self.mesh.place["context"] == 0
 
     @property
     def counts_tokens(self) -> bool:
@@ -120,15 +119,14 @@ class Engine:
             the sums of loss and metrics of this rank's sequences; zeros on ranks without the last stage.
         """
         self.weights.begin()
-        own = [self._own_part(batch) for batch in batches]
         if self._pipeline is not None:
             self.weights.last_micro_batch()
-            total = self._pipeline.train(own)
+            total = self._pipeline.train(batches)
         else:
             (model,) = self.stages.values()
             total = torch.zeros(self._num_sums, device=self.mesh.device)
-            for number, batch in enumerate(own):
-                if number == len(own) - 1:
+            for number, batch in enumerate(batches):
+                if number == len(batches) - 1:
                     self.weights.last_micro_batch()
                 sums = model(batch.tokens, **batch.fields)
                 sums[0].backward()
@@ -146,22 +144,18 @@ class Engine:
                 self._after_step(stage)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """As ``forward_backward``, without gradients."""
-        own = [self._own_part(batch) for batch in batches]
         for stage in self.stages.values():
             stage.eval()  # a user's model may drop out, or keep statistics
         try:
             if self._pipeline is not None:
-                return self._pipeline.evaluate(own)
+                return self._pipeline.evaluate(batches)
             (model,) = self.stages.values()
-            return torch.stack([model(batch.tokens, **batch.fields) for batch in own]).sum(dim=0)
+            return torch.stack([model(batch.tokens, **batch.fields) for batch in batches]).sum(dim=0)
         finally:
             for stage in self.stages.values():
                 stage.train()
-
-    def _own_part(self, batch: Batch) -> Batch:
-        return split(batch, self.mesh.place["context"], self.mesh.layout.context)
 
 
 def _piped(mesh: Mesh) -> bool:

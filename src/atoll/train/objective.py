@@ -36,8 +36,7 @@ class Objective(ABC):
     def loss(self, logprobs: LogProbs, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The summed loss [1] of a micro-batch, and the sums [1] that ``metrics`` names, which get no gradient.
 
-        Places without a label, and sequences that have none, must add nothing. Under context parallelism ``batch``
-        has this rank's part of each sequence, and the ranks' sums are added up.
+        A sequence without labels must add nothing: such ones fill up the last batch.
         """
 
     def weight(self, batch: Batch) -> float:

@@ -206,6 +206,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         documents: Tensor | None = None,
         labels: Tensor | None = None,
+        batch: Batch | None = None,
         **others: Tensor,
     ) -> Tensor:
         """Logits, or the objective's sums where ``labels`` are given.
@@ -215,7 +216,8 @@ class Decoder(nn.Module):
             positions: [B, S], each token's place in its document.
             documents: [B, S], each token's document; None lets tokens see all before them.
             labels: [B, S], the token to predict at each place, -100 where none is.
-            others: further fields of the ``Batch``, for the objective.
+            batch: what the objective sees, where the arguments above are this rank's part of it.
+            others: further fields of the batch.
 
         Returns:
             the summed loss and metrics, [1 + number of metrics], in float32 or wider; without labels the logits
@@ -233,7 +235,8 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return x
         weight = self.embed.weight if self.config.tied and self.embed is not None else None
-        fields |= {} if documents is None else {"documents": documents}
-        batch = None if labels is None else Batch.of({**fields, "labels": labels})
-        out: Tensor = self.head(self.norm(x), weight, batch)
+        if labels is not None and batch is None:
+            fields |= {} if documents is None else {"documents": documents}
+            batch = Batch.of({**fields, "labels": labels})
+        out: Tensor = self.head(self.norm(x), weight, labels, batch)
         return out

@@ -8,6 +8,8 @@ which works on every backend and lets documents be told apart across the cut.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.nn import functional as F
 
 from atoll.train.batch import Batch
 from atoll.train.models.attention import document_starts
+from atoll.train.models.head import Head
+from atoll.train.models.logprobs import LogProbs
 from atoll.train.models.parts import Attention, AttentionCore, CausalMask
 
 # Newer versions of torch have new names for these two, and warn at the old ones.
@@ -28,14 +32,6 @@ def places(rank: int, size: int, length: int) -> Tensor:
     """Which positions of a sequence of ``length`` rank ``rank`` of ``size`` holds, in its order."""
     pieces = torch.arange(length).chunk(2 * size)
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
-
-
-def split(batch: Batch, rank: int, size: int) -> Batch:
-    """This rank's part of each sequence."""
-    if size == 1:
-        return batch
-    own = places(rank, size, batch.tokens.shape[1]).to(batch.tokens.device)
-    return batch.map(lambda part: part.index_select(1, own))
 
 
 class _Gather(torch.autograd.Function):
@@ -79,6 +75,53 @@ class _Sequence:
             own = places(self.rank, self.size, length)
             self._known[key] = (own.to(device), order.to(device), order.argsort().to(device))
         return self._known[key]
+
+
+class _GatherAlike(torch.autograd.Function):
+    """As ``_Gather``, where every rank computes the same of it: a rank's own gradient is the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, own: Tensor, inverse: Tensor) -> Tensor:
+        ctx.own = own
+        return gathered(part, group).index_select(1, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.index_select(1, ctx.own), None, None, None
+
+
+class _SumAlike(torch.autograd.Function):
+    """The sum over the ranks, of which every rank computes the same."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@dataclass(eq=False)
+class WholeLogProbs:
+    """Log-probabilities of whole sequences, from those of this rank's ``part``."""
+
+    sequence: _Sequence
+    part: LogProbs
+
+    def nll(self) -> Tensor:
+        """As ``LogProbs.nll``."""
+        out: Tensor = _SumAlike.apply(self.part.nll(), self.sequence.group)  # type: ignore[no-untyped-call]
+        return out
+
+    def tokens(self) -> Tensor:
+        """As ``LogProbs.tokens``."""
+        part = self.part.tokens()
+        own, _, inverse = self.sequence.orders(part.shape[1] * self.sequence.size, part.device)
+        out: Tensor = _GatherAlike.apply(part, self.sequence.group, own, inverse)  # type: ignore[no-untyped-call]
+        return out
 
 
 class ContextMask(CausalMask):
@@ -136,10 +179,21 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def apply_context(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the attention of ``model`` see the parts of every rank of ``group``."""
+    """Have ``model`` compute this rank's part of each sequence; attention and objective see those of every rank."""
     sequence = _Sequence(group)
+
+    def cut(_: nn.Module, inputs: tuple[Tensor], fields: dict[str, Tensor]) -> tuple[tuple[Tensor], dict[str, Any]]:
+        batch = Batch.of(fields)
+        own, _, _ = sequence.orders(batch.tokens.shape[1], batch.tokens.device)
+        parts = {name: part.index_select(1, own) for name, part in batch.model_fields.items()}
+        hidden = inputs[0].is_floating_point()  # of the stage before: it has this rank's part already
+        return (inputs if hidden else (parts["tokens"],)), {**parts, "batch": batch}
+
+    model.register_forward_pre_hook(cut, with_kwargs=True)
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.core = ContextCore(sequence)
+        if isinstance(module, Head):
+            module.whole = partial(WholeLogProbs, sequence)
         if isinstance(getattr(module, "causal_mask", None), CausalMask):
             module.causal_mask = ContextMask(sequence)

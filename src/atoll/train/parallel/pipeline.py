@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ class Pipeline:
         length = recipe.train.seq_len // mesh.layout.context
         split = mesh.layout.tensor if recipe.parallel.sequence_parallel else 1
         hidden = torch.empty(self.micro_batch, length // split, recipe.model.dim, dtype=dtype, device="meta")
-        tokens = torch.empty(self.micro_batch, length, dtype=torch.int64, device="meta")
+        tokens = torch.empty(self.micro_batch, recipe.train.seq_len, dtype=torch.int64, device="meta")
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         sums = torch.empty(num_sums, dtype=wide, device="meta")
         self._stages = [
@@ -109,17 +109,17 @@ class Pipeline:
         self._sums = self._sums + sums.detach()
         return sums[0].clone()  # schedules that part the backward pass detach it in place, which no view can be
 
-    def train(self, batches: list[Batch]) -> Tensor:
+    def train(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of a step's micro-batches; their sums on ranks with the last stage, zeros elsewhere."""
         return self._run(self._schedule.step, batches)
 
-    def evaluate(self, batches: list[Batch]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """As ``train``, without gradients."""
         # A schedule takes a fixed number of micro-batches: what is missing trains nothing.
         filler = replace(batches[-1], labels=torch.full_like(batches[-1].labels, IGNORED))
-        return self._run(self._schedule.eval, batches + [filler] * (self.num_micro_batches - len(batches)))
+        return self._run(self._schedule.eval, [*batches, *[filler] * (self.num_micro_batches - len(batches))])
 
-    def _run(self, step: Callable[..., Any], batches: list[Batch]) -> Tensor:
+    def _run(self, step: Callable[..., Any], batches: Sequence[Batch]) -> Tensor:
         whole = {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields}
         inputs = (whole["tokens"],) if self.has_first else ()
         target = {"target": whole["labels"]} if self.has_last else {}

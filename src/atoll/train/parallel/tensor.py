@@ -86,13 +86,13 @@ class _VocabularyParallel(ParallelStyle):
         return distribute_module(module, mesh, None, self._enter, None)  # type: ignore[arg-type]  # takes tuples
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        hidden, weight, batch = inputs
+        hidden, weight, labels, batch = inputs
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [self.layout], run_check=False)
         # The loss sums the hidden state's gradient over the ranks itself: what comes back is whole.
         hidden = hidden.redistribute(mesh, [Replicate()])
-        placements = [Replicate()] if batch is not None else [Partial()]
-        return hidden.to_local(grad_placements=placements), weight, batch
+        placements = [Replicate()] if labels is not None else [Partial()]
+        return hidden.to_local(grad_placements=placements), weight, labels, batch
 
 
 def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
