@@ -117,7 +117,20 @@ class Pipeline:
         """As ``train``, without gradients."""
         # A schedule takes a fixed number of micro-batches: what is missing trains nothing.
         filler = replace(batches[-1], labels=torch.full_like(batches[-1].labels, IGNORED))
-        return self._run(self._schedule.eval, [*batches, *[filler] * (self.num_micro_batches - len(batches))])
+        batches = [*batches, *[filler] * (self.num_micro_batches - len(batches))]
+        if not isinstance(self._schedule, ScheduleZBVZeroBubble):
+            return self._run(self._schedule.eval, batches)
+        # Torch's own eval of it hands gradients, which there are none of, from one stage of a rank to its other.
+        whole = self._schedule.pipeline_order_with_comms
+        forward = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+        self._schedule.pipeline_order_with_comms = {
+            rank: [action for action in actions if action.computation_type.name in forward]
+            for rank, actions in whole.items()
+        }
+        try:
+            return self._run(self._schedule.eval, batches)
+        finally:
+            self._schedule.pipeline_order_with_comms = whole
 
     def _run(self, step: Callable[..., Any], batches: Sequence[Batch]) -> Tensor:
         whole = {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields}

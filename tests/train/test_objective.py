@@ -1,0 +1,149 @@
+"""An objective is one class in one file: a user's own trains through the real loop, on every axis as on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import ranks
+import small
+from atoll.train.corpus import Corpus, open_corpus, with_vocabulary
+from atoll.train.data.packing import Sample
+from atoll.train.data.prepare import prepare
+from atoll.train.models import registry
+from atoll.train.models.init import initialize
+from atoll.train.recipe.load import load_recipe
+
+pytestmark = pytest.mark.usefixtures("torch_in_process")
+
+# Of two documents in a row the first shall be the likelier one, as in DPO; the model shall speak a little too.
+MINE = """
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from atoll.train.objective import Objective
+
+
+class Pairs(Objective):
+    metrics = ("accuracy", "margin")
+
+    def fields(self, sample):
+        return {"rate": 1.0 + np.arange(len(sample.tokens)) % 3}
+
+    def loss(self, logprobs, batch):
+        first, second, are_pairs = self.pairs(batch, logprobs.tokens() * batch.extra["rate"])
+        margins = (first - second)[are_pairs]
+        loss = -F.logsigmoid(margins).sum().reshape(1) + 0.1 * logprobs.nll()
+        return loss, {"accuracy": (margins > 0).sum(), "margin": margins.sum()}
+
+    def weight(self, batch):
+        return int(self.pairs(batch, torch.zeros(batch.labels.shape))[2].sum())
+
+    def pairs(self, batch, scores):
+        none = scores.new_zeros(len(scores), batch.labels.shape[1] + 2)
+        sums = none.scatter_add(1, batch.documents, scores)
+        labels = none.scatter_add(1, batch.documents, (batch.labels != -100).to(scores))
+        return sums[:, 0::2], sums[:, 1::2], (labels[:, 0::2] > 0) & (labels[:, 1::2] > 0)
+"""
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"train__micro_batch": 1}),
+    "tensor": (2, {"parallel__tensor": 2}),
+    "pipeline": (2, {"parallel__pipeline": 2, "train__micro_batch": 1}),
+    "context": (2, {"parallel__context": 2}),
+    "shard": (2, {"parallel__shard": 2}),
+    "zbv": (2, {"parallel__pipeline": 2, "parallel__pipeline_schedule": "zbv", "model__layers": 4}),
+    "tensor_context": (4, {"parallel__tensor": 2, "parallel__context": 2}),
+    "pipeline_context": (4, {"parallel__pipeline": 2, "parallel__context": 2}),
+}
+IN_MAKE_TEST = ("one", "tensor", "pipeline", "context")
+
+
+def _corpus(tree: dict[str, Any]) -> Corpus:
+    loaded = load_recipe(tree).recipe
+    prepared = prepare(loaded.data, seq_len=small.SEQ_LEN, progress=lambda _: None, note=lambda _: None)
+    assert prepared.tokenizer is not None
+    return open_corpus(with_vocabulary(loaded, prepared.tokenizer.vocab_size), prepared)
+
+
+def _sums_by_hand(model: torch.nn.Module, samples: list[Sample]) -> tuple[Tensor, int, int, Tensor, int]:
+    """Loss, pairs, pairs that are right, their margin, and trained tokens of sequences, document by document."""
+    loss, margin = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    pairs = right = tokens = 0
+    for sample in samples:
+        assert sample.documents is not None
+        arrays = (sample.tokens, sample.positions, sample.documents)
+        (logits,) = model(*(torch.from_numpy(each)[None] for each in arrays))
+        scores: dict[int, Tensor] = {}
+        for place, (label, document) in enumerate(zip(sample.labels, sample.documents, strict=True)):
+            if label != -100:
+                logprob = logits[place].log_softmax(0)[int(label)]
+                scores[int(document)] = scores.get(int(document), torch.zeros_like(logprob)) + (1 + place % 3) * logprob
+                loss = loss - 0.1 * logprob
+                tokens += 1
+        for number in range(0, small.SEQ_LEN, 2):
+            if number in scores and number + 1 in scores:
+                apart = scores[number] - scores[number + 1]
+                loss, margin = loss - F.logsigmoid(apart), margin + apart.detach()
+                pairs, right = pairs + 1, right + int(apart > 0)
+    return loss, pairs, right, margin, tokens
+
+
+@pytest.mark.parametrize(
+    "layout", [each if each in IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS]
+)
+def test_an_objective_of_the_users_trains_on_every_axis_as_on_one_process(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, changes = LAYOUTS[layout]
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "held.txt").write_text(small.text(9, seed=9))
+    tree = small.tree(
+        tmp_path,
+        objective={"python": "mine:Pairs", "chunk_tokens": 13},
+        precision__compute="fp64",
+        optimizer={"kind": "sgd", "momentum": 0.0, "lr": 0.05, "weight_decay": 0.0, "max_grad_norm": 0.0},
+        schedule={"kind": "constant", "warmup": 0},
+        data__validation="held.txt",
+        train__steps=3,
+        **changes,
+    )
+    ranks.run(world, small.train, tree)
+
+    corpus = _corpus(tree)
+    section = load_recipe(tree).recipe.model.model_copy(update={"vocab_size": 260})
+    model = registry.build(section, device="cpu", dtype=torch.float64)
+    initialize(model, 0)
+    total = 0
+    for step, row in enumerate(small.steps(tmp_path / "run")):
+        loss, pairs, right, margin, tokens = _sums_by_hand(model, corpus.dataset.samples(range(4 * step, 4 * step + 4)))
+        total += tokens
+        expected = {"loss": loss.item() / pairs, "accuracy": right / pairs, "margin": margin.item() / pairs}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-11)
+        assert row["tokens"] == total
+        gradients = torch.autograd.grad(loss / pairs, list(model.parameters()))
+        assert row["grad_norm"] == pytest.approx(sum(float(g.square().sum()) for g in gradients) ** 0.5, rel=1e-11)
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.05 * gradient
+    found = small.weights(tmp_path / "run")
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-11, atol=1e-11)
+
+    assert corpus.validation is not None
+    with torch.no_grad():
+        held = [corpus.validation.window(index) for index in range(len(corpus.validation))]
+        loss, pairs, right, _, tokens = _sums_by_hand(model, held)
+    (told,) = map(json.loads, (tmp_path / "run" / "validation.jsonl").read_text().splitlines())
+    assert told["validation_loss"] == pytest.approx(loss.item() / pairs, rel=1e-11)
+    assert told["validation_accuracy"] == pytest.approx(right / pairs)
+    assert told["validation_tokens"] == tokens
