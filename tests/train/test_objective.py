@@ -13,11 +13,14 @@ from torch.nn import functional as F
 
 import ranks
 import small
+from atoll.core.errors import ConfigError
+from atoll.train import objectives
 from atoll.train.corpus import Corpus, open_corpus, with_vocabulary
 from atoll.train.data.packing import Sample
 from atoll.train.data.prepare import prepare
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
+from atoll.train.models.logprobs import ChunkedLogProbs, LogitsLogProbs
 from atoll.train.recipe.load import load_recipe
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
@@ -103,13 +106,18 @@ def test_an_objective_of_the_users_trains_on_every_axis_as_on_one_process(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, changes = LAYOUTS[layout]
-    (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    if world == 1:  # beside Atoll's own
+        (tmp_path / "pairs.py").write_text(MINE + "\n\nOBJECTIVE = Pairs\n")
+        monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
+        chosen = {"kind": "pairs"}
+    else:
+        (tmp_path / "mine.py").write_text(MINE)
+        chosen = {"python": "mine:Pairs"}
     (tmp_path / "held.txt").write_text(small.text(9, seed=9))
     tree = small.tree(
         tmp_path,
-        objective={"python": "mine:Pairs", "chunk_tokens": 13},
+        objective={**chosen, "chunk_tokens": 13},
         precision__compute="fp64",
         optimizer={"kind": "sgd", "momentum": 0.0, "lr": 0.05, "weight_decay": 0.0, "max_grad_norm": 0.0},
         schedule={"kind": "constant", "warmup": 0},
@@ -117,7 +125,10 @@ def test_an_objective_of_the_users_trains_on_every_axis_as_on_one_process(
         train__steps=3,
         **changes,
     )
-    ranks.run(world, small.train, tree)
+    if world == 1:
+        small.train(tree)
+    else:
+        ranks.run(world, small.train, tree)
 
     corpus = _corpus(tree)
     section = load_recipe(tree).recipe.model.model_copy(update={"vocab_size": 260})
@@ -147,3 +158,71 @@ def test_an_objective_of_the_users_trains_on_every_axis_as_on_one_process(
     assert told["validation_loss"] == pytest.approx(loss.item() / pairs, rel=1e-11)
     assert told["validation_accuracy"] == pytest.approx(right / pairs)
     assert told["validation_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "pretrian"}, r"'pretrian' is no objective: did you mean 'pretrain'\?; known are pretrain"),
+        (
+            {"python": "collections:OrderedDict"},
+            r"returned OrderedDict: expected an atoll\.train\.objective\.Objective",
+        ),
+    ],
+)
+def test_what_is_no_objective_is_refused(given: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small.train(small.tree(tmp_path, objective=given))
+
+
+# ------------------------------------------------------------------------------------- log-probabilities of tokens
+def _problem(vocabulary: int = 23) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, a weight, labels and what each token's log-probability counts."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(37, 12, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(vocabulary, 12, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(0, vocabulary, (1, 37), generator=generator)
+    labels[:, ::5] = -100
+    return hidden, weight, labels, torch.randn(1, 37, generator=generator, dtype=torch.float64)
+
+
+def _by_hand(vocabulary: int = 23) -> tuple[Tensor, ...]:
+    hidden, weight, labels, rates = _problem(vocabulary)
+    chosen = (hidden @ weight.t()).log_softmax(-1).gather(1, labels.clamp(min=0).t()).t()
+    values = chosen.where(labels != -100, 0.0)
+    return values.detach(), *torch.autograd.grad((values * rates).exp().sum(), (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 1000])
+def test_log_probabilities_of_tokens_and_their_gradients(chunk_tokens: int) -> None:
+    hidden, weight, labels, rates = _problem()
+    for logprobs in (
+        ChunkedLogProbs(hidden, weight, labels, chunk_tokens),
+        LogitsLogProbs((hidden @ weight.t())[None], labels),
+    ):
+        values = logprobs.tokens()
+        found = values, *torch.autograd.grad((values * rates).exp().sum(), (hidden, weight))
+        for value, expected in zip(found, _by_hand(), strict=True):
+            torch.testing.assert_close(value, expected, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(logprobs.nll(), -values.sum().reshape(1), atol=1e-12, rtol=1e-12)
+
+
+def _on_a_slice(vocabulary: int) -> tuple[Tensor, ...]:
+    import torch.distributed as dist
+
+    hidden, weight, labels, rates = _problem(vocabulary)
+    per_rank = -(-vocabulary // dist.get_world_size())
+    start = dist.get_rank() * per_rank
+    mine = weight.detach()[start : start + per_rank].clone().requires_grad_()
+    values = ChunkedLogProbs(hidden, mine, labels, 8, dist.group.WORLD, start).tokens()
+    return values.detach(), *torch.autograd.grad((values * rates).exp().sum(), (hidden, mine))
+
+
+@pytest.mark.parametrize(("world", "vocabulary"), [(3, 23), pytest.param(4, 5, marks=pytest.mark.long)])
+def test_log_probabilities_of_tokens_over_slices_of_the_vocabulary(world: int, vocabulary: int) -> None:
+    values, grad_hidden, grad_weight = _by_hand(vocabulary)
+    results = ranks.run(world, _on_a_slice, vocabulary)
+    for found in results:
+        torch.testing.assert_close(found[0], values, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(found[1], grad_hidden, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(torch.cat([found[2] for found in results]), grad_weight, atol=1e-12, rtol=1e-12)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
+from atoll.train import objectives
 from atoll.train.batch import Batch
 from atoll.train.data.packing import Sample
 from atoll.train.models.logprobs import LogProbs
@@ -51,7 +52,7 @@ def make_objective(section: ObjectiveSection) -> Objective:
         ConfigError: ``python`` names something that isn't there or gives no objective.
     """
     if section.python is None:
-        made = importlib.import_module(f"atoll.train.objectives.{section.kind}").OBJECTIVE()
+        made = importlib.import_module(f"{objectives.__name__}.{section.kind}").OBJECTIVE()
     else:
         made = load_function(section.python, "[objective] python")()
     if not isinstance(made, Objective):

@@ -184,7 +184,7 @@ def apply_context(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     def cut(_: nn.Module, inputs: tuple[Tensor], fields: dict[str, Tensor]) -> tuple[tuple[Tensor], dict[str, Any]]:
         batch = Batch.of(fields)
-        own, _, _ = sequence.orders(batch.tokens.shape[1], batch.tokens.device)
+        own = sequence.orders(batch.tokens.shape[1], batch.tokens.device)[0]
         parts = {name: part.index_select(1, own) for name, part in batch.model_fields.items()}
         hidden = inputs[0].is_floating_point()  # of the stage before: it has this rank's part already
         return (inputs if hidden else (parts["tokens"],)), {**parts, "batch": batch}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pkgutil
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -48,11 +48,14 @@ def _local_folder(text: str) -> str:
     return text
 
 
-def _known_family(name: str) -> str:
-    known = families.names()
-    if name not in known:
-        raise ValueError(f"{name!r} is no model family{nearest(name, known)}; known are {', '.join(known)}")
-    return name
+def _one_of(names: Callable[[], list[str]], what: str) -> AfterValidator:
+    def check(name: str) -> str:
+        known = names()
+        if name not in known:
+            raise ValueError(f"{name!r} is no {what}{nearest(name, known)}; known are {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
 
 
 Positive = Annotated[int, Field(gt=0), _at_most(2**31)]  # of anything that is counted here
@@ -99,7 +102,7 @@ class RopeScaling(Section):
 class ModelSection(Section):
     """Which network. Its dimensions derive from ``layers``, ``dim``, ``heads`` and ``hidden_dim``."""
 
-    family: Annotated[str, AfterValidator(_known_family)] = "llama"  # architecture, such as `llama`
+    family: Annotated[str, _one_of(families.names, "model family")] = "llama"  # architecture, such as `llama`
     layers: Layers = 6  # number of blocks
     dim: Width = 256  # width of the residual stream
     heads: Width = 8  # number of query heads
@@ -192,16 +195,11 @@ class DataSection(Section):
     workers: Annotated[int, Field(ge=0), _at_most(4096)] = 0  # number of processes that tokenise; 0: one per core
 
 
-if TYPE_CHECKING:
-    ObjectiveKind = str
-else:  # one module each
-    ObjectiveKind = Literal[*(module.name for module in pkgutil.iter_modules(objectives.__path__))]
-
-
 class ObjectiveSection(Section):
     """What is minimised."""
 
-    kind: ObjectiveKind = "pretrain"  # `pretrain`: the next token, averaged over all trained tokens
+    # `pretrain`: the next token, averaged over all trained tokens
+    kind: Annotated[str, _one_of(objectives.names, "objective")] = "pretrain"
     # your own, `"pkg.module:Class"`: called without arguments, returns an `atoll.train.objective.Objective`
     python: str | None = None
     chunk_tokens: Positive = 2048  # tokens whose logits are in memory at a time, per rank
