@@ -82,7 +82,7 @@ def recipe_with(wanted: Recipe, *, micro_batch: int | None = None, **axes: int) 
     return wanted.model_copy(update={"train": train, "parallel": wanted.parallel.model_copy(update=axes)})
 
 
-@pytest.mark.parametrize("mode", ["full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 def test_its_memory_and_arithmetic_are_counted(mode: Any) -> None:
     wanted = recipe(precision__compute="fp32", data__isolate_documents=False, train__seq_len=128, train__micro_batch=2)
     parts, peak = measured(wanted, mode)

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from atoll.train.models.attention import kernel_name
-from atoll.train.models.family import family_of, shapes
+from atoll.train.models.family import family_of
 from atoll.train.models.registry import build
 from atoll.train.parallel.layout import Layout, num_stages_per_rank
 from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.recompute import Mode
+from atoll.train.parallel.trace import BlockMemory, block_memory
 from atoll.train.recipe.schema import ModelSection, Recipe
 
 Device = Literal["cuda", "cpu"]
@@ -176,18 +177,20 @@ def _of_rank(
     tokens = recipe.train.micro_batch * recipe.train.seq_len // layout.context
     block = _block(recipe, layout, device, c)
     kept_tokens = tokens * rank.in_flight
-    per_token = getattr(block, recompute)
-    ends = _ends(recipe, device, c, bool(rank.vocabulary)) * tokens * rank.losses_in_flight
+    # Documents are apart by a mask of every query and key, which each block turns into one of additions.
+    mask = recipe.train.seq_len * _has_dense_mask(recipe, device)
+    per_token = getattr(block, recompute) + (mask * c if recompute == "none" else 0)
+    ends = _ends(recipe, block, c, bool(rank.vocabulary), mask) * tokens * rank.losses_in_flight
     parts["activations"] = int(kept_tokens * per_token * len(rank.blocks)) + ends + rank.buffers * tokens * c
     formulas["activations"] = (
         f"{rank.in_flight * tokens:,.0f} tokens × {len(rank.blocks)} blocks × {per_token:,.0f} B, recompute {recompute}"
     )
     parts["head and loss"] = _loss(recipe, rank, tokens, c, device)
     formulas["head and loss"] = f"logits of {min(recipe.objective.chunk_tokens, tokens):,} tokens, gradient [V, D]"
-    again = block.none - block.full if recompute != "none" else 0
+    again = block.none + mask * c - block.full if recompute != "none" else 0
     working = tokens * (block.working + again)
     # The loss and a block's backward pass come one after the other: the larger of the two counts.
-    parts["temporaries"] = max(0, working - parts["head and loss"])
+    parts["temporaries"] = max(0, int(working) - parts["head and loss"])
     formulas["temporaries"] = "of one block's backward pass" + (", computed again" if again else "")
     parts["reserve"], formulas["reserve"] = _reserve(sum(parts.values()), layout, device, device_bytes)
     return Estimate(recompute, parts, formulas)
@@ -221,41 +224,15 @@ def state_bytes(recipe: Recipe, device: Device = "cuda") -> tuple[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------- activations
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Bytes a token that a block keeps under each mode, and those that its backward pass needs besides."""
-
-    none: int
-    selective: int
-    full: int
-    working: int
-
-
-def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> _Block:
-    model, t = recipe.model, layout.tensor
-    compiled = is_compiled(recipe, device)
-    gated = "blocks.0.feed_forward.gate.weight" in shapes(model)
-    d = model.dim
-    between = d // t if t > 1 and recipe.parallel.sequence_parallel else d  # outside of attention and feed-forward
-    q = model.heads * model.size_of_head // t
-    k = model.num_kv_heads * model.size_of_head // t
-    f = family_of(model).hidden_dim(model) // t
-    statistics = 4 * model.heads // t  # of the softmax
-
-    norms = 2 * _norm(model, device, c, between, compiled) + 2 * d * c  # what goes in; what comes out feeds matrices
-    attention = (2 * q + 2 * k * layout.context) * c + statistics  # keys and values of all context ranks
-    if "blocks.0.attention.q_norm.weight" in shapes(model):
-        attention += _norm(model, device, c, q + k, compiled)
-    feed_forward = ((3 if compiled else 4) if gated else 2) * f * c
-    kept_products = k + d + f if gated else k + d + d
-    collectives = 2 * between if t > 1 else 0
-    entering = between * c
-    return _Block(
-        # A block's copy of the mask is one of additions in the compute format.
-        none=norms + attention + feed_forward + (recipe.train.seq_len * c if _has_dense_mask(recipe, device) else 0),
-        selective=entering + (q + kept_products + collectives) * c + statistics,
-        full=entering,
-        working=(2 * f + 2 * d) * c,
+def _block(recipe: Recipe, layout: Layout, device: Device, c: int) -> BlockMemory:
+    return block_memory(
+        recipe.model.model_copy(update={"python": None}),
+        c,
+        tensor=layout.tensor,
+        between=layout.tensor if recipe.parallel.sequence_parallel else 1,
+        context=layout.context,
+        gpu=device == "cuda",
+        compiled=is_compiled(recipe, device),
     )
 
 
@@ -266,26 +243,16 @@ def is_compiled(recipe: Recipe, device: Device) -> bool:
     return device == "cuda" and recipe.model.python is None
 
 
-def _norm(model: ModelSection, device: Device, c: int, width: int, compiled: bool) -> int:
-    """Bytes a token that the norm of ``width`` values keeps."""
-    if "norm.bias" in shapes(model) or device == "cuda" or compiled:
-        return width * c + 8
-    # On CPU RMSNorm is made of several operations, in fp32 at least, and its normed input stays too.
-    return 2 * width * max(c, 4)
-
-
 def _has_dense_mask(recipe: Recipe, device: Device) -> bool:
     """Whether documents are apart by a mask of every query and key."""
     return recipe.data.isolate_documents and kernel_name(recipe, device) == "sdpa"
 
 
-def _ends(recipe: Recipe, device: Device, c: int, has_head: bool) -> int:
+def _ends(recipe: Recipe, block: BlockMemory, c: int, has_head: bool, mask: int) -> int:
     """Bytes a token outside of the blocks: the last norm and the hidden state's gradient, angles, mask, token ids."""
     model = recipe.model
-    mask = recipe.train.seq_len if _has_dense_mask(recipe, device) else 0
-    angles = 0 if not family_of(model).rotary else 2 * model.size_of_head * max(c, 4)
-    head = _norm(model, device, c, model.dim, False) + model.dim * c if has_head else 0
-    return 32 + mask + angles + head
+    angles = 2 * model.size_of_head * max(c, 4) if family_of(model).rotary else 0
+    return 32 + mask + angles + (int(block.last_norm) + model.dim * c if has_head else 0)
 
 
 def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int, device: Device) -> int:

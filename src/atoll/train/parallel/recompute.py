@@ -93,10 +93,10 @@ def _draws(block: nn.Module) -> bool:
 
 def _contexts() -> Any:
     """Contexts of one block's forward and of its second run; each counts the matrix products anew."""
-    return create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]  # torch has no types here
+    return create_selective_checkpoint_contexts(Policy())  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-class _Policy:
+class Policy:
     """Which outputs are kept.
 
     Of a gated block the second, fourth and sixth products are those of k, o and up. The seventh, down, is never
