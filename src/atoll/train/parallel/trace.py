@@ -97,7 +97,7 @@ class _Watch(TorchDispatchMode):
     """Counts what autograd saves, what selective checkpointing keeps, and the widest matrix product."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.selective = 0
         self.widest = 0
         self._policy = Policy()
@@ -174,4 +174,4 @@ class _Opaque(torch.autograd.Function):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
