@@ -23,9 +23,10 @@ from atoll.train.batch import Batch
 from atoll.train.engine import Engine
 from atoll.train.models.init import initialize
 from atoll.train.optim.build import build_optimizer
-from atoll.train.parallel.clip import scale_gradients, squared_norm
 from atoll.train.parallel.layout import Layout, resolve
 from atoll.train.parallel.mesh import make_mesh
+from atoll.train.parallel.norm import GradientNorm
+from atoll.train.parallel.plan import Plan
 from atoll.train.recipe.load import load_recipe
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World, join
@@ -88,8 +89,9 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
 def losses_of(recipe: Recipe, layout: Layout, world: World, steps: int) -> tuple[list[float], float]:
     """Losses per token, and the median time of a step."""
     mesh = make_mesh(layout, world.device)
-    engine = Engine(recipe, mesh, lambda model: initialize(model, 1))
+    engine = Engine(Plan(recipe, layout), mesh, lambda model: initialize(model, 1))
     optimizer = build_optimizer(engine.weights.masters, recipe.optimizer)
+    grad_norm = GradientNorm(engine.weights.masters, mesh)
     share, micro = GLOBAL_BATCH // layout.data, recipe.train.micro_batch
     losses, times = [], []
     for step in range(steps):
@@ -100,9 +102,7 @@ def losses_of(recipe: Recipe, layout: Layout, world: World, steps: int) -> tuple
         total = engine.forward_backward(own).double() / layout.tensor
         dist.all_reduce(total)
         tokens = int((batch.labels != -100).sum())
-        norm = squared_norm(engine.parameters, mesh).sqrt().item() / tokens
-        scale_gradients(engine.parameters, min(1.0, 1.0 / norm) / tokens)
-        optimizer.step()
+        optimizer.step(grad_scale=grad_norm()[0].clamp(min=tokens))  # clipped at 1
         engine.weights.publish()
         losses.append(total.item() / tokens)
         times.append(time.perf_counter() - started)

@@ -71,7 +71,7 @@ def test_a_compiled_model_learns_the_same_and_compiles_once(mode: recompute.Mode
         model = build(section, device="cuda", dtype=torch.float32)
         initialize(model, 0)
         use_kernel(model, name)
-        recompute.apply(model, mode)
+        recompute.checkpoint_activations(model, mode)
         compile_blocks(model, "default")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses[name] = []

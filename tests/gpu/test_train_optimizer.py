@@ -43,8 +43,9 @@ def test_it_does_what_the_reference_does() -> None:
                 # A gradient of a transposed product is not contiguous.
                 ours.grad = gradient.t().contiguous().t() if gradient.ndim == 2 else gradient
                 theirs.grad = gradient.clone()
-        fused.step()
-        reference.step()
+        scale = torch.tensor(3.0, dtype=torch.float64, device="cuda")
+        for optimizer in (fused, reference):
+            optimizer.step(grad_scale=scale, found_inf=torch.zeros((), device="cuda"))
         for group, other in zip(fused.param_groups, reference.param_groups, strict=True):
             for ours, theirs in zip(group["params"], other["params"], strict=True):
                 # One bf16 step of a moment moves a weight by at most a hundredth of lr.

@@ -12,7 +12,8 @@ import torch
 import ranks
 import small
 from atoll.core.errors import ConfigError
-from atoll.train.parallel.compile import check_compile, compile_blocks
+from atoll.train.parallel.compile import check_compile
+from atoll.train.parallel.plan import Plan
 from atoll.train.recipe.schema import Recipe
 from test_parallel import of_all, recipe_of, step_of
 
@@ -50,15 +51,10 @@ build = Model
 
 
 def compiled_step(recipe: Recipe) -> Any:
-    import atoll.train.engine as engine_module
-
-    torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]
-    engine_module.Engine = functools.partial(  # type: ignore[assignment,misc]
-        engine_module.Engine, prepare_blocks=lambda model: compile_blocks(model, "default")
-    )
     import test_parallel
 
-    test_parallel.Engine = engine_module.Engine  # type: ignore[misc]
+    torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]
+    test_parallel.Plan = functools.partial(Plan, compiled=True)  # type: ignore[assignment,misc]
     return step_of(recipe, 2)
 
 

@@ -48,7 +48,7 @@ def measured(wanted, mode):
             for parameter in made.parameters():
                 parameter.normal_(std=0.02)
         made.head.chunk_tokens = wanted.objective.chunk_tokens
-        recompute.apply(made, mode)
+        recompute.checkpoint_activations(made, mode)
         parts["weights"] = live.now
         optimizer = build_optimizer(dict(made.named_parameters()), wanted.optimizer)
         parts["optimizer"] = live.now - parts["weights"]
@@ -123,7 +123,7 @@ def test_activations_of_compiled_blocks_are_as_measured(mode):
     )
     torch._dynamo.reset()
     made = build(wanted.model, device="cpu")
-    recompute.apply(made, mode)
+    recompute.checkpoint_activations(made, mode)
     for block in made.blocks.values():
         block.compile(backend="aot_eager_decomp_partition")  # cuts forward from backward as the default backend does
     known = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
@@ -469,7 +469,7 @@ def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled):
         for parameter in made.parameters():
             parameter.normal_(std=0.02)
     made.head.chunk_tokens = wanted.objective.chunk_tokens
-    recompute.apply(made, mode)
+    recompute.checkpoint_activations(made, mode)
     if compiled:
         for block in made.blocks.values():
             block.compile()

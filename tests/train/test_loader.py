@@ -74,7 +74,7 @@ def loader(
     start: int = 0,
     fixed: bool = False,
 ) -> Loader:
-    source = Counter(start, limit)
+    source = Counter(limit, start)
     return Loader(
         data,
         Pretrain(),

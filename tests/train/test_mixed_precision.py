@@ -20,9 +20,9 @@ from atoll.train.models.family import stored_tensors
 from atoll.train.models.init import initialize
 from atoll.train.models.parts import Positions
 from atoll.train.models.registry import build
-from atoll.train.parallel.clip import scale_gradients
 from atoll.train.parallel.layout import resolve
 from atoll.train.parallel.mesh import make_mesh
+from atoll.train.parallel.plan import Plan
 from atoll.train.recipe.schema import Recipe
 from atoll.train.weights import load_weights
 
@@ -61,7 +61,7 @@ def _engine(recipe: Recipe, init: str | None) -> tuple[Engine, Any]:
         else:
             load_weights(model, recipe.model, init)
 
-    return Engine(recipe, mesh, set_weights), mesh
+    return Engine(Plan(recipe, mesh.layout), mesh, set_weights), mesh
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -102,8 +102,11 @@ def _gradients(recipe: Recipe) -> dict[str, Tensor]:
     share = NUM_BATCHES // mesh.layout.data
     rows = range(mesh.data_rank * share, (mesh.data_rank + 1) * share)
     engine.forward_backward([Batch(tokens[at : at + 1], labels[at : at + 1], index, None) for at in rows])
-    scale_gradients(engine.parameters, 1.0 / labels.numel())
-    return {name: _whole(master.grad) for name, master in engine.weights.masters.items() if master.grad is not None}
+    return {
+        name: _whole(master.grad) / labels.numel()
+        for name, master in engine.weights.masters.items()
+        if master.grad is not None
+    }
 
 
 @pytest.mark.parametrize(

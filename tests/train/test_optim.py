@@ -235,6 +235,31 @@ def test_a_closure_is_refused():
         optimizer.step(lambda: 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("section", [{"moments": "bf16"}, {"kind": "muon"}, {"kind": "sgd"}, {}], ids=str)
+def test_gradients_are_divided_and_nothing_moves_where_one_is_not_finite(section, dtype):
+    section = OptimizerSection(**section)
+    expected, _ = train(section, steps=2, dtype=dtype)
+    parameters = dict(model(dtype).named_parameters())
+    optimizer = build_optimizer(parameters, section)
+    yes, no = torch.tensor(1.0), torch.tensor(0.0)
+    for step in range(2):
+        take(optimizer, step)
+        for name, gradient in gradients(step, parameters).items():
+            parameters[name].grad = 3 * gradient.to(dtype)
+        optimizer.step(grad_scale=torch.tensor(3.0, dtype=torch.float64), found_inf=no)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-10, "atol": 1e-12}
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name], **tolerance)
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    before = copy.deepcopy({name: (p, optimizer.state[p]) for name, p in parameters.items()})
+    optimizer.step(grad_scale=torch.tensor(float("nan"), dtype=torch.float64), found_inf=yes)
+    for name, parameter in parameters.items():
+        weight, state = before[name]
+        assert torch.equal(parameter, weight)
+        assert all(torch.equal(value, state[key]) for key, value in optimizer.state[parameter].items() if key != "step")
+
+
 # ---------------------------------------------------------------------------------------------------------- meshes
 def sharded(section, sizes):
     """Weights after three steps on a mesh of (replicate, shard, tensor) ranks, and the states' placements."""
@@ -363,9 +388,10 @@ def test_on_a_gpu_every_optimizer_agrees_with_the_cpu_and_waits_for_nothing():
             take(optimizer, step)
             for name, gradient in gradients(step, parameters).items():
                 parameters[name].grad = gradient.float().cuda()
+            scale, found_inf = torch.ones((), dtype=torch.float64, device="cuda"), torch.zeros((), device="cuda")
             torch.cuda.set_sync_debug_mode("error")
             try:
-                optimizer.step()
+                optimizer.step(grad_scale=scale, found_inf=found_inf)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         # bf16 in the orthogonalisation is worth about a hundredth of a step of muon_lr.

@@ -15,9 +15,10 @@ import ranks
 from atoll.train.batch import Batch
 from atoll.train.engine import Engine
 from atoll.train.models.init import initialize
-from atoll.train.parallel.clip import scale_gradients, squared_norm
 from atoll.train.parallel.layout import resolve
 from atoll.train.parallel.mesh import make_mesh
+from atoll.train.parallel.norm import GradientNorm
+from atoll.train.parallel.plan import Plan
 from atoll.train.recipe.schema import Recipe
 
 S, V, GLOBAL = 16, 53, 8
@@ -113,7 +114,7 @@ def step_of(
     """Losses per token, the gradients of the first step by name, and their norm, as this rank has them."""
     layout = resolve(recipe, dist.get_world_size())
     mesh = make_mesh(layout, torch.device("cpu"))
-    engine = Engine(recipe, mesh, lambda model: initialize(model, 1))
+    engine = Engine(Plan(recipe, layout), mesh, lambda model: initialize(model, 1))
     optimizer = torch.optim.AdamW(engine.parameters, lr=1e-2, fused=True)
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
@@ -127,10 +128,12 @@ def step_of(
         dist.all_reduce(total)
         tokens = int((batch.labels != -100).sum())
         losses.append(total.item() / tokens)
-        scale_gradients(engine.parameters, 1.0 / tokens)
+        for parameter in engine.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(tokens)
         if step == 0:
             gradients = {name: full(p.grad) for name, p in engine.weights.masters.items()}
-            norm = squared_norm(engine.parameters, mesh).sqrt().item()
+            norm = GradientNorm(engine.weights.masters, mesh)()[0].item()
         optimizer.step()
         engine.weights.publish()
     return losses, gradients, norm
@@ -234,7 +237,7 @@ def test_ten_steps_in_single_precision(name: str) -> None:
 def losses_of_second_document(recipe: Recipe, first_tokens: list[int]) -> list[float]:
     """The summed loss of a document in the middle of sequences that begin with another one, of each of these tokens."""
     mesh = make_mesh(resolve(recipe, dist.get_world_size()), torch.device("cpu"))
-    engine = Engine(recipe, mesh, lambda model: initialize(model, 1))
+    engine = Engine(Plan(recipe, mesh.layout), mesh, lambda model: initialize(model, 1))
     batch = sequences(2)
     # The border is inside the first quarter, so that context ranks hold parts of both documents.
     documents = (torch.arange(S) >= 3).long().expand(2, S).contiguous()

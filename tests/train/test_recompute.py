@@ -26,7 +26,7 @@ def model(mode, dtype=torch.float32, config=CONFIG):
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.05)
-    recompute.apply(made, mode)
+    recompute.checkpoint_activations(made, mode)
     return made
 
 
@@ -144,7 +144,7 @@ def test_dropout_of_a_users_model_is_the_same_in_the_second_run():
     for mode in MODES:
         torch.manual_seed(0)
         made = Users()
-        recompute.apply(made, mode)
+        recompute.checkpoint_activations(made, mode)
         made(torch.ones(4, 8)).sum().backward()
         found.append([parameter.grad for parameter in made.parameters()])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -152,8 +152,8 @@ def test_dropout_of_a_users_model_is_the_same_in_the_second_run():
 
 def test_a_model_without_a_list_of_layers_is_refused():
     with pytest.raises(ConfigError, match=r"recompute = 'full'.*Linear has no ModuleList or ModuleDict of layers"):
-        recompute.apply(nn.Linear(2, 2), "full")
-    recompute.apply(nn.Linear(2, 2), "none")
+        recompute.checkpoint_activations(nn.Linear(2, 2), "full")
+    recompute.checkpoint_activations(nn.Linear(2, 2), "none")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -193,7 +193,7 @@ def spread(mode, tensor):
     mesh = init_device_mesh("cpu", (2,))
     if tensor:
         apply_tensor(made, mesh, sequence_parallel=True)
-    recompute.apply(made, mode)
+    recompute.checkpoint_activations(made, mode)
     if not tensor:
         for block in made.blocks.values():
             fully_shard(block, mesh=mesh)

@@ -64,6 +64,15 @@ def test_lengths_in_tokens_and_epochs():
     assert (schedule.warmup_steps, schedule.decay_steps) == (3, 5)
 
 
+def test_by_tokens_it_follows_what_was_trained():
+    section = ScheduleSection(kind="linear", warmup=4, by="tokens")
+    by_tokens = resolve(section, 20, 10.0, tokens_per_step=100.0)
+    by_steps = resolve(ScheduleSection(kind="linear", warmup=4), 20, 10.0, tokens_per_step=100.0)
+    for step in range(1, 21):
+        assert by_tokens.factor(step, 100 * (step - 1)) == by_steps.factor(step, 0)
+    assert by_tokens.factor(7, 150) == 2.5 / 4, "half a step more than the second, whatever its number"
+
+
 def test_a_run_of_one_step_has_the_full_rate():
     for kind in ("constant", "linear", "cosine", "wsd"):
         assert curve(kind, 1, floor=0.0) == [1.0]

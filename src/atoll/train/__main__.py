@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> int:
         from atoll.train.trainer import run
 
         report = _print_event if "--events" in given else None
-        choices = {"resume": "--no-resume" not in given, "allow_changes": "--allow-changes" in given}
-        result = run(recipe, rest, report=report, **choices)
+        resume, allow_changes = "--no-resume" not in given, "--allow-changes" in given
+        result = run(recipe, rest, resume=resume, allow_changes=allow_changes, report=report)
         if report is not None and is_head:
             print(json.dumps({"result": dataclasses.asdict(result)}), flush=True)
     except AtollError as error:

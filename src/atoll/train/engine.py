@@ -17,10 +17,8 @@ from atoll.train.parallel.gradients import Weights
 from atoll.train.parallel.layout import num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.parallel.pipeline import Pipeline, cut, stage_numbers
-from atoll.train.parallel.precision import compute_dtype, master_dtype
-from atoll.train.recipe.schema import Recipe
-
-Applied = Callable[[nn.Module], None]
+from atoll.train.parallel.plan import Plan
+from atoll.train.parallel.precision import compute_dtype, master_dtype, scale_float8
 
 
 class Engine:
@@ -34,24 +32,20 @@ class Engine:
 
     def __init__(
         self,
-        recipe: Recipe,
+        plan: Plan,
         mesh: Mesh,
         set_weights: Callable[[nn.Module], None],
-        *,
-        prepare_blocks: Applied | None = None,
-        after_step: Applied | None = None,
     ) -> None:
         """Build the model on the meta device, parallelize it, allocate this rank's part and set its weights.
 
         Args:
             set_weights: fills the parameters of a stage, in place.
-            after_step: called with each stage when its weights have moved.
-            prepare_blocks: number formats, activation checkpointing and compilation of the blocks.
         """
+        recipe = plan.recipe
         self.mesh = mesh
         self.objective = make_objective(recipe.objective)
         self._num_sums = 1 + len(self.objective.metrics)
-        self._after_step = after_step
+        self._plan = plan
         self.stages: dict[int, nn.Module] = {}
         numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if _piped(mesh) else [0]
         num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
@@ -60,7 +54,7 @@ class Engine:
             use_objective(model, self.objective, recipe.objective.chunk_tokens)
             if _piped(mesh):
                 model = cut(model, number, num_stages)  # type: ignore[arg-type]  # ``layout.check`` refuses others
-            parallelize(model, recipe, mesh, prepare_blocks=prepare_blocks)
+            parallelize(model, plan, mesh)
             materialize(model, mesh.device)
             set_weights(model)
             self.stages[number] = model
@@ -139,9 +133,9 @@ class Engine:
         self.weights.publish()
         for buffer in self.buffers.values():
             dist.broadcast(buffer, src=0)  # each data rank kept its own
-        if self._after_step is not None:
+        if self._plan.gathers_float8:
             for stage in self.stages.values():
-                self._after_step(stage)
+                scale_float8(stage)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

@@ -1,12 +1,13 @@
-"""The training loop: fetch, forward and backward, divide and clip, step, tell, validate, save."""
+"""The training loop: fetch, forward and backward, norm, optimizer, publish; then report, validate, save."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,15 @@ from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset
 from atoll.train.engine import Engine
 from atoll.train.events import CheckpointSaved, Event, Note, Progress, StepDone, Validated
+from atoll.train.facts import Facts, PendingFacts
 from atoll.train.metrics.flops import mfu
 from atoll.train.metrics.memory import peak_memory_bytes
 from atoll.train.metrics.profile import StepProfiler
 from atoll.train.models.init import key
+from atoll.train.optim.optimizer import LocalOptimizer
 from atoll.train.optim.schedule import Schedule
-from atoll.train.outer import SampleSource
-from atoll.train.parallel.clip import local_gradients, scale_gradients, squared_norm
+from atoll.train.outer import OuterSync, SampleSource
+from atoll.train.parallel.norm import GradientNorm
 from atoll.train.recipe.durations import Interval
 from atoll.train.recipe.schema import Recipe
 from atoll.train.stop import StopRequest
@@ -51,7 +54,8 @@ class Run:
     recipe: Recipe
     world: World
     engine: Engine
-    optimizer: torch.optim.Optimizer
+    grad_norm: GradientNorm
+    optimizer: LocalOptimizer
     schedule: Schedule
     source: SampleSource
     loader: Loader
@@ -74,6 +78,8 @@ class Run:
     saved_step: int | None = None
     validated_step: int | None = None
     save_error: CheckpointError | None = None
+    outer: OuterSync | None = None
+    since: float = 0.0  # when the step began that is reported next
     seen: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "seconds": 0.0, "memory_bytes": 0.0})
 
     def figures(self) -> dict[str, float]:
@@ -93,40 +99,138 @@ def train(run: Run) -> None:
     owed = due(cursor.step, run.validate_at) or cursor.step >= run.steps
     if cursor.step and owed and run.validated_step != cursor.step:
         validate(run)  # a stop had cut it short
-    with run.profiler:
+    if run.outer is not None:
+        run.outer.begin(cursor.step, cursor.tokens, run.engine.weights.masters)
+    queued: Update | None = None  # the step that the device may still be at
+    run.since = time.perf_counter()
+    with run.profiler, GarbageCollection() as garbage:
         for step in run.loader if cursor.step < run.steps else ():
-            started = time.perf_counter()
-            reseed(run, cursor.step + 1)
-            for group in run.optimizer.param_groups:
-                group["lr"] = group["peak"] * run.schedule.factor(cursor.step + 1)
-            sums = run.engine.forward_backward(step.micro_batches)
-            busy_s = time.perf_counter() - started
-            facts = agree(run, step, sums, busy_s)
-            if not facts.finite:
-                raise_nonfinite(run, sums[0])
-            scale_gradients(run.engine.parameters, facts.scale(run.recipe.optimizer.max_grad_norm))
-            run.optimizer.step()
-            run.engine.publish()
-
-            run.source.commit(step.numbers)
-            cursor.step += 1
-            cursor.tokens += facts.tokens
-            cursor.loss = facts.loss
-            tell_step(run, step, facts, time.perf_counter() - started + run.loader.wait_s)
+            number = cursor.step + 1 + (queued is not None)
+            queued = train_step(run, number, step, queued)
+            if queued is None:
+                break  # asked to stop: the step before was the last
             run.profiler.step()
-            at_end = cursor.step >= run.steps
-            stopping = facts.asked_to_stop
-            if not stopping and (due(cursor.step, run.validate_at) or at_end):
-                stopping = validate(run)
-            if stopping and not at_end:
-                tell_stop(run)
-            if facts.save_failed:
-                raise_save_error(run)
-            if due(cursor.step, run.save_at) or stopping or (at_end and run.recipe.checkpoint.at_end):
-                save(run)
-            if stopping or at_end:
-                break
+            garbage.collect_at(number)
+            if must_wait(run, number):
+                update, queued = queued, None
+                if finish_step(run, update):
+                    break
+                run.since = time.perf_counter()  # not of the next step: what validation and saving took
     tell_saved(run, run.checkpointer.wait())
+
+
+def train_step(run: Run, number: int, step: Step, before: Update | None) -> Update | None:
+    """One optimizer step. Its facts stay on the device: the host waits for those of the step ``before`` alone, once
+    this step's forward and backward passes are queued, so that the device is never without work.
+
+    Returns:
+        what was queued; None where the run ended with the step before: then no weight has moved since.
+    """
+    started = time.perf_counter()
+    data_wait_s = run.loader.wait_s
+    reseed(run, number)
+    sums = run.engine.forward_backward(step.micro_batches)  # of loss and metrics
+    busy_s = time.perf_counter() - started
+
+    if before is not None and finish_step(run, before):
+        return None
+
+    norm, norms = run.grad_norm()
+    facts = sum_facts(run, step, sums, busy_s, norm)
+
+    rate = run.schedule.factor(number, run.cursor.tokens)
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["peak"] * rate
+    # Gradients are sums: divided by their weight, and clipped. Nothing moves where they are not finite.
+    divisor = facts.weight
+    max_norm = run.recipe.optimizer.max_grad_norm
+    if max_norm > 0:
+        divisor = torch.maximum(divisor, (norm + 1e-6 * divisor) / max_norm)
+    run.optimizer.step(grad_scale=divisor, found_inf=facts.found_inf)
+    run.engine.publish()
+
+    lr = run.optimizer.param_groups[0]["lr"]
+    done_at = None if norm.is_cuda else time.perf_counter()
+    return Update(number, step, facts, lr, data_wait_s, done_at, sums, norms)
+
+
+@dataclass(frozen=True)
+class Update:
+    """A step that is queued on the device."""
+
+    number: int
+    step: Step
+    facts: PendingFacts
+    lr: float
+    data_wait_s: float
+    done_at: float | None  # known already where the host computes
+    sums: Tensor  # of this rank: of loss and metrics
+    norms: dict[str, Tensor]  # of each gradient's part on this rank
+
+
+def must_wait(run: Run, number: int) -> bool:
+    """Whether the facts of a step are needed before the next begins."""
+    return (
+        number >= run.steps
+        or due(number, run.save_at)
+        or (run.validation is not None and due(number, run.validate_at))
+        or (run.outer is not None and run.outer.due(number))
+        or bool(run.engine.buffers)  # another forward pass would change what a stop saves
+    )
+
+
+def finish_step(run: Run, update: Update) -> bool:
+    """Wait until the device is done with a step; report it, and validate and save where that is due.
+
+    Returns:
+        whether the run ends with it.
+    """
+    facts = update.facts.read()
+    if not facts.finite:
+        raise_nonfinite(run, update)
+    cursor = run.cursor
+    run.source.commit(update.step.numbers)
+    cursor.step, cursor.tokens, cursor.loss = update.number, cursor.tokens + facts.tokens, facts.loss
+    tell_step(run, update, facts)
+    if run.outer is not None:
+        run.outer.after_step(cursor.step, facts.tokens, run.engine.weights.masters)
+        if run.outer.due(cursor.step):
+            run.engine.publish()
+    at_end = cursor.step >= run.steps
+    stopping = facts.asked_to_stop
+    if not stopping and (due(cursor.step, run.validate_at) or at_end):
+        stopping = validate(run)
+    if stopping and not at_end:
+        tell_stop(run)
+    if facts.save_failed:
+        raise_save_error(run)
+    if due(cursor.step, run.save_at) or stopping or (at_end and run.recipe.checkpoint.at_end):
+        save(run)
+    return stopping or at_end
+
+
+class GarbageCollection:
+    """Python's collector, run at the same step on every rank: where each runs when it likes, the others wait for it.
+
+    What was there before the first step is not looked at.
+    """
+
+    EVERY = 50  # steps
+
+    def __enter__(self) -> Self:
+        gc.collect(1)
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def collect_at(self, step: int) -> None:
+        """Collect, if it is time to."""
+        if step % self.EVERY == 0:
+            gc.collect(1)
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()
+        gc.unfreeze()
 
 
 def due(step: int, intervals: Sequence[Interval | None]) -> bool:
@@ -139,59 +243,13 @@ def reseed(run: Run, step: int) -> None:
     torch.manual_seed(key(run.recipe.train.seed, f"step {step} of data rank {run.engine.mesh.data_rank}"))
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What all ranks know of a step, equal on each."""
-
-    loss: float
-    metrics: dict[str, float]
-    tokens: int
-    weight: float  # what sums are divided by
-    grad_norm: float
-    asked_to_stop: bool
-    save_failed: bool
-    busy_s: list[float]  # by rank
-    memory_bytes: int  # of the fullest rank
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradients are numbers."""
-        return all(abs(value) < float("inf") for value in (self.loss, self.grad_norm))
-
-    def scale(self, max_norm: float) -> float:
-        """What gradients, which are sums, are multiplied by: divided by the weight, and clipped."""
-        clip = min(1.0, max_norm / (self.grad_norm + 1e-6)) if max_norm > 0 else 1.0
-        return clip / self.weight
-
-
-def agree(run: Run, step: Step, sums: Tensor, busy_s: float) -> Facts:
-    """Add up what the ranks know of a step: the one place of it where the host waits for the device."""
-    world, mesh = run.world, run.engine.mesh
-    own = torch.zeros(4 + 2 * world.size, dtype=torch.float64)
-    if run.engine.counts_tokens:
-        own[0], own[1] = step.trained_tokens, step.weight
-    own[2] = run.stop.asked
-    own[3] = has_failed(run)
-    own[4 + world.rank] = busy_s
-    own[4 + world.size + world.rank] = peak_memory_bytes(mesh.device)
-    sums = sums.double() if run.engine.counts_loss else torch.zeros_like(sums, dtype=torch.float64)
-    own = torch.cat((own.to(mesh.device, non_blocking=True), sums))
-    dist.all_reduce(own)
-    norm = squared_norm(run.engine.parameters, mesh).double().sqrt()
-    tokens, weight, asked, failed, *rest = torch.cat((own, norm.reshape(1))).tolist()
-    weight = weight or 1.0
-    loss, *metrics = (each / weight for each in rest[2 * world.size : -1])
-    return Facts(
-        loss=loss,
-        metrics=dict(zip(run.engine.objective.metrics, metrics, strict=True)),
-        tokens=int(tokens),
-        weight=weight,
-        grad_norm=rest[-1] / weight,
-        asked_to_stop=asked > 0,
-        save_failed=failed > 0,
-        busy_s=rest[: world.size],
-        memory_bytes=int(max(rest[world.size : 2 * world.size])),
-    )
+def sum_facts(run: Run, step: Step, sums: Tensor, busy_s: float, norm: Tensor) -> PendingFacts:
+    """Add up what the ranks know of a step. Every rank calls it."""
+    engine = run.engine
+    counted = (step.trained_tokens, step.weight) if engine.counts_tokens else (0, 0.0)
+    own = (*counted, run.stop.asked, has_failed(run), busy_s, peak_memory_bytes(engine.mesh.device))
+    sums = sums.double() if engine.counts_loss else torch.zeros_like(sums, dtype=torch.float64)
+    return PendingFacts(run.world, engine.objective.metrics, own, sums, norm)
 
 
 def has_failed(run: Run) -> bool:
@@ -215,20 +273,18 @@ def raise_save_error(run: Run) -> None:
     raise run.save_error or CheckpointError("another rank could not save; its own line says why")
 
 
-def raise_nonfinite(run: Run, loss: Tensor) -> None:
+def raise_nonfinite(run: Run, update: Update) -> None:
     """Name the ranks and parameters that are not finite. No weight was changed.
 
     Raises:
         NonFiniteError: always.
     """
-    held = {name: p for name, p in run.engine.weights.masters.items() if p.grad is not None}
-    gradients = zip(held, local_gradients(held.values()), strict=True)
-    bad = [name for name, gradient in gradients if not bool(torch.isfinite(gradient).all())]
-    found = run.world.gather((bool(torch.isfinite(loss).all()), bad))
+    bad = [name for name, norm in update.norms.items() if not bool(torch.isfinite(norm))]
+    found = run.world.gather((bool(torch.isfinite(update.sums[0])), bad))
     guilty = [rank for rank, (fine, _) in enumerate(found) if not fine]
     names = sorted({name for _, names in found for name in names})
     holders = [rank for rank, (_, names) in enumerate(found) if names]
-    step = run.cursor.step + 1
+    step = update.number
     what = (
         f"the loss is not finite on rank {_numbers(guilty)}"
         if guilty
@@ -247,8 +303,10 @@ def _numbers(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def tell_step(run: Run, step: Step, facts: Facts, took_s: float) -> None:
+def tell_step(run: Run, update: Update, facts: Facts) -> None:
     """Report a step."""
+    now = update.done_at or time.perf_counter()
+    took_s, run.since = now - run.since, now
     seen = run.seen
     if seen["memory_bytes"]:
         seen["tokens"] += facts.tokens
@@ -262,17 +320,17 @@ def tell_step(run: Run, step: Step, facts: Facts, took_s: float) -> None:
             tokens=run.cursor.tokens,
             samples=run.source.consumed,
             loss=facts.loss,
-            lr=run.optimizer.param_groups[0]["lr"],
+            lr=update.lr,
             grad_norm=facts.grad_norm,
             tokens_per_s=per_s,
             tokens_per_s_per_gpu=per_gpu,
             step_s=took_s,
-            data_wait_s=run.loader.wait_s,
+            data_wait_s=update.data_wait_s,
             memory_bytes=facts.memory_bytes,
             mfu=mfu(per_gpu, run.flops_per_token, run.peak_flops),
             step_spread_s=max(facts.busy_s) - min(facts.busy_s),
-            first_sample=step.first,
-            num_samples=step.count,
+            first_sample=update.step.first,
+            num_samples=update.step.count,
             metrics=facts.metrics,
         )
     )
@@ -343,18 +401,21 @@ def save(run: Run) -> None:
         "validation_loss": cursor.validation_loss,
         "validated_step": run.validated_step,
         "source": run.source.state(),
+        "outer": None if run.outer is None else run.outer.state(),
         "keep": due(cursor.step, [run.keep_at]),
     }
     metric = cursor.validation_loss if run.validated_step == cursor.step else None  # an older one is of other weights
-    run.checkpointer.save(cursor.step, state_tensors(run.engine, run.optimizer), meta, metric=metric)
+    run.checkpointer.save(cursor.step, state_tensors(run.engine, run.optimizer, run.outer), meta, metric=metric)
     run.saved_step = cursor.step
 
 
-def state_tensors(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and optimizer state by name, to save or to load into."""
+def state_tensors(engine: Engine, optimizer: LocalOptimizer, outer: OuterSync | None) -> dict[str, Tensor]:
+    """Weights, optimizer state and that of the exchange with other runs by name, to save or to load into."""
     masters = engine.weights.masters
     tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
     tensors |= {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
+    if outer is not None:
+        tensors |= {f"outer.{name}": tensor for name, tensor in outer.tensors(masters).items()}
     return tensors | optimizer_tensors(optimizer, {parameter: name for name, parameter in masters.items()})
 
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from atoll.core.errors import CheckpointError, ConfigError
@@ -21,7 +20,8 @@ from atoll.train.corpus import described
 from atoll.train.engine import Engine
 from atoll.train.folder import RunFolder
 from atoll.train.loop import Cursor, state_tensors
-from atoll.train.outer import SampleSource
+from atoll.train.optim.optimizer import LocalOptimizer
+from atoll.train.outer import OuterSync, SampleSource
 from atoll.train.recipe.load import harmful
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World
@@ -104,8 +104,9 @@ def load_state(
     checkpointer: Checkpointer,
     step: int,
     engine: Engine,
-    optimizer: torch.optim.Optimizer,
+    optimizer: LocalOptimizer,
     source: SampleSource,
+    outer: OuterSync | None,
     about: dict[str, Any],
     note: Callable[[str], None],
 ) -> tuple[Cursor, int | None]:
@@ -115,7 +116,7 @@ def load_state(
         ConfigError: the data are not those that it was trained on.
         CheckpointError: it can't be read, or is of another model.
     """
-    meta = checkpointer.load(step, state_tensors(engine, optimizer))
+    meta = checkpointer.load(step, state_tensors(engine, optimizer, outer))
     engine.publish()
     if meta.get("data") != about["data"]:
         raise ConfigError(
@@ -125,4 +126,6 @@ def load_state(
     if meta.get("layout", about["layout"]) != about["layout"]:
         note(f"checkpoint saved with {meta['layout']}, resuming with {about['layout']}")
     source.load(meta["source"])
+    if outer is not None:
+        outer.load(meta["outer"])
     return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"]), meta.get("validated_step")

@@ -32,10 +32,11 @@ from atoll.train.models.init import initialize
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.optim.build import build_optimizer
 from atoll.train.optim.schedule import resolve as resolve_schedule
-from atoll.train.outer import Counter
+from atoll.train.outer import Counter, OuterSync, SampleSource
 from atoll.train.parallel.compile import compile_refusal
 from atoll.train.parallel.fit import device_bytes
 from atoll.train.parallel.mesh import Mesh, make_mesh
+from atoll.train.parallel.norm import GradientNorm
 from atoll.train.parallel.plan import plan
 from atoll.train.parallel.precision import fastest_dtype
 from atoll.train.preparing import StoppedEarly, prepare_together
@@ -87,6 +88,8 @@ def run(
     resume: bool = True,
     allow_changes: bool = False,
     report: Report | None = None,
+    outer: OuterSync | None = None,
+    source: Callable[[int], SampleSource] = Counter,
 ) -> TrainResult:
     """Train a recipe on the ranks that this process belongs to, or alone. Every rank calls it.
 
@@ -96,6 +99,8 @@ def run(
         resume: resume from the newest checkpoint in ``output_dir``; False starts over in a new folder.
         allow_changes: resume although the recipe differs from that of the folder.
         report: takes the events on rank 0, instead of the console.
+        outer: exchanges weights with other runs.
+        source: makes what says which samples come next, given how many the whole run has.
 
     Raises:
         ConfigError: the recipe, the data or the ranks can't work together.
@@ -111,7 +116,7 @@ def run(
     with stop.listening():
         world = join(timeout_s=loaded.recipe.train.hang_timeout_s)
         try:
-            return _Session(loaded.recipe, world, stop, report, resume, allow_changes).run(loaded.notes)
+            return _Session(loaded.recipe, world, stop, report, resume, allow_changes, outer, source).run(loaded.notes)
         except AtollError as error:
             if not world.is_known(str(error)):
                 error.add_note(f"on rank {world.rank}")  # rank 0 does not have it, so this one has to be told of
@@ -132,6 +137,8 @@ class _Session:
     report: Report | None
     resume: bool
     allow_changes: bool
+    outer: OuterSync | None
+    source: Callable[[int], SampleSource]
     started: float = field(default_factory=time.monotonic)
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     reporters: Telling | None = None  # on rank 0
@@ -233,10 +240,12 @@ class _Session:
         about |= {"layout": str(self._plan.layout), "run": identity}
         engine = self._agreed(lambda: self._engine(mesh, fresh=found is None))
         optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=train.seed, replicas=mesh.gradients)
-        source = Counter(limit=length.samples)
+        source = self.source(length.samples)
         cursor, validated_step = Cursor(), None
         if found is not None:
-            cursor, validated_step = load_state(checkpointer, found, engine, optimizer, source, about, self._note)
+            cursor, validated_step = load_state(
+                checkpointer, found, engine, optimizer, source, self.outer, about, self._note
+            )
             if cursor.step >= length.steps:
                 done = f"already finished: {cursor.step} of {length.steps} steps"
                 self._note(f"{done}; to train longer: --train.steps N")
@@ -256,9 +265,11 @@ class _Session:
             recipe=recipe,
             world=world,
             engine=engine,
+            grad_norm=GradientNorm(engine.weights.masters, mesh),
             optimizer=optimizer,
             schedule=resolve_schedule(recipe.schedule, length.steps, length.steps_per_epoch, length.tokens_per_step),
             source=source,
+            outer=self.outer,
             loader=loader,
             validation=corpus.validation,
             checkpointer=checkpointer,
@@ -320,13 +331,7 @@ class _Session:
             for line in lines if fresh else ():
                 self._note(line)
 
-        return Engine(
-            recipe,
-            mesh,
-            set_weights,
-            prepare_blocks=self._plan.apply_to_blocks,
-            after_step=self._plan.after_step,
-        )
+        return Engine(self._plan, mesh, set_weights)
 
     def _tell_start(self, run: Run, folder: Path) -> None:
         if not self.world.is_head:

@@ -73,7 +73,7 @@ class Loader:
 
     Args:
         objective: says which fields it adds to a batch, and what a batch weighs; asked on the thread.
-        source: says which numbers come next; asked on the thread.
+        source: says which numbers come next; asked by ``__next__``.
         data_rank, data_size: which share of each step is this rank's.
         prefetch: steps read ahead, 1 or more.
         fixed_micro_batches: every step has as many micro-batches as a full one, as pipeline schedules need.
@@ -110,7 +110,7 @@ class Loader:
         started = time.perf_counter()
         try:
             while len(self._ahead) < self.prefetch:
-                self._ahead.append(self._thread.submit(self._read))
+                self._read_ahead()
             step = self._ahead.popleft().result()
         except BaseException:
             self.close()
@@ -119,7 +119,7 @@ class Loader:
         if step is None:
             self.close()
             raise StopIteration
-        self._ahead.append(self._thread.submit(self._read))
+        self._read_ahead()
         return replace(step, micro_batches=[batch.to(self.device) for batch in step.micro_batches])
 
     def close(self) -> None:
@@ -134,9 +134,12 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self) -> Step | None:
-        """The next step in host memory, None after the last; runs on the thread."""
-        numbers = self.source.next_range(self.global_batch)
+    def _read_ahead(self) -> None:
+        # The source is asked here, where all ranks ask together, not on the thread.
+        self._ahead.append(self._thread.submit(self._read, self.source.next_range(self.global_batch)))
+
+    def _read(self, numbers: range) -> Step | None:
+        """A step in host memory, None after the last; runs on the thread."""
         if not numbers:
             return None
         dealt = self.global_batch if self.fixed_micro_batches else len(numbers)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from atoll.train.dtensor import local, local_gradient
-from atoll.train.optim.optimizer import LocalOptimizer, like
+from atoll.train.dtensor import local
+from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling, like
 
 _BUCKET_ELEMENTS = 1 << 25  # moved at a time with bf16 moments: bounds what is held in fp32 meanwhile
 
@@ -27,20 +27,21 @@ class AdamW(LocalOptimizer):
         step = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
         return {"step": step, "exp_avg": like(parameter), "exp_avg_sq": like(parameter)}
 
-    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
         """One fused step."""
-        fused_adamw(self, parameters, group)
+        fused_adamw(self.parts(parameters), group, scaling)
 
 
-def fused_adamw(optimizer: LocalOptimizer, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+def fused_adamw(parts: LocalParts, group: dict[str, Any], scaling: Scaling) -> None:
     """Move parameters whose states are those of ``AdamW`` by torch's fused kernel."""
+    gradients = parts.gradients()
     adamw(
-        [local(parameter) for parameter in parameters],
-        [local_gradient(parameter) for parameter in parameters],
-        optimizer.locals(parameters, "exp_avg"),
-        optimizer.locals(parameters, "exp_avg_sq"),
+        parts.weights,
+        gradients,
+        parts.states["exp_avg"],
+        parts.states["exp_avg_sq"],
         [],
-        optimizer.locals(parameters, "step"),
+        parts.states["step"],
         fused=True,
         amsgrad=False,
         beta1=group["betas"][0],
@@ -49,6 +50,7 @@ def fused_adamw(optimizer: LocalOptimizer, parameters: list[nn.Parameter], group
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
+        **scaling.for_torch(gradients),
     )
 
 
@@ -79,30 +81,36 @@ class AdamWLowMemory(LocalOptimizer):
             "exp_avg_sq": like(parameter, torch.bfloat16),
         }
 
-    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
         """One step, bucket by bucket."""
-        torch._foreach_add_(self.locals(parameters, "step"), 1.0)
         number_of_group = next(number for number, each in enumerate(self.param_groups) if each is group)
         for number, bucket in enumerate(_buckets(parameters)):
-            self._move_bucket(bucket, group, _mixed(self.seed, number_of_group, number))
+            self._move_bucket(self.parts(bucket), group, scaling, _mixed(self.seed, number_of_group, number))
 
-    def _move_bucket(self, parameters: list[nn.Parameter], group: dict[str, Any], key: int) -> None:
+    def _move_bucket(self, parts: LocalParts, group: dict[str, Any], scaling: Scaling, key: int) -> None:
         (beta1, beta2), rate = group["betas"], group["lr"]
-        weights = [local(parameter) for parameter in parameters]
-        gradients = [local_gradient(parameter) for parameter in parameters]
-        steps = [float(step) for step in self.locals(parameters, "step")]
-        kept_means, kept_squares = self.locals(parameters, "exp_avg"), self.locals(parameters, "exp_avg_sq")
+        weights, gradients = parts.weights, parts.gradients()
+        torch._foreach_add_(parts.states["step"], 1.0)
+        steps = [float(step) for step in parts.states["step"]]
+        kept_means, kept_squares = parts.states["exp_avg"], parts.states["exp_avg_sq"]
         key = _mixed(key, int(max(steps)))
         if self._fused and all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
             from atoll.train.optim.kernels import adamw_bf16_moments
 
+            divisor, found_inf = scaling.for_triton(weights[0].device)
             first = 0  # of a tensor, in the bucket's stream of chance
             for weight, gradient, mean, square, step in zip(
                 weights, gradients, kept_means, kept_squares, steps, strict=True
             ):
-                adamw_bf16_moments(weight, gradient.contiguous(), mean, square, group, first=first, key=key, step=step)
+                adamw_bf16_moments(
+                    weight, gradient.contiguous(), mean, square, group, divisor, found_inf,
+                    first=first, key=key, step=step,
+                )  # fmt: skip
                 first += weight.numel()
             return
+        if scaling.skips():
+            return
+        scaling.divide(gradients)
         means = [kept.to(weight.dtype) for kept, weight in zip(kept_means, weights, strict=True)]
         squares = [kept.to(weight.dtype) for kept, weight in zip(kept_squares, weights, strict=True)]
 

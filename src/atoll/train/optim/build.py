@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from atoll.train.optim.adamw import AdamW, AdamWLowMemory
 from atoll.train.optim.muon import Muon
+from atoll.train.optim.optimizer import LocalOptimizer
 from atoll.train.optim.sgd import SGD
 from atoll.train.recipe.schema import OptimizerSection
 
@@ -24,7 +24,7 @@ def build_optimizer(
     *,
     seed: int = 0,
     replicas: dist.ProcessGroup | None = None,
-) -> torch.optim.Optimizer:
+) -> LocalOptimizer:
     """An optimizer of named parameters, plain or DTensors on any meshes.
 
     Each group has its learning rate before the schedule as ``peak``; the loop sets ``lr`` before every step. All state

@@ -15,12 +15,12 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["first", "key"])  # type: ignore[untyped-decorator]
 def _adamw_bf16_moments(  # type: ignore[no-untyped-def]
-    weight, gradient, mean, square, count, first, key, decay, lerp1, beta2, lerp2, correction2, eps, rate,
-    block: tl.constexpr,
+    weight, gradient, mean, square, divisor, found_inf, count, first, key,
+    decay, lerp1, beta2, lerp2, correction2, eps, rate, block: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < count
-    g = tl.load(gradient + place, mask=inside)
+    inside = (place < count) & (tl.load(found_inf) == 0.0)
+    g = tl.load(gradient + place, mask=inside) / tl.load(divisor)
     m = tl.load(mean + place, mask=inside).to(tl.float32)
     v = tl.load(square + place, mask=inside).to(tl.float32)
     w = tl.load(weight + place, mask=inside) * decay
@@ -47,6 +47,8 @@ def adamw_bf16_moments(
     mean: Tensor,
     square: Tensor,
     group: dict[str, Any],
+    divisor: Tensor,
+    found_inf: Tensor,
     *,
     first: int,
     key: int,
@@ -57,6 +59,8 @@ def adamw_bf16_moments(
     Args:
         weight: contiguous, fp32; ``gradient`` likewise; ``mean`` and ``square`` of the same shape in bf16.
         group: the optimizer's, with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        divisor: [] fp32, of the gradient.
+        found_inf: [] fp32, 1 where nothing may move.
         first: place of the first element in the stream of chance, ``key`` the stream's 32-bit key.
         step: number of this step, from 1.
     """
@@ -65,43 +69,55 @@ def adamw_bf16_moments(
         return
     (beta1, beta2), rate = group["betas"], group["lr"]
     _adamw_bf16_moments[(triton.cdiv(count, _BLOCK),)](
-        weight, gradient, mean, square, count, first, key,
+        weight, gradient, mean, square, divisor, found_inf, count, first, key,
         1.0 - rate * group["weight_decay"], 1.0 - beta1, beta2, 1.0 - beta2,
         (1.0 - beta2**step) ** 0.5, group["eps"], -rate / (1.0 - beta1**step), block=_BLOCK,
     )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _nesterov(momentum, gradient, out, count, share, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nesterov(  # type: ignore[no-untyped-def]
+    momentum, gradient, out, divisor, found_inf, count, share, block: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < count
-    g = tl.load(gradient + place, mask=inside)
+    inside = (place < count) & (tl.load(found_inf) == 0.0)
+    g = tl.load(gradient + place, mask=inside) / tl.load(divisor)
     m = tl.load(momentum + place, mask=inside)
     m += (g - m) * (1.0 - share)
     tl.store(momentum + place, m, mask=inside)
     tl.store(out + place, (g + (m - g) * share).to(out.dtype.element_ty), mask=inside)
 
 
-def nesterov(momentum: Tensor, gradient: Tensor, out: Tensor, share: float) -> None:
-    """Move ``momentum`` towards ``gradient`` by 1 - ``share``; ``out`` is ``gradient`` towards that by ``share``.
+def nesterov(momentum: Tensor, gradient: Tensor, out: Tensor, share: float, divisor: Tensor, found_inf: Tensor) -> None:
+    """Move ``momentum`` towards the gradient by 1 - ``share``; ``out`` is the gradient towards that by ``share``.
 
-    All contiguous, the first two in fp32.
+    The gradient is ``gradient`` / ``divisor``. Nothing is written where ``found_inf`` is 1. All contiguous; but for
+    ``out`` in fp32.
     """
     count = momentum.numel()
     if count:
-        _nesterov[(triton.cdiv(count, 2 * _BLOCK),)](momentum, gradient, out, count, share, block=2 * _BLOCK)
+        _nesterov[(triton.cdiv(count, 2 * _BLOCK),)](
+            momentum, gradient, out, divisor, found_inf, count, share, block=2 * _BLOCK
+        )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decay_and_add(weight, direction, count, decay, rate, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decay_and_add(  # type: ignore[no-untyped-def]
+    weight, direction, found_inf, count, decay, rate, block: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < count
+    inside = (place < count) & (tl.load(found_inf) == 0.0)
     w = tl.load(weight + place, mask=inside) * decay + rate * tl.load(direction + place, mask=inside).to(tl.float32)
     tl.store(weight + place, w, mask=inside)
 
 
-def decay_and_add(weight: Tensor, direction: Tensor, *, decay: float, rate: float) -> None:
-    """``weight`` = ``decay`` ``weight`` + ``rate`` ``direction``, in place. Contiguous; ``direction`` in any format."""
+def decay_and_add(weight: Tensor, direction: Tensor, found_inf: Tensor, *, decay: float, rate: float) -> None:
+    """``weight`` = ``decay`` ``weight`` + ``rate`` ``direction``, in place, where ``found_inf`` is 0.
+
+    Contiguous; ``direction`` in any format.
+    """
     count = weight.numel()
     if count:
-        _decay_and_add[(triton.cdiv(count, 2 * _BLOCK),)](weight, direction, count, decay, rate, block=2 * _BLOCK)
+        _decay_and_add[(triton.cdiv(count, 2 * _BLOCK),)](
+            weight, direction, found_inf, count, decay, rate, block=2 * _BLOCK
+        )  # fmt: skip

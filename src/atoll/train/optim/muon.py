@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atoll.train.dtensor import local, local_gradient
+from atoll.train.dtensor import local
 from atoll.train.optim.adamw import fused_adamw
 from atoll.train.optim.dealing import Dealing, dealing_of
-from atoll.train.optim.optimizer import LocalOptimizer, like
+from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling, like
 
 # Polynomials a + b G + c G² of three steps, made as those of Amsel et al., "The Polar Express", 2025: each brings
 # singular values nearest to 1 of all of its degree, from where the one before left those of at least 1/100 of the
@@ -50,39 +50,41 @@ class Muon(LocalOptimizer):
         step = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
         return {"step": step, "exp_avg": like(parameter), "exp_avg_sq": like(parameter)}
 
-    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
         """One step: a matrix moves along the nearest orthogonal matrix to its Nesterov momentum."""
         if group["kind"] != "muon":
-            fused_adamw(self, parameters, group)
+            fused_adamw(self.parts(parameters), group, scaling)
             return
         for alike in _alike(parameters):
             dealing = dealing_of(alike[0], self._replicas)
             count = max(1, dealing.size * _BATCH_ELEMENTS // max(1, alike[0].numel()))
             for first in range(0, len(alike), count):
-                self._move_batch(alike[first : first + count], group, dealing)
+                self._move_batch(self.parts(alike[first : first + count]), group, dealing, scaling)
 
-    def _move_batch(self, parameters: list[nn.Parameter], group: dict[str, Any], dealing: Dealing) -> None:
-        weights = [local(parameter) for parameter in parameters]
-        gradients = [local_gradient(parameter) for parameter in parameters]
-        rows, columns = parameters[0].shape
+    def _move_batch(self, parts: LocalParts, group: dict[str, Any], dealing: Dealing, scaling: Scaling) -> None:
+        weights, gradients, momenta = parts.weights, parts.gradients(), parts.states["momentum"]
+        rows, columns = parts.parameters[0].shape
         rate = -group["lr"] * max(1.0, rows / columns) ** 0.5
         decay = 1.0 - group["lr"] * group["weight_decay"]
         fused = weights[0].is_cuda and weights[0].dtype == torch.float32
         narrow = torch.bfloat16 if fused else weights[0].dtype
         ahead = torch.empty((len(weights), *weights[0].shape), dtype=narrow, device=weights[0].device)
-        momenta = self.locals(parameters, "momentum")
         if fused:
             from atoll.train.optim.kernels import decay_and_add, nesterov
 
+            divisor, found_inf = scaling.for_triton(weights[0].device)
             for momentum, gradient, out in zip(momenta, gradients, ahead, strict=True):
-                nesterov(momentum, gradient.contiguous(), out, group["momentum"])
+                nesterov(momentum, gradient.contiguous(), out, group["momentum"], divisor, found_inf)
+        elif scaling.skips():
+            return
         else:
+            scaling.divide(gradients)
             torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
             torch._foreach_copy_(list(ahead), torch._foreach_lerp(gradients, momenta, group["momentum"]))
         directions = dealing.back(orthogonalised(dealing.whole(ahead)))
         if fused:
             for weight, direction in zip(weights, directions, strict=True):
-                decay_and_add(weight, direction, decay=decay, rate=rate)
+                decay_and_add(weight, direction, found_inf, decay=decay, rate=rate)
         else:
             torch._foreach_mul_(weights, decay)
             torch._foreach_add_(weights, list(directions), alpha=rate)

@@ -1,15 +1,64 @@
-"""What the optimizers share: they move this rank's part of each parameter, whatever mesh it is spread over."""
+"""What the optimizers share: they move this rank's part of each parameter, on whatever mesh it is sharded."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from atoll.train.dtensor import local
+from atoll.train.dtensor import local, local_gradient
+
+
+class Scaling(NamedTuple):
+    """What happens to gradients before they move anything, known to the device alone. Named as torch's kernels do.
+
+    Attributes:
+        grad_scale: [] fp64, what gradients are divided by; None divides by nothing.
+        found_inf: [] fp32, 1 where loss or gradients are not finite, so that nothing may move; None where they are.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def divide(self, gradients: list[Tensor]) -> None:
+        """Divide in place, in a pass of its own."""
+        if self.grad_scale is not None:
+            torch._foreach_div_(gradients, self.grad_scale)
+
+    def skips(self) -> bool:
+        """Whether nothing may move; waits for the device."""
+        return self.found_inf is not None and bool(self.found_inf)
+
+    def for_torch(self, gradients: list[Tensor]) -> dict[str, Any]:
+        """Arguments of torch's fused kernels; their scale is fp32, so gradients in fp64 are divided here."""
+        scale = self.grad_scale
+        if scale is not None and gradients[0].dtype == torch.float64:
+            self.divide(gradients)
+            scale = None
+        return {"grad_scale": None if scale is None else scale.float(), "found_inf": self.found_inf}
+
+    def for_triton(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Divisor and flag as Atoll's kernels read them, both fp32."""
+        one, zero = (torch.full((), value, device=device) for value in (1.0, 0.0))
+        scale, found = self.grad_scale, self.found_inf
+        return one if scale is None else scale.float(), zero if found is None else found
+
+
+@dataclass(frozen=True)
+class LocalParts:
+    """What this rank holds of some parameters and their states; the tensors share memory with them."""
+
+    parameters: list[nn.Parameter]
+    weights: list[Tensor]
+    states: dict[str, list[Tensor]]
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of this step's gradients."""
+        return [local_gradient(parameter) for parameter in self.parameters]
 
 
 class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -18,13 +67,14 @@ class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
     Since an element's update depends on that element alone, a part can be moved without the others; Muon, for which
     this does not hold, gathers its matrices itself.
 
-    Every state is a tensor in ``state[parameter]``, spread as the parameter is (``step`` is a scalar), and is there
+    Every state is a tensor in ``state[parameter]``, sharded as the parameter is (``step`` is a scalar), and is there
     from the start, so that a checkpoint can be read into it. A group's ``peak`` is its learning rate before the
     schedule; the loop sets ``lr`` to ``peak`` × the schedule's factor before each step.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__([{**group, "peak": group["lr"]} for group in groups if group["params"]], {})
+        self._parts: dict[tuple[int, ...], LocalParts] = {}
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -35,12 +85,22 @@ class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
         """The state of a parameter that no step has moved."""
 
     @abc.abstractmethod
-    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
         """One step of the parameters of a group that have a gradient."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss comes back
-        """Move every parameter that has a gradient. Nothing waits for the device.
+    def step(  # type: ignore[override]  # no loss comes back
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Move every parameter that has a gradient. Nothing waits for the device; gradients hold anything afterwards.
+
+        Args:
+            grad_scale: [] fp64 on the parameters' device, what gradients are divided by before.
+            found_inf: [] fp32 on it, 1 where nothing may move.
 
         Raises:
             TypeError: a closure is given; none of these optimizers evaluates the loss again.
@@ -50,13 +110,21 @@ class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
             if moving:
-                self.move(moving, group)
+                self.move(moving, group, Scaling(grad_scale, found_inf))
 
-    def locals(self, parameters: list[nn.Parameter], key: str) -> list[Tensor]:
-        """The local parts of one state of these parameters."""
-        return [local(self.state[parameter][key]) for parameter in parameters]
+    def parts(self, parameters: list[nn.Parameter]) -> LocalParts:
+        """The local parts of parameters whose states have the same names, found once: they stay where they are.
+
+        FSDP may move a parameter's until its first forward pass, so ask in a step and not before.
+        """
+        key = tuple(map(id, parameters))
+        if key not in self._parts:
+            names = self.state[parameters[0]]
+            states = {name: [local(self.state[parameter][name]) for parameter in parameters] for name in names}
+            self._parts[key] = LocalParts(parameters, [local(parameter) for parameter in parameters], states)
+        return self._parts[key]
 
 
 def like(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros, spread as the parameter is."""
+    """Zeros, sharded as the parameter is."""
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)

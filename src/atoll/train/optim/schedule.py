@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone."""
+"""The learning rate as a function of the step, or of the tokens trained before it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ class Schedule:
     total_steps: int
     warmup_steps: int  # at most all
     decay_steps: int  # of wsd
+    tokens_per_step: float = 1.0
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: int, tokens: int = 0) -> float:
         """What the learning rate of ``step``, the first of which is 1, is multiplied by, in [0, 1].
+
+        Args:
+            tokens: trained before it. With ``by = "tokens"`` the step counts as the one that a run of full steps would
+                be at, 1 + tokens / ``tokens_per_step``, a fraction perhaps.
 
         With n = ``total_steps`` and w = ``warmup_steps``: the factor of steps 1 to w is step / w. Over the last d steps
         it falls from 1 to what would be ``floor`` at step n + 1, so that no step of the run is lost to a rate of 0, as
@@ -29,14 +34,14 @@ class Schedule:
         stays. Steps after n are as step n.
         """
         kind, floor, total_steps = self.section.kind, self.section.floor, self.total_steps
-        step = min(step, total_steps)
-        if step < self.warmup_steps:
-            return step / self.warmup_steps
+        at = min(step if self.section.by == "steps" else 1 + tokens / self.tokens_per_step, total_steps)
+        if at < self.warmup_steps:
+            return at / self.warmup_steps
         decay = self.decay_steps if kind == "wsd" else total_steps - self.warmup_steps
         start = total_steps + 1 - decay  # the last step with the full rate
-        if kind == "constant" or step <= start:
+        if kind == "constant" or at <= start:
             return 1.0
-        done = (step - start) / decay
+        done = (at - start) / decay
         left = (1.0 + math.cos(math.pi * done)) / 2 if kind == "cosine" else 1.0 - done
         return floor + (1.0 - floor) * left
 
@@ -70,4 +75,4 @@ def resolve(section: ScheduleSection, total_steps: int, steps_per_epoch: float, 
                 f"[schedule] warmup = {section.warmup} and decay = {section.decay} are {warmup} + {decay} steps, "
                 f"longer than the run of {total_steps}; shorten one, or raise [train] steps"
             )
-    return Schedule(section, total_steps, warmup, decay)
+    return Schedule(section, total_steps, warmup, decay, tokens_per_step)

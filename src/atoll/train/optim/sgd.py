@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from atoll.train.dtensor import local, local_gradient
-from atoll.train.optim.optimizer import LocalOptimizer, like
+from atoll.train.optim.optimizer import LocalOptimizer, Scaling, like
 
 
 class SGD(LocalOptimizer):
@@ -21,20 +20,21 @@ class SGD(LocalOptimizer):
         """Zero momentum."""
         return {"momentum": like(parameter)} if group["momentum"] else {}
 
-    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One step."""
-        momenta: list[Tensor | None] = [None] * len(parameters)
-        if group["momentum"]:
-            momenta = [*self.locals(parameters, "momentum")]
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
+        """One fused step."""
+        parts = self.parts(parameters)
+        gradients = parts.gradients()
+        momenta: list[Tensor | None] = [*parts.states.get("momentum", [None] * len(parameters))]
         sgd(
-            [local(parameter) for parameter in parameters],
-            [local_gradient(parameter) for parameter in parameters],
+            parts.weights,
+            gradients,
             momenta,
-            foreach=True,
+            fused=True,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
             dampening=0.0,
             nesterov=False,
             maximize=False,
+            **scaling.for_torch(gradients),
         )

@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from atoll.train.models.attention import kernel_name, use_kernel
 from atoll.train.models.parts import Decoder
+from atoll.train.parallel.compile import compile_blocks
 from atoll.train.parallel.context import apply_context
 from atoll.train.parallel.gradients import ReplicatedWeights, ShardedWeights, Weights
 from atoll.train.parallel.mesh import Mesh
+from atoll.train.parallel.plan import Plan
 from atoll.train.parallel.precision import compute_dtype, convert_float8, master_dtype, reduce_dtype
+from atoll.train.parallel.recompute import checkpoint_activations
 from atoll.train.parallel.tensor import apply_tensor
 from atoll.train.recipe.schema import Recipe
 
 
-def parallelize(
-    model: nn.Module, recipe: Recipe, mesh: Mesh, *, prepare_blocks: Callable[[nn.Module], None] | None = None
-) -> None:
-    """Shard ``model``, which is on the meta device, in place.
+def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Turn ``model``, which is on the meta device, into this rank's part of it, in place.
 
-    The order matters: tensor parallelism hooks into the linear layers, which float8 replaces; it and context
-    parallelism change what a block does; the attention kernel, recomputation and compilation (``prepare_blocks``) take
-    that as it is, and FSDP gathers the parameters of all this.
+    The order matters: tensor parallelism hooks into the linear layers, which float8 replaces; both and context
+    parallelism change what a block does, which activation checkpointing runs again; compilation takes that as it is,
+    and FSDP gathers the parameters of all this.
     """
-    layout = mesh.layout
+    recipe, layout = plan.recipe, mesh.layout
     if layout.context > 1:
         apply_context(model, mesh.group("context"))
-    convert_float8(model, recipe, gathers=layout.sharded and layout.tensor == 1)
+    convert_float8(model, recipe, gathers=plan.gathers_float8)
     if layout.tensor > 1:
         apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # ``layout.check`` refuses others
     use_kernel(model, kernel_name(recipe, mesh.device.type))
-    if prepare_blocks is not None:
-        prepare_blocks(model)
-    if mesh.fsdp is not None:
-        _shard(model, recipe, mesh)
+    checkpoint_activations(model, plan.recompute)
+    if plan.compiled:
+        compile_blocks(model, recipe.compile.mode)
+    if layout.sharded:
+        shard(model, recipe, mesh)
 
 
-def _shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
+def shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
+    """Shard the parameters of each block, of the embedding and of the head (FSDP), in place."""
     assert mesh.fsdp is not None
     compute, master = compute_dtype(recipe, mesh.device), master_dtype(recipe)
     policy = MixedPrecisionPolicy(

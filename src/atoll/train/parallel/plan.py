@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
 from atoll.train.metrics.figures import size
-from atoll.train.parallel import recompute
-from atoll.train.parallel.compile import check_compile, compile_blocks
-from atoll.train.parallel.estimate import Device, Estimate, estimate, is_compiled
+from atoll.train.parallel.compile import check_compile
+from atoll.train.parallel.estimate import Device, estimate, is_compiled
 from atoll.train.parallel.fit import choose, first_fix, fits_replicated
 from atoll.train.parallel.layout import Layout, resolve
-from atoll.train.parallel.precision import check_float8, scale_float8
+from atoll.train.parallel.precision import check_float8
+from atoll.train.parallel.recompute import Mode
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World
 
@@ -25,28 +23,23 @@ class Plan:
     """The decisions of a run.
 
     Attributes:
-        mode: of activation checkpointing.
-        compiles: whether blocks are compiled.
+        recompute: mode of activation checkpointing.
+        compiled: whether blocks are compiled.
+        device_bytes: what each rank has.
     """
 
     recipe: Recipe
     layout: Layout
-    mode: recompute.Mode
-    compiles: bool
-    estimate: Estimate
-    device_bytes: int
-    device: Device
+    recompute: Mode = "none"
+    compiled: bool = False
+    device_bytes: int = 0
+    device: Device = "cpu"
 
-    def apply_to_blocks(self, model: nn.Module) -> None:
-        """Recomputation and compilation of a model's blocks, in the order they must have."""
-        recompute.apply(model, self.mode)
-        if self.compiles:
-            compile_blocks(model, self.recipe.compile.mode)
-
-    def after_step(self, model: nn.Module) -> None:
-        """What a model needs each time its weights have moved."""
-        if self.recipe.precision.float8 == "tensorwise" and self.layout.sharded and self.layout.tensor == 1:
-            scale_float8(model)
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether FSDP gathers weights in 8 bits, so that their scales are computed when they have moved."""
+        layout = self.layout
+        return self.recipe.precision.float8 == "tensorwise" and layout.sharded and layout.tensor == 1
 
     @property
     def first_fix(self) -> str | None:
@@ -72,7 +65,7 @@ def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
     found = estimate(recipe, layout, recompute=chosen, device_bytes=memory, device=device)
     if recipe.parallel.replicate is None and recipe.parallel.shard is None and world.size > 1:
         tell(f"memory estimate: {size(found.total)} per rank ({layout}); by component: --dryrun")
-    made = Plan(recipe, layout, chosen, is_compiled(recipe, device), found, memory, device)
+    made = Plan(recipe, layout, chosen, is_compiled(recipe, device), memory, device)
     if not found.fits(memory):
         advice = f"; it would with {made.first_fix}" if made.first_fix else ""
         tell(f"the run needs about {size(found.total)} per rank, more than the {size(memory)} available{advice}")

@@ -40,7 +40,7 @@ _KEPT = _operators(
 _KEPT.add(torch.ops.higher_order.flex_attention)
 
 
-def apply(model: nn.Module, mode: Mode) -> None:
+def checkpoint_activations(model: nn.Module, mode: Mode) -> None:
     """Have the blocks of ``model`` compute activations again in the backward pass. Names of parameters stay.
 
     Each block's ``forward`` is wrapped, not the block: compilation and FSDP that come later take the block as it is.

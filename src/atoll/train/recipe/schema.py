@@ -256,7 +256,7 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """The learning rate over the run, as a function of the step alone."""
+    """The learning rate over the run, as a function of the step, or of the tokens trained before it."""
 
     # `constant`, `linear`, `cosine` or `wsd` (warm up, stay, decay); linear to 0 ends lowest in long runs (Defazio et
     # al., 2023; Bergsma et al., 2025)
@@ -265,6 +265,8 @@ class ScheduleSection(Section):
     warmup: DurationField | None = None
     decay: DurationField | None = None  # wsd: the length of the last part; unset: 10 % of the run
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0  # learning rate one step after the last, as a fraction of `lr`
+    # `tokens` follows the tokens trained so far: steps that have fewer, or a changed `global_batch`, don't shift it
+    by: Literal["steps", "tokens"] = "steps"
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSection:
