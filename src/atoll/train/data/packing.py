@@ -133,7 +133,8 @@ class PackedDataset:
         tokens = np.zeros(size, dtype=np.int64)
         labels = np.full(size, UNTRAINED, dtype=np.int64)
         tokens[: len(read)] = read[:size]
-        labels[: len(read) - 1] = read[1:]
+        trained = shards.trained(start + 1, start + len(read))
+        labels[: len(read) - 1] = np.where(trained, read[1:], UNTRAINED)
         places = np.arange(size, dtype=np.int64)
         if not self.isolate:
             return Sample(tokens, labels, places, None)
@@ -160,14 +161,18 @@ class PackedDataset:
 
 
 def _num_trainable(shards: TokenShards, isolate: bool) -> int:
-    """Tokens of a part that are a label: all but the first, of each document where they are told apart."""
-    first_tokens = 1
-    if isolate:
-        # In pieces, for a part may have more documents than fit memory. Empty documents have no first token.
-        step = 1 << 20
-        pieces = (shards.offsets[at : at + step + 1] for at in range(0, shards.num_documents, step))
-        first_tokens = sum(int(np.count_nonzero(np.diff(piece))) for piece in pieces)
-    return max(0, int(shards.num_tokens) - first_tokens)
+    """Tokens of a part that are a label: those of the mask, or all but the first, of each document where apart."""
+    total = first = 0
+    for meta in shards.meta:
+        last = first + meta["num_documents"]
+        total += meta.get("num_trained", meta["num_tokens"])
+        if isolate and "num_trained" not in meta:
+            # In pieces, for a part may have more documents than fit memory. Empty documents have no first token.
+            step = 1 << 20
+            pieces = (shards.offsets[at : min(at + step, last) + 1] for at in range(first, last, step))
+            total -= sum(int(np.count_nonzero(np.diff(piece))) for piece in pieces)
+        first = last
+    return max(0, total - (not isolate and "num_trained" not in shards.meta[0]))
 
 
 def _starts(shards: TokenShards, first: int, last: int) -> Integers:

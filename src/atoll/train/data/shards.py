@@ -3,6 +3,7 @@
 A data set is a folder::
 
     tokens-00000.bin …   tokens of the documents, one after the other, little-endian uint16 or uint32
+    trained-00000.bin …  only where some tokens are never trained: one byte a token, 1 if it is (as prompts are not)
     documents.npy        int64, num_documents + 1: where each document starts; the last is the number of tokens
     meta.json            sizes of all of the above, and where the tokens came from
 
@@ -16,6 +17,7 @@ import json
 import mmap
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -48,11 +50,14 @@ class TokenShards:
         self.num_documents = sum(each["num_documents"] for each in meta)
         self._maps: list[mmap.mmap] = []
         self._tokens: list[NDArray[Any]] = []
+        self._trained: list[NDArray[Any] | None] = []  # of each file; None: all tokens are
         self._starts = [0]  # of each file, over all tokens
         try:
             for folder, each in zip(folders, meta, strict=True):
                 for file in each["files"]:
                     self._tokens.append(self._map(folder / file["name"], np.dtype(each["dtype"]), 0))
+                    mask = self._map(folder / _mask_name(file["name"]), np.dtype(bool), 0) if _masked(each) else None
+                    self._trained.append(mask)
                     self._starts.append(self._starts[-1] + file["num_tokens"])
             self.offsets = self._join_offsets()
         except BaseException:
@@ -80,18 +85,35 @@ class TokenShards:
         Raises:
             IndexError: the range is not within the data set.
         """
+        out = np.empty(max(0, stop - start), dtype=np.int64)
+        for place, index, part in self._pieces(start, stop):
+            out[place] = self._tokens[index][part]
+        return out
+
+    def trained(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the tokens ``start`` to ``stop`` (left out) may be trained.
+
+        Raises:
+            IndexError: as ``read``.
+        """
+        out = np.ones(max(0, stop - start), dtype=bool)
+        for place, index, part in self._pieces(start, stop):
+            mask = self._trained[index]
+            if mask is not None:
+                out[place] = mask[part]
+        return out
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[slice, int, slice]]:
+        """The files that a range lies in: its part of the range, the file's number, and its part of the file."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of a data set of {self.num_tokens}")
-        out = np.empty(stop - start, dtype=np.int64)
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
-        done = 0
-        while done < len(out):
-            at = start + done - self._starts[index]
-            part = self._tokens[index][at : at + len(out) - done]
-            out[done : done + len(part)] = part
-            done += len(part)
-            index += 1
-        return out
+        at = start
+        while at < stop:
+            first, last = self._starts[index : index + 2]
+            end = min(stop, last)
+            yield slice(at - start, end - start), index, slice(at - first, end - first)
+            at, index = end, index + 1
 
     def document(self, index: int) -> NDArray[np.int64]:
         """Tokens of one document."""
@@ -104,7 +126,7 @@ class TokenShards:
 
     def close(self) -> None:
         """Unmap the files. Nothing can be read afterwards."""
-        self._tokens = []
+        self._tokens, self._trained = [], []
         self.offsets = np.zeros(1, dtype=np.int64)
         while self._maps:
             self._maps.pop().close()
@@ -144,6 +166,8 @@ def damage(folder: Path) -> str | None:
             return f"it has version {meta['version']} of the format, and this is {FORMAT_VERSION}"
         item_bytes = np.dtype(meta["dtype"]).itemsize
         expected = {file["name"]: file["num_tokens"] * item_bytes for file in meta["files"]}
+        if _masked(meta):
+            expected |= {_mask_name(file["name"]): file["num_tokens"] for file in meta["files"]}
         expected[_DOCUMENTS] = meta["documents_bytes"]
     except FileNotFoundError:
         return f"{_META} is missing"
@@ -159,10 +183,29 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-class ShardWriter:
-    """Writes a data set into a folder, document by document; without ``finish`` it is none."""
+def _masked(meta: dict[str, Any]) -> bool:
+    return "num_trained" in meta
 
-    def __init__(self, folder: str | os.PathLike[str], *, vocab_size: int, file_tokens: int = FILE_TOKENS) -> None:
+
+def _mask_name(tokens_name: str) -> str:
+    return tokens_name.replace("tokens", "trained")
+
+
+class ShardWriter:
+    """Writes a data set into a folder, document by document; without ``finish`` it is none.
+
+    Args:
+        masked: some tokens are never trained, as ``add`` is told; of a document the first never is.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        vocab_size: int,
+        masked: bool = False,
+        file_tokens: int = FILE_TOKENS,
+    ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -171,13 +214,14 @@ class ShardWriter:
         self.largest_token = 0
         self._file_tokens = file_tokens
         self._files: list[dict[str, Any]] = []
-        self._file: BinaryIO | None = None
+        self._open: list[BinaryIO] = []  # the file of tokens, and that of the mask
+        self._num_trained = 0 if masked else None
         self._digest = hashlib.sha256()
         # Offsets go to a file at once, for a data set may have more documents than fit memory.
         self._offsets = (self.folder / _UNFINISHED).open("w+b")
 
-    def add(self, tokens: NDArray[Any]) -> None:
-        """Append one document."""
+    def add(self, tokens: NDArray[Any], trained: NDArray[np.bool_] | None = None) -> None:
+        """Append one document; ``trained`` says of each token whether it may be, None of all that they may."""
         self._offsets.write(self.num_tokens.to_bytes(8, "little"))
         self._digest.update(len(tokens).to_bytes(8, "little"))
         self.num_documents += 1
@@ -185,7 +229,16 @@ class ShardWriter:
         for start in range(0, len(tokens), 1 << 22):  # in pieces, so that a mapped document is never copied whole
             piece = tokens[start : start + (1 << 22)].astype(self.dtype)
             self.largest_token = max(self.largest_token, int(piece.max()))
-            self._append(piece)
+            self._digest.update(piece)
+            mask = None
+            if self._num_trained is not None:
+                mask = np.ones(len(piece), dtype=bool)
+                if trained is not None:
+                    mask &= trained[start : start + len(piece)]
+                mask[:1] &= start > 0
+                self._num_trained += int(mask.sum())
+                self._digest.update(mask)
+            self._append(piece, mask)
             if mapped is not None:  # nor held by this process
                 mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -212,6 +265,7 @@ class ShardWriter:
             "files": self._files,
             "documents_bytes": documents.stat().st_size,
             "content": self._digest.hexdigest(),
+            **({} if self._num_trained is None else {"num_trained": self._num_trained}),
             **about,
         }
         fsync_folder(self.folder)
@@ -220,8 +274,8 @@ class ShardWriter:
     def close(self) -> None:
         """Let go of the open files, finished or not."""
         self._offsets.close()
-        if self._file is not None:
-            self._file.close()
+        for file in self._open:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,26 +283,26 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _append(self, tokens: NDArray[Any]) -> None:
-        data = tokens.tobytes()
-        self._digest.update(data)
-        while data:
-            if self._file is None:
+    def _append(self, tokens: NDArray[Any], mask: NDArray[np.bool_] | None) -> None:
+        while len(tokens):
+            if not self._open:
                 name = f"tokens-{len(self._files):05d}.bin"
-                self._file = (self.folder / name).open("wb")
+                names = [name] if mask is None else [name, _mask_name(name)]
+                self._open = [(self.folder / each).open("wb") for each in names]
                 self._files.append({"name": name, "num_tokens": 0})
-            room = self._file_tokens - self._files[-1]["num_tokens"]
-            part, data = data[: room * self.dtype.itemsize], data[room * self.dtype.itemsize :]
-            self._file.write(part)
-            self._files[-1]["num_tokens"] += len(part) // self.dtype.itemsize
-            self.num_tokens += len(part) // self.dtype.itemsize
-            if self._files[-1]["num_tokens"] == self._file_tokens:
+            file = self._files[-1]
+            room = self._file_tokens - file["num_tokens"]
+            for part, to in zip((tokens, mask), self._open, strict=False):
+                assert part is not None
+                to.write(part[:room].tobytes())
+            file["num_tokens"] += len(tokens[:room])
+            self.num_tokens += len(tokens[:room])
+            tokens, mask = tokens[room:], None if mask is None else mask[room:]
+            if file["num_tokens"] == self._file_tokens:
                 self._end_file()
 
     def _end_file(self) -> None:
-        if self._file is None:
-            return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+        while self._open:
+            with self._open.pop() as file:
+                file.flush()
+                os.fsync(file.fileno())
