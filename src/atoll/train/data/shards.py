@@ -229,7 +229,7 @@ class ShardWriter:
         for start in range(0, len(tokens), 1 << 22):  # in pieces, so that a mapped document is never copied whole
             piece = tokens[start : start + (1 << 22)].astype(self.dtype)
             self.largest_token = max(self.largest_token, int(piece.max()))
-            self._digest.update(piece)
+            self._digest.update(piece.tobytes())
             mask = None
             if self._num_trained is not None:
                 mask = np.ones(len(piece), dtype=bool)
@@ -237,7 +237,7 @@ class ShardWriter:
                     mask &= trained[start : start + len(piece)]
                 mask[:1] &= start > 0
                 self._num_trained += int(mask.sum())
-                self._digest.update(mask)
+                self._digest.update(mask.tobytes())
             self._append(piece, mask)
             if mapped is not None:  # nor held by this process
                 mapped.madvise(mmap.MADV_DONTNEED)
