@@ -18,7 +18,7 @@ from atoll import __version__
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import shown_path
 from atoll.train.checkpoint.store import open_store
-from atoll.train.corpus import Corpus, Length, open_corpus, with_vocabulary
+from atoll.train.corpus import Corpus, Length, StoppedEarly, open_corpus, prepare_together, with_vocabulary
 from atoll.train.data.loader import Loader
 from atoll.train.data.prepare import Prepared
 from atoll.train.engine import Engine
@@ -39,12 +39,11 @@ from atoll.train.parallel.mesh import Mesh, make_mesh
 from atoll.train.parallel.norm import GradientNorm
 from atoll.train.parallel.plan import plan
 from atoll.train.parallel.precision import fastest_dtype
-from atoll.train.preparing import StoppedEarly, prepare_together
+from atoll.train.prompt import continue_prompt
 from atoll.train.recipe.load import load_recipe, require_complete
 from atoll.train.recipe.schema import Recipe
 from atoll.train.reporters import Telling
-from atoll.train.resuming import identify, load_state, open_checkpointer
-from atoll.train.sampling import continue_prompt
+from atoll.train.resume import identify, load_state, open_checkpointer
 from atoll.train.stop import StopRequest
 from atoll.train.world import World, join
 
