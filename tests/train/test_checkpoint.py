@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import ranks
 from atoll.core.errors import CheckpointError, ConfigError
-from atoll.train.checkpoint.manifest import Manifest
+from atoll.train.checkpoint.manifest import Manifest, join_checksums
 from atoll.train.checkpoint.retention import doomed
 from atoll.train.checkpoint.shared import check_shared
 from atoll.train.checkpoint.state import optimizer_tensors
@@ -182,7 +183,9 @@ def test_a_damaged_step_is_passed_over_with_a_note_and_refused_when_asked_for(tm
     harm(tmp_path / "step-00000002")
     notes: list[str] = []
     saver = checkpointer(tmp_path, notes)
-    assert saver.latest() == 1
+    into = plain(0.0)
+    assert saver.load_newest(into) == {"step": 1}
+    assert torch.equal(into["weight"], plain(1.0)["weight"])
     assert len(notes) == 1
     assert notes[0].startswith(f"damaged checkpoints in {tmp_path} are passed over: step 2: ")
     assert told in notes[0]
@@ -192,8 +195,6 @@ def test_a_damaged_step_is_passed_over_with_a_note_and_refused_when_asked_for(tm
     assert f"step 2 in {tmp_path} is damaged" in str(caught.value)
     assert "whole: 1" in str(caught.value)
     # The run goes on, and gets there again.
-    into = plain(0.0)
-    assert saver.load(1, into) == {"step": 1}
     saver.save(2, plain(20.0), {"step": 2})
     saver.wait()
     assert saver.latest() == 2
@@ -206,7 +207,27 @@ def test_where_all_are_damaged_the_run_does_not_start_afresh(tmp_path):
     (tmp_path / "step-00000001" / "manifest.json").unlink()
     flip_a_byte(tmp_path / "step-00000002" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: step 1: .* is missing; step 2: .* crc32"):
-        checkpointer(tmp_path).latest()
+        checkpointer(tmp_path).load_newest(plain())
+
+
+def bytes_read() -> int:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+def test_resuming_reads_each_byte_once(tmp_path):
+    saver = checkpointer(tmp_path)
+    state = {f"t{i}": torch.randn(1000 * i, 100) for i in range(1, 8)} | {"empty": torch.empty(0, 4)}
+    saver.save(1, state, {})
+    saver.wait()
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    again = checkpointer(tmp_path)
+    before = bytes_read()
+    assert again.latest() == 1
+    again.load_newest(into)
+    assert size <= bytes_read() - before < 1.02 * size
+    assert all(torch.equal(into[name], state[name]) for name in state)
 
 
 def test_a_step_that_is_not_there(tmp_path):
@@ -413,7 +434,9 @@ def test_ranks_hold_different_parts(tmp_path):
 def look_for_damage(root: str) -> tuple[list[str], str]:
     notes: list[str] = []
     saver = checkpointer(root, notes)
-    assert saver.latest() == 1
+    tensors = sharded(0.0, 1000)
+    saver.load_newest(tensors)
+    assert all(tensor.to_local().eq(1 + i).all() for i, tensor in enumerate(tensors.values()))
     try:
         saver.load(2, sharded(0.0, 1000))
     except CheckpointError as error:
@@ -439,6 +462,13 @@ def test_rot_that_one_rank_finds_all_ranks_hear_of(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- the manifest
+def test_checksums_of_parts_are_joined():
+    data = random.Random(1).randbytes(5000)
+    for cut in (0, 1, 7, 256, 4999, 5000):
+        first, second = zlib.crc32(data[:cut]), zlib.crc32(data[cut:])
+        assert join_checksums(first, second, 5000 - cut) == zlib.crc32(data)
+
+
 def test_the_manifest_is_one_thing():
     made = Manifest(3, {"a": [1, None]}, {}, 2, 12.5, float("inf"), "again-1")
     data = made.encode()

@@ -54,7 +54,7 @@ def save_and_load(root: str, steps: list[int], **options: Any) -> tuple[int | No
     newest = saver.latest()
     if newest is not None:
         tensors = sharded(0.0, 1000)
-        assert saver.load(newest, tensors)["step"] == newest
+        newest = saver.load_newest(tensors)["step"]
         assert all(tensor.to_local().eq(newest + i).all() for i, tensor in enumerate(tensors.values()))
     saver.close()
     return newest, whole_steps(saver), notes

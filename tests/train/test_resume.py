@@ -206,6 +206,19 @@ def test_only_torn_checkpoints_are_never_a_fresh_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_run_whose_newest_checkpoint_rotted_resumes_from_the_one_before(tmp_path: Path) -> None:
+    recipe = small.tree(tmp_path, checkpoint__every=2, train__steps=4)
+    small.train(recipe)
+    before = small.losses(tmp_path / "run")
+    (shard,) = (tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert _resumed_at(recipe) == (3, "step 2")
+    assert small.losses(tmp_path / "run") == before
+    assert small.saved_step(tmp_path / "run") == 4
+
+
 def test_tied_embeddings_survive_everything(tmp_path: Path, whole: dict[str, Any]) -> None:
     tied = small.changed(whole, model__tied=True, parallel__shard=2, train__steps=6)
     parts = small.changed(tied, train__output_dir=str(tmp_path / "parts"))

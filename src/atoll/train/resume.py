@@ -102,7 +102,6 @@ def identify(
 
 def load_state(
     checkpointer: Checkpointer,
-    step: int,
     engine: Engine,
     optimizer: LocalOptimizer,
     source: SampleSource,
@@ -110,14 +109,15 @@ def load_state(
     about: dict[str, Any],
     note: Callable[[str], None],
 ) -> tuple[Cursor, int | None]:
-    """Weights, optimizer and place in the data as they were at ``step``; the cursor and the step last validated.
+    """Weights, optimizer and place in the data as they were last saved; the cursor and the step last validated.
 
     Raises:
         ConfigError: the data are not those that it was trained on.
         CheckpointError: it can't be read, or is of another model.
     """
-    meta = checkpointer.load(step, state_tensors(engine, optimizer, outer))
+    meta = checkpointer.load_newest(state_tensors(engine, optimizer, outer))
     engine.publish()
+    step = meta["step"]
     if meta.get("data") != about["data"]:
         raise ConfigError(
             f"the data differ from those of step {step}, so that its place in them has no meaning: they had "

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import load  # type: ignore[attr-defined]  # i
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from atoll.core.errors import ConfigError
-from atoll.train.checkpoint.files import Files, Reader
+from atoll.train.checkpoint.files import Reader
 from atoll.train.checkpoint.manifest import Manifest, step_name, step_of
 from atoll.train.checkpoint.store import Store, open_store
 from atoll.train.checkpoint.survey import INDEX, examine, read_index, rot
@@ -103,18 +103,7 @@ class SavedStep:
     @property
     def _reader(self) -> Reader:
         folder = f"{self.label}/{self.manifest.folder}".rstrip("/")
-        return _KnownReader(self.store.files(), folder, self._metadata)
-
-
-class _KnownReader(Reader):
-    """A reader that need not read the index again for each tensor."""
-
-    def __init__(self, files: Files, folder: str, metadata: Metadata) -> None:
-        super().__init__(files, folder)
-        self._known = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._known
+        return Reader(self.store.files(), folder, self._metadata)
 
 
 def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:

@@ -242,9 +242,7 @@ class _Session:
         source = self.source(length.samples)
         cursor, validated_step = Cursor(), None
         if found is not None:
-            cursor, validated_step = load_state(
-                checkpointer, found, engine, optimizer, source, self.outer, about, self._note
-            )
+            cursor, validated_step = load_state(checkpointer, engine, optimizer, source, self.outer, about, self._note)
             if cursor.step >= length.steps:
                 done = f"already finished: {cursor.step} of {length.steps} steps"
                 self._note(f"{done}; to train longer: --train.steps N")
@@ -284,9 +282,9 @@ class _Session:
             about=about,
             cursor=cursor,
             again="the same command" if self.resume else f"--train.output_dir {shown_path(str(folder))}",
-            saved_step=found,
+            saved_step=None if found is None else cursor.step,
             validated_step=validated_step,
-            checkpoint=None if found is None else open_store(root).path(found),
+            checkpoint=None if found is None else open_store(root).path(cursor.step),
         )
 
     def _plan_run(self, prepared: Prepared, folder: Path, memory: int) -> tuple[Corpus, Length]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from atoll.core.errors import CheckpointError
 from atoll.train.checkpoint import manifest as manifests
 from atoll.train.checkpoint.files import Reader, Writer
-from atoll.train.checkpoint.manifest import FileEntry, Manifest
+from atoll.train.checkpoint.manifest import FileEntry, Manifest, Part
 from atoll.train.checkpoint.retention import doomed
 from atoll.train.checkpoint.staging import HostCopy, Planner
 from atoll.train.checkpoint.store import open_store
-from atoll.train.checkpoint.survey import Survey, read_index, rot, survey
+from atoll.train.checkpoint.survey import INDEX, Survey, read_index, rot, survey
 from atoll.train.checkpoint.team import Attempt, Team, first_line
 
 
@@ -140,30 +140,17 @@ class Checkpointer:
         self._copy = HostCopy()
         self._saves: deque[SaveHandle] = deque()
         self._remarks: deque[str] = deque()  # from the writing thread
-        self._verified: set[int] = set()
+        self._damaged: dict[int, str] = {}  # found so by reading
         self._team.lead(f"cleaning up {root}", self._store.sweep)
 
     # ------------------------------------------------------------------------------------------------- what is there
     def latest(self) -> int | None:
-        """The newest whole one, its checksums compared, or None where nothing was ever saved.
+        """The newest whole one, or None where nothing was ever saved. Only loading compares checksums.
 
         Raises:
             CheckpointError: there are some and none is whole, or the storage fails.
         """
-        self._settle()
-        found = self._team.lead(f"looking for checkpoints in {self._store.root}", self._survey)
-        for step in sorted(found.whole, reverse=True):
-            wrong = self._verify(step, found.whole[step])
-            if wrong is None:
-                if found.torn and self._team.rank == 0:
-                    self._note(f"damaged checkpoints in {self._store.root} are passed over: {_listed(found.torn)}")
-                return step
-            found.torn[step] = wrong
-        if found.torn:
-            raise CheckpointError(
-                f"no checkpoint in {self._store.root} is whole: {_listed(found.torn)}; repair one, or use a new folder"
-            )
-        return None
+        return self._newest()[0]
 
     def meta(self, step: int) -> dict[str, Any]:
         """What ``save`` was given beside the tensors.
@@ -196,7 +183,7 @@ class Checkpointer:
             frozen: dict[str, Any] = json.loads(json.dumps(dict(meta)))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the meta of step {step} is not JSON: {error}") from None
-        self._verified.discard(step)
+        self._damaged.pop(step, None)
         copies: dict[str, Tensor] = {}
         with Attempt() as copying:
             copies = self._copy.take(tensors)
@@ -245,31 +232,72 @@ class Checkpointer:
         self._copy.close()
 
     # ------------------------------------------------------------------------------------------------------ loading
+    def load_newest(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """As ``load``, of the newest step that is what was written; one that is not is passed over with a note.
+
+        Raises:
+            CheckpointError: there is none, or it can't be loaded.
+        """
+        while True:
+            step, torn = self._newest()
+            if step is None:
+                raise CheckpointError(f"there is no checkpoint in {self._store.root}")
+            try:
+                meta = self.load(step, tensors)
+            except CheckpointError:
+                if step not in self._damaged:
+                    raise
+            else:
+                if torn and self._team.rank == 0:
+                    self._note(f"damaged checkpoints in {self._store.root} are passed over: {_listed(torn)}")
+                return meta
+
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Read a checkpoint into ``tensors``, in place, whatever ranks and mesh saved it; returns its meta.
 
+        Every byte is read once: checksums are compared with what was read.
+
         Raises:
             CheckpointError: the step is not there or not whole (the message names the file, and the steps that are),
-                or its tensors have other names or shapes. Where reading itself fails, ``tensors`` may be half old.
+                or its tensors have other names or shapes. ``tensors`` may then be half old.
         """
         self._settle()
         what = f"loading step {step} from {self._store.path(step)}"
         known = self._team.lead(what, self._survey)
         found = self._manifest(step, known)
-        wrong = None if step in self._verified else self._verify(step, found)
+        wanted: dict[str, tuple[int, ...]] = {}
+        for shapes in self._team.agree(what, lambda: {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+            wanted |= shapes
+        group = self._team.group
+        readers: list[Reader] = []
+
+        def open_it() -> None:
+            index = read_index(self._store, step, found)
+            folder = f"{self._store.path(step)}/{found.folder}".rstrip("/")
+            readers.append(Reader(self._store.files(), folder, index))
+
+        def read() -> dict[str, list[Part]]:
+            _load_state_dict(dict(tensors), readers[0], process_group=group, no_dist=group is None)
+            return {found.inside(name): parts for name, parts in readers[0].parts.items()}
+
+        try:
+            self._team.agree(what, open_it)
+            _compare(what, wanted, readers[0].read_metadata())
+            by_rank = self._team.agree(what, read)
+        except CheckpointError:
+            wrong = self._verify(step, found, found.files, {})
+            if wrong is None:
+                raise
+        else:
+            done: defaultdict[str, list[Part]] = defaultdict(list)
+            for each in by_rank:
+                for name, parts in each.items():
+                    done[name] += parts
+            wrong = self._verify(step, found, found.files.keys() - {found.inside(INDEX)}, done)
         if wrong is not None:
+            self._damaged[step] = wrong
             others = [other for other in sorted(known.whole) if other != step]
             raise CheckpointError(f"step {step} in {self._store.root} is damaged: {wrong}; {_whole(others)}")
-        index = read_index(self._store, step, found)
-        wanted: dict[str, tuple[int, ...]] = {}
-        for part in self._team.agree(what, lambda: {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
-            wanted |= part
-        _compare(what, wanted, index)
-        reader = Reader(self._store.files(), f"{self._store.path(step)}/{found.folder}".rstrip("/"))
-        group = self._team.group
-        self._team.agree(
-            what, lambda: _load_state_dict(dict(tensors), reader, process_group=group, no_dist=group is None)
-        )
         return found.meta
 
     # ---------------------------------------------------------------------------------------- in the writing thread
@@ -338,8 +366,22 @@ class Checkpointer:
             self._remarks.append(f"old checkpoints in {self._store.root} can't be removed: {first_line(attempt.error)}")
 
     # --------------------------------------------------------------------------------------------------------- parts
+    def _newest(self) -> tuple[int | None, dict[int, str]]:
+        """The newest whole step, and what is wrong with those that are not whole."""
+        self._settle()
+        found = self._team.lead(f"looking for checkpoints in {self._store.root}", self._survey)
+        if found.torn and not found.whole:
+            raise CheckpointError(
+                f"no checkpoint in {self._store.root} is whole: {_listed(found.torn)}; repair one, or use a new folder"
+            )
+        return max(found.whole, default=None), found.torn
+
     def _survey(self) -> Survey:
-        return survey(self._store)
+        found = survey(self._store)
+        for step in self._damaged.keys() & found.whole.keys():
+            del found.whole[step]
+            found.torn[step] = self._damaged[step]
+        return found
 
     def _manifest(self, step: int, known: Survey) -> Manifest:
         if step in known.whole:
@@ -347,17 +389,16 @@ class Checkpointer:
         wrong = f"is damaged: {known.torn[step]}" if step in known.torn else "is not there"
         raise CheckpointError(f"step {step} in {self._store.root} {wrong}; {_whole(sorted(known.whole))}")
 
-    def _verify(self, step: int, found: Manifest) -> str | None:
+    def _verify(
+        self, step: int, found: Manifest, names: Collection[str], read: Mapping[str, Collection[Part]]
+    ) -> str | None:
         """Compare the checksums, each rank those of its share of the files; what is wrong, the same on every rank."""
         # Every size-th of the files in order of size: about the same for all.
-        by_size = sorted(found.files, key=lambda name: (found.files[name].num_bytes, name))
+        by_size = sorted(names, key=lambda name: (found.files[name].num_bytes, name))
         share = by_size[self._team.rank :: self._team.size]
         what = f"reading step {step} in {self._store.root}"
-        results = self._team.agree(what, lambda: rot(self._store, step, found, share))
-        wrong = next((each for each in results if each is not None), None)
-        if wrong is None:
-            self._verified.add(step)
-        return wrong
+        results = self._team.agree(what, lambda: rot(self._store, step, found, share, read))
+        return next((each for each in results if each is not None), None)
 
     def _settle(self) -> None:
         """Until the group is free: the writing thread uses it too."""

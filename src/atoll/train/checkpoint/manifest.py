@@ -13,7 +13,8 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 NAME = "manifest.json"
 VERSION = 1
@@ -27,6 +28,14 @@ class FileEntry:
 
     num_bytes: int
     checksum: str  # of ALGORITHM, in hex
+
+
+class Part(NamedTuple):
+    """A range of a file as it was read."""
+
+    offset: int
+    num_bytes: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,32 @@ def _of_body(body: Mapping[str, Any]) -> str:
 def hex_of(checksum: int) -> str:
     """A checksum as it stands in the manifest."""
     return f"{checksum:08x}"
+
+
+def join_checksums(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two runs of bytes, one after the other, from that of each (as zlib's ``crc32_combine``)."""
+    return _product(_shift(second_bytes), first) ^ second
+
+
+@lru_cache(4096)
+def _shift(num_bytes: int) -> int:
+    """x to the power of 8 · num_bytes, modulo the polynomial of CRC-32; bit 31 is the coefficient of 1."""
+    power, square = 1 << 31, 1 << 23
+    while num_bytes:
+        if num_bytes & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        num_bytes >>= 1
+    return power
+
+
+def _product(a: int, b: int) -> int:
+    total = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            total ^= b
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
+    return total
 
 
 def step_name(step: int) -> str:

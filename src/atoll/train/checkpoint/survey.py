@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -11,7 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from atoll.core.errors import CheckpointError
 from atoll.train.checkpoint import manifest as manifests
-from atoll.train.checkpoint.manifest import Manifest
+from atoll.train.checkpoint.files import Files
+from atoll.train.checkpoint.manifest import Manifest, Part, hex_of, join_checksums
 from atoll.train.checkpoint.store import Store
 
 INDEX = ".metadata"  # DCP's, of tensors
@@ -51,17 +53,39 @@ def examine(store: Store, step: int, sizes: Mapping[str, int]) -> Manifest:
     return found
 
 
-def rot(store: Store, step: int, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """The first of these files that is not what was written, in a clause; None: all are. Raises ``OSError``."""
+def rot(
+    store: Store,
+    step: int,
+    manifest: Manifest,
+    names: Iterable[str],
+    read: Mapping[str, Collection[Part]] | None = None,
+) -> str | None:
+    """The first of these files that is not what was written, in a clause; None: all are. Raises ``OSError``.
+
+    Args:
+        read: parts that were read already, by name; the rest of the files is read here.
+    """
     files = store.files()
     for name in names:
         entry = manifest.files.get(name)
         if entry is None:
             return f"its {manifests.NAME} does not list {name}"
-        now = files.entry_of(f"{store.path(step)}/{name}")
-        if now != entry:
-            return f"{name} has {manifests.ALGORITHM} {now.checksum} instead of {entry.checksum}"
+        path, parts = f"{store.path(step)}/{name}", (read or {}).get(name, ())
+        checksum = hex_of(_checksum(files, path, entry.num_bytes, parts))
+        if checksum != entry.checksum:
+            return f"{name} has {manifests.ALGORITHM} {checksum} instead of {entry.checksum}"
     return None
+
+
+def _checksum(files: Files, path: str, num_bytes: int, parts: Collection[Part]) -> int:
+    position = checksum = 0
+    for part in sorted({*parts, Part(num_bytes, 0, 0)}):
+        if part.offset > position:
+            between = files.checksum(path, position, part.offset)
+            checksum = join_checksums(checksum, between, part.offset - position)
+        checksum = join_checksums(checksum, part.checksum, part.num_bytes)
+        position = part.offset + part.num_bytes
+    return checksum
 
 
 def read_index(store: Store, step: int, manifest: Manifest) -> Metadata:
@@ -72,6 +96,7 @@ def read_index(store: Store, step: int, manifest: Manifest) -> Metadata:
         OSError: the storage fails.
     """
     name = manifest.inside(INDEX)
-    if (wrong := rot(store, step, manifest, [name])) is not None:
+    data = store.read(step, name)
+    if (wrong := rot(store, step, manifest, [name], {name: [Part(0, len(data), zlib.crc32(data))]})) is not None:
         raise CheckpointError(f"step {step} in {store.root} is damaged: {wrong}")
-    return cast(Metadata, pickle.loads(store.read(step, name)))
+    return cast(Metadata, pickle.loads(data))
