@@ -22,7 +22,7 @@ from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer, train_bpe
 from atoll.train.models import registry
 from atoll.train.recipe.schema import ModelSection
-from atoll.train.weight_source import section_of
+from atoll.train.weight_source import open_weights
 from atoll.train.weights import export, load_weights
 
 NAME = "reef/tiny"
@@ -93,7 +93,7 @@ def test_what_is_here_is_not_transferred_again(server: hub_server.Hub) -> None:
 
 
 def test_only_the_wanted_files(server: hub_server.Hub) -> None:
-    hub.fetch(NAME, patterns=hub.METADATA)
+    hub.fetch(NAME, patterns=["config.json", "generation_config.json"])
     assert server.transfers == [f"{NAME}/config.json"]
 
 
@@ -231,20 +231,13 @@ def made(folder: Path, **kwargs: Any) -> tuple[nn.Module, Path]:
 def test_a_model_by_its_name(server: hub_server.Hub, tmp_path: Path) -> None:
     model, folder = made(tmp_path / "model", max_shard_bytes=20_000)
     server.add("reef/llama", folder)
-    assert section_of("reef/llama") == TINY.model_copy(update={"init_std": TINY.std})  # a config names it
-    assert sorted(server.transfers) == ["reef/llama/config.json", "reef/llama/generation_config.json"]
+    assert open_weights("reef/llama").section == TINY.model_copy(update={"init_std": TINY.std})  # a config names it
     back = registry.build(TINY, device="cpu")
     assert load_weights(back, TINY, "reef/llama") == []
     assert all(torch.equal(*pair) for pair in zip(back.parameters(), model.parameters(), strict=True))
     own = load_tokenizer("reef/llama")
     assert own.encode("the sea") == load_tokenizer(str(folder)).encode("the sea")
     assert len(server.transfers) == len(set(server.transfers))  # nothing twice
-
-
-def test_a_model_without_a_config(server: hub_server.Hub) -> None:
-    server.repositories[NAME].files = {"generation_config.json": b"{}"}
-    with pytest.raises(ConfigError, match=r"reef/tiny has no config\.json at http.*is it a model for transformers\?"):
-        section_of(NAME)
 
 
 # huggingface_hub itself calls its HTTP library in an old way.

@@ -243,8 +243,7 @@ def _exported_equals(tmp_path: Path, run: Path) -> Path:
     assert found is not None
     section = Recipe.model_validate(found.recipe).model
     ours = registry.build(section, device="cpu").eval()
-    with open_weights(str(run)) as opened:
-        set_weights(ours, section, opened)
+    set_weights(ours, section, open_weights(str(run)))
     tokens = torch.arange(20).reshape(2, 10) * 7
     with torch.no_grad():
         expected = theirs(tokens).logits

@@ -34,7 +34,7 @@ from atoll.train.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from atoll.train.models import gguf, hf, registry
 from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection, Recipe, RopeScaling
-from atoll.train.weight_source import open_weights, section_of
+from atoll.train.weight_source import open_weights
 from atoll.train.weights import export, import_weights, load_weights
 
 TINY = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden_dim": 48, "vocab_size": 96, "max_seq_len": 64}
@@ -124,7 +124,7 @@ def test_transformers_computes_the_same_from_an_export(section: ModelSection, tm
 def test_an_export_comes_back_bit_by_bit(section: ModelSection, tmp_path: Path) -> None:
     model = model_of(section)
     folder = export_model(model, tmp_path / "hf", max_shard_bytes=20_000)
-    assert section_of(str(folder)) == section.model_copy(
+    assert open_weights(str(folder)).section == section.model_copy(
         update={"kv_heads": section.num_kv_heads, "init_std": section.std}
     )
     back = model_of(section, seed=1)
@@ -172,8 +172,7 @@ def test_a_model_that_transformers_saved(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     original = transformers.AutoModelForCausalLM.from_config(config).eval()
     original.save_pretrained(tmp_path / "hf")
-    section = section_of(str(tmp_path / "hf"))
-    assert section is not None
+    section = open_weights(str(tmp_path / "hf")).section
     if kind == "mistral":
         assert (section.family, section.max_seq_len) == ("llama", 48)
     model = model_of(section)
@@ -223,16 +222,14 @@ def test_an_index_says_for_each_tensor_which_file_counts(tmp_path: Path) -> None
         {**content, name: torch.zeros_like(safetensors.torch.load_file(folder / first)[name])}, last
     )
     back = model_of(model.config, seed=1)
-    (note,) = load_weights(back, model.config, str(folder))
+    assert load_weights(back, model.config, str(folder)) == []
     assert_same(back, model)
-    assert f"{name} in {last.name}" in note
     safetensors.torch.save_file(dict(list(content.items())[1:]), last)
     lost = next(iter(content))
     with pytest.raises(ConfigError, match=rf"its index has {re.escape(lost)} in {last.name}, which lacks it"):
         load_weights(back, model.config, str(folder))
-    safetensors.torch.save_file({**content, name: torch.zeros(1)}, last)
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match=rf"tensor {re.escape(name)} is in several of .* no model.safetensors.index"):
+    with pytest.raises(ConfigError, match=r"hf is incomplete: model.safetensors.index.json is missing, which says"):
         load_weights(back, model.config, str(folder))
 
 
@@ -281,7 +278,6 @@ def test_a_bare_safetensors_file_takes_the_recipes_network(tmp_path: Path) -> No
     model = model_of(section_for("phi3"))
     file = export_model(model, tmp_path / "hf") / "model.safetensors"
     alone = shutil.copy(file, tmp_path / "weights.safetensors")
-    assert section_of(str(alone)) is None
     back = model_of(model.config, seed=1)
     load_weights(back, model.config, str(alone))
     assert_same(back, model)
@@ -438,8 +434,8 @@ def test_files_of_another_form(file: str, content: Any, message: str, tmp_path: 
     (folder / file).write_text(json.dumps(content))
     if file.endswith("index.json"):
         (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    with pytest.raises(ConfigError, match=message), open_weights(str(folder)):
-        pass
+    with pytest.raises(ConfigError, match=message):
+        open_weights(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -510,35 +506,29 @@ def test_networks_that_transformers_lacks() -> None:
 )
 def test_sources_that_are_none(make: Any, message: str, tmp_path: Path) -> None:
     make(tmp_path / "a")
-    with pytest.raises(ConfigError, match=message), open_weights(str(tmp_path / "a")):
-        pass
+    with pytest.raises(ConfigError, match=message):
+        open_weights(str(tmp_path / "a"))
 
 
 def test_a_source_that_is_misspelt_is_named_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs/austen").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="did you mean 'outputs/austen'"), open_weights("outputs/asten"):
-        pass
+    with pytest.raises(ConfigError, match="did you mean 'outputs/austen'"):
+        open_weights("outputs/asten")
 
 
 def test_files_that_are_cut_short(tmp_path: Path) -> None:
     folder = export_model(model_of(section_for("llama")), tmp_path / "hf", max_shard_bytes=20_000)
     first, second, *_ = sorted(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-100])
-    with (
-        pytest.raises(ConfigError, match=f"{first.name} is not a complete safetensors file"),
-        open_weights(str(folder)),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=f"{first.name} is not a complete safetensors file"):
+        open_weights(str(folder))
     second.unlink()
-    with pytest.raises(ConfigError, match=f"{second.name} of its index is missing"), open_weights(str(folder)):
-        pass
+    with pytest.raises(ConfigError, match=f"{second.name} of its index is missing"):
+        open_weights(str(folder))
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    with (
-        pytest.raises(ConfigError, match=r"a\.gguf is not a complete GGUF file"),
-        open_weights(str(tmp_path / "a.gguf")),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=r"a\.gguf is not a complete GGUF file"):
+        open_weights(str(tmp_path / "a.gguf"))
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -706,7 +696,7 @@ def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
     model = model_of(section_for(family, tied=tied))
     write_gguf(model, tmp_path / "a.gguf")
     expected = model.config.model_copy(update={"kv_heads": model.config.num_kv_heads})
-    assert section_of(str(tmp_path / "a.gguf")) == expected
+    assert open_weights(str(tmp_path / "a.gguf")).section == expected
     back = model_of(model.config, seed=1)
     assert load_weights(back, model.config, str(tmp_path / "a.gguf")) == []
     assert_same(back, model)
@@ -731,7 +721,7 @@ def test_a_gguf_with_values_that_cannot_be(tmp_path: Path) -> None:
         writer.write_tensors_to_file()
         writer.close()
         with pytest.raises(ConfigError, match=message):
-            section_of(str(path))
+            open_weights(str(path)).section
 
 
 def test_quantised_gguf(tmp_path: Path) -> None:
@@ -754,10 +744,10 @@ def test_gguf_keeps_llama3_scaling_as_factors(tmp_path: Path) -> None:
     scaled = model.rope.frequencies(torch.device("cpu"))
     plain = 1.0 / 5e5 ** (torch.arange(0, 8, 2) / 8)
     write_gguf(model, tmp_path / "a.gguf", rope_freqs__weight=(plain / scaled).numpy())
-    assert section_of(str(tmp_path / "a.gguf")) == section
+    assert open_weights(str(tmp_path / "a.gguf")).section == section
     write_gguf(model, tmp_path / "b.gguf", rope_freqs__weight=np.full(4, 3.0, dtype=np.float32))
     with pytest.raises(ConfigError, match="its rope_freqs are not those of a Llama 3"):
-        section_of(str(tmp_path / "b.gguf"))
+        open_weights(str(tmp_path / "b.gguf")).section
 
 
 # --------------------------------------------------------------------------------------------- runs and commands
@@ -822,11 +812,8 @@ def test_a_run_in_an_object_store(tmp_path: Path) -> None:
             back = model_of(model.config, seed=1)
             load_weights(back, model.config, spec)
             assert_same(back, model)
-        with (
-            pytest.raises(ConfigError, match="memory://bucket/other: no such file or folder"),
-            open_weights("memory://bucket/other"),
-        ):
-            pass
+        with pytest.raises(ConfigError, match="memory://bucket/other: no such file or folder"):
+            open_weights("memory://bucket/other")
     finally:
         memory.rm("/bucket", recursive=True)
 
@@ -897,7 +884,7 @@ def test_force_deletes_no_run(tmp_path: Path) -> None:
             atoll("export", run, dest, "--force")
     assert _contents(tmp_path) == before
     atoll("export", run, run / "hf")  # a new folder takes nothing away
-    with pytest.raises(ConfigError, match=r"is .*hf, which would be read and replaced at once"):
+    with pytest.raises(ConfigError, match=r"holds .*hf, which would be read and replaced at once"):
         atoll("import", run / "hf", run / "hf", "--force")
     with pytest.raises(ConfigError, match="'' is not a source of weights"):
         atoll("export", "", tmp_path / "x")
@@ -921,7 +908,7 @@ def test_a_checkpoint_that_rotted(tmp_path: Path) -> None:
         atoll("export", new, tmp_path / "other")
     (old / ".metadata").write_bytes(bytes((old / ".metadata").stat().st_size))
     with pytest.raises(ConfigError, match=r"step-00000005 is damaged: \.metadata has crc32"):
-        section_of(str(old))
+        open_weights(str(old)).section
 
 
 def test_a_run_on_bytes(tmp_path: Path) -> None:
@@ -959,7 +946,7 @@ def test_import_and_generate(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'' is not a source of weights"):
         atoll("generate", "", "x", "--device", "cpu")
     with pytest.raises(ConfigError, match="'' is not a source of weights"):
-        section_of("")
+        open_weights("").section
 
 
 def test_sizes_are_told_in_their_unit(tmp_path: Path) -> None:
@@ -973,7 +960,7 @@ def test_a_folder_that_is_missing_is_not_asked_of_a_hub(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="outputs/nope: no such folder; outputs is a folder here"):
         atoll("generate", "outputs/nope", "hi", "--device", "cpu")
     with pytest.raises(ConfigError, match="outputs/nope: no such folder; outputs is a folder here"):
-        section_of("outputs/nope")
+        open_weights("outputs/nope").section
 
 
 # ------------------------------------------------------------------------------------------------------ real ones
@@ -983,8 +970,7 @@ def test_smollm2(tmp_path: Path) -> None:
         file = inputs.smollm2()
     except inputs.MissingInput as error:
         pytest.fail(str(error), pytrace=False)
-    section = section_of(str(file))
-    assert section is not None
+    section = open_weights(str(file)).section
     assert registry.parameter_count(section) == 134_515_008
     atoll("import", file, tmp_path / "hf", "--dtype", "fp32")
     model = registry.build(section, device="cpu")

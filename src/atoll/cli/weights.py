@@ -152,9 +152,8 @@ def generate(
         runs := [path.parent.name for path in Path(source).parent.glob("*/summary.json")]
     ):
         raise ConfigError(f"{source}: no such run folder{nearest(Path(source).name, runs, str(Path(source).parent))}")
-    with progress_bar(f"loading {source}") as progress, open_weights(source, None, progress) as opened:
-        if opened.section is None:
-            raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
+    with progress_bar(f"loading {source}") as progress:
+        opened = open_weights(source, None, progress)
         text = _tokenizer(opened, tokenizer)
         dtype = torch.float32 if place == "cpu" else torch.bfloat16
         model = registry.build(opened.section, device=place, dtype=dtype).eval()

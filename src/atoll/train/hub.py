@@ -18,7 +18,6 @@ Progress = Callable[[float, float | None], None]  # bytes done, bytes in all whe
 
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
 TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja"]
-METADATA = ["config.json", "generation_config.json"]
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 

@@ -31,13 +31,13 @@ def continue_prompt(recipe: Recipe, checkpoint: str, note: Callable[[str], None]
     from atoll.train.weights import set_weights
 
     try:
-        with open_weights(checkpoint) as opened:
-            if opened.tokenizer is None:
-                note("no sample: the run has no tokenizer")
-                return None
-            tokenizer = load_tokenizer(opened.tokenizer)
-            model = registry.build(recipe.model, device="cpu").eval()
-            set_weights(model, recipe.model, opened)
+        opened = open_weights(checkpoint)
+        if opened.tokenizer is None:
+            note("no sample: the run has no tokenizer")
+            return None
+        tokenizer = load_tokenizer(opened.tokenizer)
+        model = registry.build(recipe.model, device="cpu").eval()
+        set_weights(model, recipe.model, opened)
         tokens = tokenizer.encode(prompt)
         if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens):
             tokens.insert(0, tokenizer.bos_id)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ Progress = Callable[[float, float | None], None]
 _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|attn_rot_embd|^rope_freqs\.weight$")
 _HEADS = ("lm_head.weight", "output.weight")
 _EXPECTED = "expected a run's folder, a Hugging Face folder, a .safetensors or .gguf file, or owner/name on a hub"
+_INDEX = "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
@@ -43,7 +43,7 @@ class WeightSource:
 
     Attributes:
         label: what messages call it.
-        section: the network it says it is; None where it doesn't.
+        section: the network it says it is, or the recipe's where it doesn't.
         names: tensors that the file has, by the file's names, in its order, with their shapes.
         read_stored: reads one by the file's name.
         stored: the file's tensors that ours are in.
@@ -55,7 +55,7 @@ class WeightSource:
     """
 
     label: str
-    section: ModelSection | None
+    section: ModelSection
     names: dict[str, tuple[int, ...]]
     read_stored: Callable[[str], Tensor]
     stored: list[Stored]
@@ -77,7 +77,7 @@ class WeightSource:
         known = set(present.values())
         self.unknown = [name for name in self.names if name not in known and not _NO_WEIGHTS.search(name)]
         # Some checkpoints hold a tied head a second time.
-        if self.section is not None and self.section.tied:
+        if self.section.tied:
             self.unknown = [name for name in self.unknown if name not in _HEADS]
 
     @property
@@ -128,7 +128,7 @@ class WeightSource:
             ConfigError: they differ, so that the network is not the one that its config describes.
         """
         second = next((name for name in _HEADS if name in self.names and name not in self.unknown), None)
-        if self.section is None or not self.section.tied or second is None or "embed.weight" not in self._places:
+        if not self.section.tied or second is None or "embed.weight" not in self._places:
             return
         if not torch.equal(self.read("embed.weight"), self.read_stored(second)):
             raise ConfigError(
@@ -160,10 +160,7 @@ def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------ opening
-@contextmanager
-def open_weights(
-    spec: str, section: ModelSection | None = None, progress: Progress | None = None
-) -> Iterator[WeightSource]:
+def open_weights(spec: str, section: ModelSection | None = None, progress: Progress | None = None) -> WeightSource:
     """Open what ``spec`` names: a run's folder, a checkpoint's, a Hugging Face folder, a file, or a name on a hub.
 
     Args:
@@ -174,47 +171,23 @@ def open_weights(
     Raises:
         ConfigError: there is nothing that can be read; says what was expected.
     """
-    with ExitStack() as stack:
-        yield _open(spec, section, progress, stack)
-
-
-def section_of(source: str) -> ModelSection | None:
-    """The network that a source describes; None for a bare ``.safetensors`` file without a ``config.json``.
-
-    Raises:
-        ConfigError: there is nothing that can be read, or its network is not among the families here.
-    """
-    path = _path_of(source)
-    if not path.exists() and hub.is_hub_name(source):
-        config = hub.fetch(source, patterns=hub.METADATA) / "config.json"
-        if not config.is_file():
-            raise ConfigError(f"{source} has no config.json at {hub.endpoint()}: is it a model for transformers?")
-        return hf.section_from_hf(_read_json(config), source=f"{source}/config.json")
-    if path.is_dir() and (path / "config.json").is_file():
-        return hf.section_from_hf(_read_json(path / "config.json"), source=str(path / "config.json"))
-    if path.suffix == ".safetensors" and path.is_file() and not (path.parent / "config.json").is_file():
-        return None
-    if (saved := _saved(source, path, verify=False)) is not None:
-        return _section_of_saved(saved)
-    with open_weights(source) as opened:
-        return opened.section
-
-
-def _open(spec: str, section: ModelSection | None, progress: Progress | None, stack: ExitStack) -> WeightSource:
-    path = _path_of(spec)
-    if (saved := _saved(spec, path, verify=True)) is not None:
-        return _open_saved(saved)
+    if not spec.strip():
+        raise ConfigError(f"{spec!r} is not a source of weights: {_EXPECTED}")
+    path = Path(spec).expanduser()
+    if path.is_dir() or "://" in spec:
+        saved = find_checkpoint(str(path) if path.is_dir() else spec)
+        if saved is not None:
+            return _from_checkpoint(saved)
     if path.is_dir():
-        return _open_folder(path, spec, section, stack)
+        return _from_folder(path, spec, section)
     if path.is_file() and path.suffix == ".gguf":
-        return _open_gguf(path)
+        return _from_gguf(path)
     if path.is_file() and path.suffix == ".safetensors":
-        return _open_files([path], path.parent, spec, section, stack)
+        return _from_safetensors(path.parent, spec, section, only=path.name)
     if path.exists():
         raise ConfigError(f"{spec}: expected a folder, a .safetensors or a .gguf file, or owner/name on a hub")
     if hub.is_hub_name(spec):
-        folder = hub.fetch(spec, patterns=hub.WEIGHTS + hub.TOKENIZER, progress=progress)
-        return _open_folder(folder, spec, section, stack)
+        return _from_folder(hub.fetch(spec, patterns=hub.WEIGHTS + hub.TOKENIZER, progress=progress), spec, section)
     first, beside = spec.partition("/")[0], path.parent
     near = nearest(path.name, os.listdir(beside), os.path.dirname(spec)) if beside.is_dir() else ""
     if hub.reads_as_name(spec) and Path(first).is_dir():
@@ -222,108 +195,91 @@ def _open(spec: str, section: ModelSection | None, progress: Progress | None, st
     raise ConfigError(f"{spec}: no such file or folder, and no owner/name on a hub{near or f'; {_EXPECTED}'}")
 
 
-def _path_of(spec: str) -> Path:
-    if not spec.strip():
-        raise ConfigError(f"{spec!r} is not a source of weights: {_EXPECTED}")
-    return Path(spec).expanduser()
-
-
-def _saved(spec: str, path: Path, *, verify: bool) -> SavedStep | None:
-    if not path.is_dir() and "://" not in spec:
-        return None
-    return find_checkpoint(str(path) if path.is_dir() else spec, verify=verify)
-
-
-def _open_folder(folder: Path, label: str, section: ModelSection | None, stack: ExitStack) -> WeightSource:
-    """As ``transformers`` does: one model.safetensors, else what its index names; else all there are."""
+def _from_folder(folder: Path, label: str, section: ModelSection | None) -> WeightSource:
+    """As ``transformers`` does: model.safetensors, else what its index names; else the one file there is."""
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"{label} holds an adapter (adapter_config.json), and whole weights are read: merge it into its base, "
             "with merge_and_unload() of peft, and name the folder that this is saved in"
         )
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return _open_files([whole], folder, label, section, stack)
-    places = _weight_map(index) if index.is_file() else None
-    files = sorted(folder.glob("*.safetensors") if places is None else {folder / name for name in places.values()})
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ConfigError(
-            f"{label} is incomplete: {', '.join(missing)} of its index is missing; fetch or copy it again"
-        )
-    if not files:
-        ggufs = sorted(folder.glob("*.gguf"))
-        if len(ggufs) == 1:
-            return _open_gguf(ggufs[0])
-        have = sorted(path.name for path in folder.iterdir())[:6]
-        pickles = "; .bin files are pickles, which are not read: save the model again, with save_pretrained(folder)"
-        raise ConfigError(
-            f"{label} holds no weights that can be read: expected .safetensors files, one .gguf file, or Atoll's "
-            f"checkpoints; it has {', '.join(have) or 'nothing'}{pickles if any(folder.glob('*.bin')) else ''}"
-        )
-    return _open_files(files, folder, label, section, stack, places)
-
-
-def _open_files(
-    files: list[Path],
-    folder: Path,
-    label: str,
-    section: ModelSection | None,
-    stack: ExitStack,
-    places: Mapping[str, str] | None = None,
-) -> WeightSource:
-    """Open safetensors; ``places`` are the file of each tensor, where an index says so."""
-    from safetensors import SafetensorError, safe_open
-
-    where: dict[str, Any] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes = set()
-    left: list[str] = []
-    for file in files:
-        try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
-        for name in opened.keys():  # noqa: SIM118 - no mapping: it has no iteration of its own
-            if places is not None and places.get(name) != file.name:
-                left.append(f"{name} in {file.name}")
-                continue
-            if name in where:
-                raise ConfigError(
-                    f"{label}: tensor {name} is in several of {', '.join(each.name for each in files[:4])}, and no "
-                    "model.safetensors.index.json says which counts: remove the files that don't belong to the model"
-                )
-            where[name] = opened
-            piece = opened.get_slice(name)
-            shapes[name] = tuple(piece.get_shape())
-            dtypes.add(_float_type(piece.get_dtype(), name, label))
-    if lacking := sorted((places or {}).keys() - where.keys()):
-        assert places is not None
-        raise ConfigError(
-            f"{label} is incomplete: its index has {lacking[0]} in {places[lacking[0]]}, which lacks it; fetch or copy "
-            "it again"
-        )
-    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else None
-    own = None if config is None else hf.section_from_hf(config, source=f"{label}: config.json")
-    known = own or section
-    if known is None:
-        raise ConfigError(f"{label} has no config.json beside it, so that its network is not known")
-    kept = {"F32": "fp32", "F16": "fp16"}.get(next(iter(dtypes)), "bf16") if len(dtypes) == 1 else "bf16"
-    stored = stored_tensors(known) if known.python is None else _as_they_are(shapes)
-    return WeightSource(
-        label=label,
-        section=own,
-        names=shapes,
-        read_stored=lambda name: where[name].get_tensor(name),
-        stored=stored,
-        dtype=kept,
-        special_ids=_special_ids(config or {}, folder),
-        write_tokenizer=partial(_copy_tokenizer, folder),
-        tokenizer=str(folder),
-        notes=[f"not read of {label}, as its index has it elsewhere or nowhere: {left[0]}"] if left else [],
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if "model.safetensors" in files:
+        return _from_safetensors(folder, label, section, only="model.safetensors")
+    if (folder / _INDEX).is_file():
+        return _from_safetensors(folder, label, section)
+    ggufs = list(folder.glob("*.gguf"))
+    if not files and len(ggufs) == 1:
+        return _from_gguf(ggufs[0])
+    if len(files) == 1:
+        return _from_safetensors(folder, label, section, only=files[0])
+    if files:
+        raise ConfigError(f"{label} is incomplete: {_INDEX} is missing, which says what {', '.join(files[:4])} hold")
+    have = sorted(path.name for path in folder.iterdir())[:6]
+    pickles = "; .bin files are pickles, which are not read: save the model again, with save_pretrained(folder)"
+    raise ConfigError(
+        f"{label} holds no weights that can be read: expected .safetensors files, one .gguf file, or Atoll's "
+        f"checkpoints; it has {', '.join(have) or 'nothing'}{pickles if any(folder.glob('*.bin')) else ''}"
     )
 
 
-def _open_gguf(path: Path) -> WeightSource:
+def _from_safetensors(
+    folder: Path, label: str, section: ModelSection | None, *, only: str | None = None
+) -> WeightSource:
+    """Open one file, or those that the folder's index names."""
+    if only is not None:
+        places = dict.fromkeys(_opened(folder / only).keys(), only)
+    else:
+        places = _weight_map(folder / _INDEX)
+    if missing := sorted(name for name in set(places.values()) if not (folder / name).is_file()):
+        raise ConfigError(
+            f"{label} is incomplete: {', '.join(missing)} of its index is missing; fetch or copy it again"
+        )
+    opened = {name: _opened(folder / name) for name in sorted(set(places.values()))}
+    held = {name: set(file.keys()) for name, file in opened.items()}
+    if lost := sorted(name for name, file in places.items() if name not in held[file]):
+        raise ConfigError(
+            f"{label} is incomplete: its index has {lost[0]} in {places[lost[0]]}, which lacks it; fetch or copy it "
+            "again"
+        )
+    pieces = {name: opened[file].get_slice(name) for name, file in places.items()}
+    shapes = {name: tuple(piece.get_shape()) for name, piece in pieces.items()}
+    dtypes = {name: piece.get_dtype() for name, piece in pieces.items() if not _NO_WEIGHTS.search(name)}
+    for name, dtype in dtypes.items():
+        if dtype not in _FLOATS:
+            raise ConfigError(
+                f"{label}: tensor {name} is of type {dtype}, expected one of {', '.join(_FLOATS)}: quantised weights "
+                "are read from GGUF files only"
+            )
+    config: dict[str, Any] = {}
+    if (folder / "config.json").is_file():
+        config = _read_json(folder / "config.json")
+        section = hf.section_from_hf(config, source=f"{label}: config.json")
+    if section is None:
+        raise ConfigError(f"{label} has no config.json beside it, so that its network is not known")
+    kinds = set(dtypes.values())
+    return WeightSource(
+        label=label,
+        section=section,
+        names=shapes,
+        read_stored=lambda name: opened[places[name]].get_tensor(name),
+        stored=stored_tensors(section) if section.python is None else _as_they_are(shapes),
+        dtype={("F32",): "fp32", ("F16",): "fp16"}.get(tuple(kinds), "bf16"),
+        special_ids=_special_ids(config, folder),
+        write_tokenizer=partial(_copy_tokenizer, folder),
+        tokenizer=str(folder),
+    )
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
+
+
+def _from_gguf(path: Path) -> WeightSource:
     file = gguf.GgufFile(path)
     section = file.section
     return WeightSource(
@@ -339,23 +295,8 @@ def _open_gguf(path: Path) -> WeightSource:
 
 
 # -------------------------------------------------------------------------------------------- Atoll's own checkpoints
-def _open_saved(saved: SavedStep) -> WeightSource:
+def _from_checkpoint(saved: SavedStep) -> WeightSource:
     """The weights of a checkpoint; optimizer state and the rest are left alone."""
-    shapes = saved.shapes
-    return WeightSource(
-        label=saved.label,
-        section=_section_of_saved(saved),
-        names=shapes,
-        read_stored=saved.read,
-        stored=_as_they_are(shapes),
-        special_ids=_ids_of_tokenizer(saved.tokenizer),
-        write_tokenizer=partial(_save_tokenizer, saved.tokenizer),
-        tokenizer=saved.tokenizer,
-        notes=list(saved.notes),
-    )
-
-
-def _section_of_saved(saved: SavedStep) -> ModelSection:
     try:
         section = ModelSection.model_validate(saved.recipe.get("model") or {})
     except ValidationError as error:
@@ -364,7 +305,28 @@ def _section_of_saved(saved: SavedStep) -> ModelSection:
         raise ConfigError(f"{saved.label}: [model] {key} of its recipe: {first['msg']}") from None
     if section.vocab_size is None and "embed.weight" in saved.shapes:
         section = section.model_copy(update={"vocab_size": saved.shapes["embed.weight"][0]})
-    return section
+    tokenizer = None if saved.tokenizer is None else load_tokenizer(saved.tokenizer)
+    ids = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+    def write_tokenizer(folder: Path) -> str | None:
+        if tokenizer is None:
+            return "the run keeps no tokenizer, and none was written"
+        tokenizer.save(folder)
+        if not (folder / "tokenizer.json").is_file():
+            return "the tokenizer is 'bytes', which Atoll knows and transformers does not"
+        return None
+
+    return WeightSource(
+        label=saved.label,
+        section=section,
+        names=saved.shapes,
+        read_stored=saved.read,
+        stored=_as_they_are(saved.shapes),
+        special_ids={key: number for key, number in ids.items() if number is not None},
+        write_tokenizer=write_tokenizer,
+        tokenizer=saved.tokenizer,
+        notes=list(saved.notes),
+    )
 
 
 def _as_they_are(shapes: Mapping[str, tuple[int, ...]]) -> list[Stored]:
@@ -374,24 +336,7 @@ def _as_they_are(shapes: Mapping[str, tuple[int, ...]]) -> list[Stored]:
     ]
 
 
-def _ids_of_tokenizer(spec: str | None) -> dict[str, Any]:
-    if spec is None:
-        return {}
-    tokenizer = load_tokenizer(spec)
-    found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    return {key: number for key, number in found.items() if number is not None}
-
-
-def _save_tokenizer(spec: str | None, folder: Path) -> str | None:
-    if spec is None:
-        return "the run keeps no tokenizer, and none was written"
-    load_tokenizer(spec).save(folder)
-    if not (folder / "tokenizer.json").is_file():
-        return "the tokenizer is 'bytes', which Atoll knows and transformers does not"
-    return None
-
-
-# ---------------------------------------------------------------------------------------------------- tokenizers
+# ------------------------------------------------------------------------------------------------ files beside them
 def _copy_tokenizer(source: Path, folder: Path) -> str | None:
     """Copy the files of a tokenizer as they are."""
     files = {path for each in hub.TOKENIZER for path in source.glob(each) if path.is_file()}
@@ -422,15 +367,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(name, str) or Path(name).name != name:
             raise ConfigError(f"{index}: weight_map has {name!r}, expected the name of a file beside it")
     return files
-
-
-def _float_type(dtype: str, name: str, label: str) -> str:
-    if dtype not in _FLOATS and not _NO_WEIGHTS.search(name):
-        raise ConfigError(
-            f"{label}: tensor {name} is of type {dtype}, expected one of {', '.join(_FLOATS)}: quantised weights are "
-            "read from GGUF files only"
-        )
-    return dtype
 
 
 def _read_json(path: Path) -> dict[str, Any]:

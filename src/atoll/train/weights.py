@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
@@ -52,8 +51,7 @@ def load_weights(model: nn.Module, section: ModelSection, source: str, progress:
         ConfigError: a tensor is missing, left over, or of another shape, and the message names it and both shapes; or
             it holds values that are not finite.
     """
-    with open_weights(source, section, progress) as opened:
-        return set_weights(model, section, opened, progress)
+    return set_weights(model, section, open_weights(source, section, progress), progress)
 
 
 @torch.no_grad()
@@ -86,7 +84,7 @@ def set_weights(
 
 def _differences(section: ModelSection, opened: WeightSource) -> list[str]:
     own = opened.section
-    if own is None or section.python is not None:
+    if section.python is not None:
         return []
     rotary = family_of(section).rotary
     heads = [(each.heads, each.num_kv_heads, each.size_of_head) for each in (section, own)]
@@ -179,26 +177,23 @@ def import_weights(
         ConfigError: the source can't be read or the target is taken.
     """
     target = Path(folder).expanduser()
-    _refuse_dtype(dtype)  # all of these before hours of a download
-    _refuse_taken(target, force)
-    _refuse_overlap(target, source)
-    with open_weights(source, None, progress) as opened:
-        if opened.section is None:
-            raise ConfigError(f"{opened.label} has no config.json beside it, so that its network is not known")
-        if opened.section.python is None:
-            wanted = shapes(opened.section)
-            _compare(opened, wanted, {name: name for name in wanted}, wanted, "its network")
-        return opened.notes + export(
-            opened.readers(),
-            opened.section,
-            folder,
-            dtype=opened.dtype if dtype is None else dtype,
-            max_shard_bytes=max_shard_bytes,
-            special_ids=opened.special_ids,
-            write_tokenizer=opened.write_tokenizer,
-            force=force,
-            progress=progress,
-        )
+    _refuse_dtype(dtype)  # both before hours of a download
+    _refuse_taken(target, force, source)
+    opened = open_weights(source, None, progress)
+    if opened.section.python is None:
+        wanted = shapes(opened.section)
+        _compare(opened, wanted, {name: name for name in wanted}, wanted, "its network")
+    return opened.notes + export(
+        opened.readers(),
+        opened.section,
+        folder,
+        dtype=opened.dtype if dtype is None else dtype,
+        max_shard_bytes=max_shard_bytes,
+        special_ids=opened.special_ids,
+        write_tokenizer=opened.write_tokenizer,
+        force=force,
+        progress=progress,
+    )
 
 
 def export(
@@ -252,7 +247,8 @@ def _refuse_dtype(dtype: str | None) -> None:
         raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
 
 
-def _refuse_taken(target: Path, force: bool) -> None:
+def _refuse_taken(target: Path, force: bool, source: str = "") -> None:
+    """Refuse a target that is more than an earlier export, or that ``source`` is read from."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file: choose another folder")
     if not target.is_dir():
@@ -261,34 +257,18 @@ def _refuse_taken(target: Path, force: bool) -> None:
         raise ConfigError(
             f"{target} is, or holds, the folder you are in, and would be replaced: start from another one"
         )
-    if not any(target.iterdir()):
+    found = sorted(target.iterdir())
+    if not found:
         return
     if not force:
         raise ConfigError(f"{target} exists and is not empty: choose another folder, or give --force")
-    if (wrong := _no_export(target)) is not None:
-        raise ConfigError(f"{target} {wrong}, and --force replaces earlier exports only: choose another folder")
-
-
-def _no_export(folder: Path) -> str | None:
-    """Why a folder is not what ``export`` writes; None where it is, and holds nothing else."""
     known = [*hub.WEIGHTS, *hub.TOKENIZER]
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or not any(fnmatch.fnmatch(path.name, pattern) for pattern in known):
-            return f"holds {path.name}, which is not of an export"
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        return "holds no config.json with safetensors"
-    return None
-
-
-def _refuse_overlap(target: Path, source: str) -> None:
-    """What is read must not lie in what is replaced, nor the other way round."""
-    origin, place = Path(source.removeprefix("file://")).expanduser(), target.resolve()
-    if not origin.exists() or not (target.is_dir() and any(target.iterdir())):
-        return
-    read = origin.resolve()
-    if read == place or place in read.parents or read in place.parents:
-        how = "is" if read == place else "holds" if place in read.parents else "lies inside"
-        raise ConfigError(f"{target} {how} {source}, which would be read and replaced at once: choose another folder")
+    others = [path for path in found if not (path.is_file() and any(path.match(pattern) for pattern in known))]
+    if others or target / "config.json" not in found:
+        wrong = f"holds {others[0].name}, which is not of an export" if others else "holds no config.json"
+        raise ConfigError(f"{target} {wrong}, and --force replaces earlier exports only: choose another folder")
+    if Path(source.removeprefix("file://")).expanduser().resolve() in (target.resolve(), *map(Path.resolve, found)):
+        raise ConfigError(f"{target} holds {source}, which would be read and replaced at once: choose another folder")
 
 
 def _write_weights(
