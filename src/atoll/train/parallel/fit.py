@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,13 @@ _CARDS = {
 _MODES: tuple[Mode, ...] = ("none", "selective", "full")
 _MOST_RANKS = 1 << 14
 
-Candidate = tuple[str, Recipe, Layout]  # the flag, and what the run would be with it
+
+class Candidate(NamedTuple):
+    """Flags, and what the run would be with them."""
+
+    flags: str
+    recipe: Recipe
+    layout: Layout
 
 
 def parse_gpus(text: str) -> tuple[str, int, int]:
@@ -104,37 +110,70 @@ def first_fix(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device 
     Returns:
         flags, or what else to do; None where it fits as it is, or nothing known helps.
     """
-    if fits(recipe, layout, memory_bytes, device):
+
+    def helps(candidate: Candidate) -> bool:
+        return fits(candidate.recipe, candidate.layout, memory_bytes, device)
+
+    now = Candidate("", recipe, layout)
+    if helps(now):
         return None
-    for change in _CHANGES:
-        for flag, with_it, spread in change(recipe, layout):
-            if fits(with_it, spread, memory_bytes, device):
-                return flag
-    flags: list[str] = []
-    all_of_them, spread = recipe, layout
-    for change in _CHANGES:
-        candidates = list(change(all_of_them, spread))
-        for flag, with_it, changed in candidates:
-            if fits(with_it, changed, memory_bytes, device):
-                return " ".join([*flags, flag])
-        if candidates:
-            flag, all_of_them, spread = candidates[-1]
-            flags.append(flag)
-    for start, needed in ((recipe, []), (all_of_them, flags)):
-        found = _more_ranks(start, layout if start is recipe else spread, memory_bytes, device)
-        if found is not None:
-            return " ".join([*needed, found])
+    kinds = _changes(now)
+    for candidate in itertools.chain(*kinds):
+        if helps(candidate):
+            return candidate.flags
+    all_of_them = now
+    for kind in range(len(kinds)):
+        candidates = _changes(all_of_them)[kind]
+        for candidate in candidates:
+            if helps(candidate):
+                return candidate.flags
+        all_of_them = candidates[-1] if candidates else all_of_them
+    for start in (now, all_of_them):
+        shard = 2 * start.layout.data
+        while shard <= _MOST_RANKS:
+            wider = dataclasses.replace(start.layout, replicate=1, shard=shard)
+            if _possible(start.recipe, wider) and fits(start.recipe, wider, memory_bytes, device):
+                ranks = f"--parallel.shard {shard} on {wider.world_size} ranks instead of {start.layout.world_size}"
+                return f"{start.flags} {ranks}".strip()
+            shard *= 2
     return None
 
 
-def _more_ranks(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device) -> str | None:
-    shard = 2 * layout.data
-    while shard <= _MOST_RANKS:
-        spread = dataclasses.replace(layout, replicate=1, shard=shard)
-        if _possible(recipe, spread) and fits(recipe, spread, memory_bytes, device):
-            return f"--parallel.shard {shard} on {spread.world_size} ranks instead of {layout.world_size}"
-        shard *= 2
-    return None
+def _changes(now: Candidate) -> list[list[Candidate]]:
+    """What can be changed, one list a kind, the cheapest first."""
+    train, section, layout = now.recipe.train, now.recipe.optimizer, now.layout
+    modes = () if train.recompute == "auto" else _MODES[_MODES.index(train.recompute) + 1 :]  # auto has tried them all
+    smaller = [size for size in range(train.micro_batch // 2, 0, -1) if train.micro_batch % size == 0]
+    ranks = layout.data * layout.tensor
+    cuts = [size for size in (2, 4, 8) if size > layout.tensor and ranks % size == 0 and not now.recipe.model.python]
+    kinds: list[list[dict[str, Any]]] = [
+        [{"train.recompute": mode} for mode in modes],
+        [{"train.micro_batch": size} for size in smaller],
+        [{"parallel.shard": layout.data}] if layout.replicate > 1 else [],
+        [{"optimizer.moments": "bf16"}] if section.kind == "adamw" and section.moments == "fp32" else [],
+        [{"parallel.tensor": size, "parallel.shard": ranks // size} for size in cuts],
+    ]
+    candidates = [[_changed(now, values) for values in kind] for kind in kinds]
+    return [[each for each in kind if _possible(each.recipe, each.layout)] for kind in candidates]
+
+
+def _changed(now: Candidate, values: dict[str, Any]) -> Candidate:
+    recipe, layout = now.recipe, now.layout
+    if "parallel.shard" in values:
+        if recipe.parallel.replicate not in (None, 1):
+            values = {"parallel.replicate": 1, **values}
+        axes = {key.removeprefix("parallel."): size for key, size in values.items()}
+        layout = dataclasses.replace(layout, **{"replicate": 1, **axes})
+        recipe = _with(recipe, "parallel.replicate", 1)
+    for key, value in values.items():
+        recipe = _with(recipe, key, value)
+    flags = " ".join(f"--{key} {value}" for key, value in values.items())
+    return Candidate(f"{now.flags} {flags}".strip(), recipe, layout)
+
+
+def _with(recipe: Recipe, key: str, value: Any) -> Recipe:
+    section, _, name = key.partition(".")
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={name: value})})
 
 
 def _possible(recipe: Recipe, layout: Layout) -> bool:
@@ -143,59 +182,3 @@ def _possible(recipe: Recipe, layout: Layout) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _changed(recipe: Recipe, section: str, **values: Any) -> Recipe:
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
-
-
-def _more_recompute(recipe: Recipe, layout: Layout) -> Iterator[Candidate]:
-    now = recipe.train.recompute
-    if now == "auto":  # has tried them all
-        return
-    for mode in _MODES[_MODES.index(now) + 1 :]:
-        yield f"--train.recompute {mode}", _changed(recipe, "train", recompute=mode), layout
-
-
-def _smaller_micro_batch(recipe: Recipe, layout: Layout) -> Iterator[Candidate]:
-    now = recipe.train.micro_batch
-    for size in range(now // 2, 0, -1):
-        smaller = _changed(recipe, "train", micro_batch=size)
-        if now % size == 0 and _possible(smaller, layout):
-            yield f"--train.micro_batch {size}", smaller, layout
-
-
-def _sharding(recipe: Recipe, layout: Layout) -> Iterator[Candidate]:
-    if layout.replicate == 1:
-        return
-    flag = f"--parallel.shard {layout.data}"
-    if recipe.parallel.replicate not in (None, 1):
-        flag = f"--parallel.replicate 1 {flag}"
-    changed = _changed(recipe, "parallel", replicate=1, shard=layout.data)
-    yield flag, changed, dataclasses.replace(layout, replicate=1, shard=layout.data)
-
-
-def _narrow_moments(recipe: Recipe, layout: Layout) -> Iterator[Candidate]:
-    if recipe.optimizer.kind == "adamw" and recipe.optimizer.moments == "fp32":
-        yield "--optimizer.moments bf16", _changed(recipe, "optimizer", moments="bf16"), layout
-
-
-def _tensor(recipe: Recipe, layout: Layout) -> Iterator[Candidate]:
-    ranks = layout.data * layout.tensor
-    for size in (2, 4, 8):
-        if size <= layout.tensor or ranks % size or recipe.model.python is not None:
-            continue
-        shard = ranks // size
-        spread = dataclasses.replace(layout, replicate=1, shard=shard, tensor=size)
-        if _possible(recipe, spread):
-            flag = f"--parallel.tensor {size} --parallel.shard {shard}"
-            yield flag, _changed(recipe, "parallel", replicate=1, shard=shard, tensor=size), spread
-
-
-_CHANGES: tuple[Callable[[Recipe, Layout], Iterator[Candidate]], ...] = (
-    _more_recompute,
-    _smaller_micro_batch,
-    _sharding,
-    _narrow_moments,
-    _tensor,
-)
