@@ -90,7 +90,7 @@ def test_a_dry_run_needs_no_data_and_counts_the_nodes():
 def told(recipe: Recipe, memory: int) -> list[str]:
     assert dist.group.WORLD is not None
     lines: list[str] = []
-    plan(recipe, World(0, 0, 1, 1, torch.device("cpu"), dist.group.WORLD, False, ""), memory, tell=lines.append)
+    plan(recipe, World(0, 0, 1, 1, torch.device("cpu"), dist.group.WORLD, False, ""), memory, note=lines.append)
     return lines
 
 

@@ -171,6 +171,16 @@ def test_fewer_steps_than_were_done_are_finished(tmp_path: Path) -> None:
     assert len(small.steps(tmp_path / "run")) == 5
 
 
+def test_smaller_batches_may_use_up_the_samples_before_the_last_step(tmp_path: Path) -> None:
+    tree = small.tree(tmp_path)
+    ranks.run(1, small.train_and_stop, tree, 1)
+    resumed = small.changed(tree, train__global_batch=2)
+    result = small.train(resumed, allow_changes=True)
+    assert (result.status, result.step) == ("finished", 6), "8 of 16 samples were left, for 4 of 6 steps"
+    assert [row["step"] for row in small.steps(tmp_path / "run")] == list(range(1, 7))
+    assert small.saved_step(tmp_path / "run") == 6
+
+
 def test_no_resume_starts_over_beside_the_old_run(tmp_path: Path) -> None:
     tree = small.tree(tmp_path, train__steps=2)
     small.train(tree)

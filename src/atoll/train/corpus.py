@@ -25,11 +25,11 @@ class StoppedEarly(Exception):
 
 
 def prepare_together(
-    recipe: Recipe, world: World, stop: StopRequest, tell: Callable[[Event], None], cleanup: contextlib.ExitStack
+    recipe: Recipe, world: World, stop: StopRequest, report: Callable[[Event], None], cleanup: contextlib.ExitStack
 ) -> Prepared:
     """Every rank prepares the data or waits for the one that does; ``cleanup`` closes them.
 
-    However it comes out, the ranks meet afterwards: nobody is left waiting for one that failed or was stopped.
+    The ranks meet afterwards in every case: none waits for one that failed or was stopped.
 
     Raises:
         ConfigError: some rank could not.
@@ -43,12 +43,12 @@ def prepare_together(
             world.announce(_STOP)
         if world.announced(_STOP):
             raise StoppedEarly
-        tell(event)
+        report(event)
 
     def waiting(missing: int) -> None:
-        tell(Progress("waiting for other ranks to prepare data", world.size - missing, world.size, "ranks"))
+        report(Progress("waiting for other ranks to prepare data", world.size - missing, world.size, "ranks"))
         if stop.asked:
-            world.announce(_STOP)  # those who prepare hear of it
+            world.announce(_STOP)
             if stop.since_s > recipe.train.grace_s / 2:
                 raise StoppedEarly  # they don't answer, and there is nothing to save
 
@@ -60,7 +60,7 @@ def prepare_together(
     with contextlib.suppress(StoppedEarly):
         try:
             prepared = prepare(
-                recipe.data, seq_len=recipe.train.seq_len, progress=progress, note=lambda line: tell(Note(line))
+                recipe.data, seq_len=recipe.train.seq_len, progress=progress, note=lambda line: report(Note(line))
             )
             cleanup.callback(prepared.close)
         except AtollError as failure:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes. The loop emits these on rank 0; consoles, files and trackers take them.
+"""Events of a run. The loop emits them on rank 0; consoles, files and trackers take them.
 
 Events travel from the ranks to the terminal of ``atoll train`` as JSON objects: ``encode`` and ``decode``.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """The model stands and the first step is next."""
+    """The model is built and the first step is next."""
 
     name: str
     output_dir: str

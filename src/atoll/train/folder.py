@@ -41,7 +41,7 @@ class RunFolder:
             ConfigError: another run writes here, or the recipe differs in a way that changes what is trained, or the
                 folder can't be made.
         """
-        with self.told():
+        with self.blamed():
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderClaim(self.path, recipe.name, "--train.output_dir DIR", name=".lock")
@@ -55,8 +55,8 @@ class RunFolder:
             raise
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """What the file system refuses inside is the folder's fault, and told so."""
+    def blamed(self) -> Iterator[None]:
+        """Errors of the file system inside name the folder."""
         try:
             yield
         except OSError as error:

@@ -49,7 +49,7 @@ class Cursor:
 
 @dataclass
 class Run:
-    """Everything that stands when the first step begins."""
+    """Everything that is there when the first step begins."""
 
     recipe: Recipe
     world: World
@@ -62,7 +62,7 @@ class Run:
     validation: PackedDataset | None
     checkpointer: Checkpointer
     stop: StopRequest
-    tell: Callable[[Event], None]  # does something on rank 0 only
+    report: Callable[[Event], None]  # does something on rank 0 only
     profiler: StepProfiler
     steps: int
     save_at: Sequence[Interval | None]
@@ -116,7 +116,10 @@ def train(run: Run) -> None:
                 if finish_step(run, update):
                     break
                 run.since = time.perf_counter()  # not of the next step: what validation and saving took
-    tell_saved(run, run.checkpointer.wait())
+        else:
+            if queued is not None:  # a resumed run with smaller batches has fewer samples left than steps
+                finish_step(run, queued, at_end=True)
+    report_saved(run, run.checkpointer.wait())
 
 
 def train_step(run: Run, number: int, step: Step, before: Update | None) -> Update | None:
@@ -179,8 +182,11 @@ def must_wait(run: Run, number: int) -> bool:
     )
 
 
-def finish_step(run: Run, update: Update) -> bool:
+def finish_step(run: Run, update: Update, *, at_end: bool = False) -> bool:
     """Wait until the device is done with a step; report it, and validate and save where that is due.
+
+    Args:
+        at_end: no samples are left, whatever its number.
 
     Returns:
         whether the run ends with it.
@@ -191,17 +197,17 @@ def finish_step(run: Run, update: Update) -> bool:
     cursor = run.cursor
     run.source.commit(update.step.numbers)
     cursor.step, cursor.tokens, cursor.loss = update.number, cursor.tokens + facts.tokens, facts.loss
-    tell_step(run, update, facts)
+    report_step(run, update, facts)
     if run.outer is not None:
         run.outer.after_step(cursor.step, facts.tokens, run.engine.weights.masters)
         if run.outer.due(cursor.step):
             run.engine.publish()
-    at_end = cursor.step >= run.steps
+    at_end = at_end or cursor.step >= run.steps
     stopping = facts.asked_to_stop
     if not stopping and (due(cursor.step, run.validate_at) or at_end):
         stopping = validate(run)
     if stopping and not at_end:
-        tell_stop(run)
+        report_stop(run)
     if facts.save_failed:
         raise_save_error(run)
     if due(cursor.step, run.save_at) or stopping or (at_end and run.recipe.checkpoint.at_end):
@@ -253,9 +259,9 @@ def sum_facts(run: Run, step: Step, sums: Tensor, busy_s: float, norm: Tensor) -
 
 
 def has_failed(run: Run) -> bool:
-    """Whether a save in flight has failed; tells of one that is complete."""
+    """Whether a save in flight has failed; reports one that is complete."""
     try:
-        tell_saved(run, run.checkpointer.poll())
+        report_saved(run, run.checkpointer.poll())
     except CheckpointError as error:
         run.save_error = error
         return True
@@ -303,7 +309,7 @@ def _numbers(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def tell_step(run: Run, update: Update, facts: Facts) -> None:
+def report_step(run: Run, update: Update, facts: Facts) -> None:
     """Report a step."""
     now = update.done_at or time.perf_counter()
     took_s, run.since = now - run.since, now
@@ -314,7 +320,7 @@ def tell_step(run: Run, update: Update, facts: Facts) -> None:
     seen["memory_bytes"] = float(facts.memory_bytes)
     per_s = facts.tokens / took_s
     per_gpu = per_s / run.world.size
-    run.tell(
+    run.report(
         StepDone(
             step=run.cursor.step,
             tokens=run.cursor.tokens,
@@ -336,12 +342,12 @@ def tell_step(run: Run, update: Update, facts: Facts) -> None:
     )
 
 
-def tell_stop(run: Run) -> None:
-    """Say who asked the run to end, and that it does."""
+def report_stop(run: Run) -> None:
+    """Report who asked the run to end."""
     reasons = run.world.gather(run.stop.reason)
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
     run.stopped_by = f"{reason} on rank {rank}" if reason.startswith("SIG") else reason
-    run.tell(Note(f"{run.stopped_by}: saving step {run.cursor.step}, then stopping; {run.again} resumes from there"))
+    run.report(Note(f"{run.stopped_by}: saving step {run.cursor.step}, then stopping; {run.again} resumes from there"))
 
 
 def validate(run: Run) -> bool:
@@ -371,14 +377,14 @@ def validate(run: Run) -> bool:
             own[0] += sum(batch.num_trained for batch in group)
             own[1] += sum(map(objective.weight, group))
         if number + 1 < count:
-            run.tell(Progress("validating", number + 1, count))
+            run.report(Progress("validating", number + 1, count))
     dist.all_reduce(own)
     tokens, weight, *totals = own.tolist()
     cursor = run.cursor
     cursor.validation_loss, *values = (total / (weight or 1.0) for total in totals)
     run.validated_step = cursor.step
     metrics = dict(zip(objective.metrics, values, strict=True))
-    run.tell(Validated(cursor.step, cursor.validation_loss, int(tokens), time.perf_counter() - started, metrics))
+    run.report(Validated(cursor.step, cursor.validation_loss, int(tokens), time.perf_counter() - started, metrics))
     return False
 
 
@@ -392,7 +398,7 @@ def save(run: Run) -> None:
     cursor = run.cursor
     if run.saved_step == cursor.step:
         return
-    tell_saved(run, run.checkpointer.wait())
+    report_saved(run, run.checkpointer.wait())
     meta = {
         **run.about,
         "step": cursor.step,
@@ -419,8 +425,8 @@ def state_tensors(engine: Engine, optimizer: LocalOptimizer, outer: OuterSync | 
     return tensors | optimizer_tensors(optimizer, {parameter: name for name, parameter in masters.items()})
 
 
-def tell_saved(run: Run, saved: Saved | None) -> None:
+def report_saved(run: Run, saved: Saved | None) -> None:
     """Report a complete checkpoint."""
     if saved is not None:
         run.checkpoint = saved.path
-        run.tell(CheckpointSaved(saved.step, shown_path(saved.path), saved.stall_s, saved.took_s))
+        run.report(CheckpointSaved(saved.step, shown_path(saved.path), saved.stall_s, saved.took_s))

@@ -1,4 +1,4 @@
-"""Who is told of a run on rank 0: the journal, trackers, the picture, the console."""
+"""What takes the events of a run on rank 0: trackers, the picture, the console."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atoll.train.events import Event, RunEnded
 from atoll.train.metrics.console import Console
-from atoll.train.metrics.journal import STEPS, VALIDATIONS, Journal, read
+from atoll.train.metrics.journal import STEPS, VALIDATIONS, read
 from atoll.train.metrics.notify import Notifier
 from atoll.train.metrics.plot import save_curve
 from atoll.train.metrics.reporter import Reporter, Reporters
@@ -41,8 +41,8 @@ class _Picture(Reporter):
                 save_curve(self._folder / "loss.png", rows, self._title)
 
 
-class Telling(Reporters):
-    """The reporters of the run in ``folder``. The journal joins once it is known at which step the run goes on.
+def open_reporters(recipe: Recipe, folder: Path, report: Callable[[Event], None] | None) -> Reporters:
+    """The reporters of the run in ``folder``; the journal joins them once its first step is known.
 
     Args:
         report: takes the events instead of the console.
@@ -50,24 +50,16 @@ class Telling(Reporters):
     Raises:
         ConfigError: a tracker is not installed or not configured.
     """
-
-    def __init__(self, recipe: Recipe, folder: Path, report: Callable[[Event], None] | None) -> None:
-        self._folder = folder
-        last: Reporter = Console() if report is None else _Forward(report)
-        found: list[Reporter] = open_trackers(
-            recipe.metrics.trackers,
-            output_dir=str(folder),
-            name=recipe.name,
-            project=recipe.metrics.project,
-            recipe=recipe.model_dump(mode="json"),
-        )
-        if recipe.metrics.plot:
-            found.append(_Picture(folder, recipe.name))
-        found.append(SummaryFile(folder))
-        if recipe.metrics.notify:
-            found.append(Notifier(recipe.metrics.notify))
-        super().__init__([*found, last])
-
-    def begin(self, step: int) -> None:
-        """The run goes on after ``step``: lines of steps that will be done again are dropped from the journal."""
-        self.active.insert(0, Journal(self._folder, step))
+    found = open_trackers(
+        recipe.metrics.trackers,
+        output_dir=str(folder),
+        name=recipe.name,
+        project=recipe.metrics.project,
+        recipe=recipe.model_dump(mode="json"),
+    )
+    if recipe.metrics.plot:
+        found.append(_Picture(folder, recipe.name))
+    found.append(SummaryFile(folder))
+    if recipe.metrics.notify:
+        found.append(Notifier(recipe.metrics.notify))
+    return Reporters([*found, Console() if report is None else _Forward(report)])

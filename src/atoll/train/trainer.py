@@ -1,4 +1,4 @@
-"""One run, from a recipe to a result: everything that is made before the loop and told after it."""
+"""One run, from a recipe to a result: what is made before the loop, and what comes after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from atoll.train.events import Event, Note, Progress, RunEnded, RunStarted
 from atoll.train.folder import RunFolder, fresh_folder
 from atoll.train.loop import Cursor, Run, train
 from atoll.train.metrics.flops import formula_line, peak_flops
+from atoll.train.metrics.journal import Journal
 from atoll.train.metrics.profile import StepProfiler
+from atoll.train.metrics.reporter import Reporters
 from atoll.train.models.family import check_network
 from atoll.train.models.init import initialize
 from atoll.train.models.registry import flops_per_token, parameter_count
@@ -42,7 +44,7 @@ from atoll.train.parallel.precision import fastest_dtype
 from atoll.train.prompt import continue_prompt
 from atoll.train.recipe.load import load_recipe, require_complete
 from atoll.train.recipe.schema import Recipe
-from atoll.train.reporters import Telling
+from atoll.train.reporters import open_reporters
 from atoll.train.resume import identify, load_state, open_checkpointer
 from atoll.train.stop import StopRequest
 from atoll.train.world import World, join
@@ -140,7 +142,7 @@ class _Session:
     source: Callable[[int], SampleSource]
     started: float = field(default_factory=time.monotonic)
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    reporters: Telling | None = None  # on rank 0
+    reporters: Reporters | None = None  # on rank 0
 
     def run(self, notes: Sequence[str]) -> TrainResult:
         with self.cleanup:
@@ -154,7 +156,7 @@ class _Session:
                 run = self._set_up(folder)
                 begins_at = run.cursor.step
                 self.world.decide(lambda: self._begin(wanted, begins_at))
-                self._tell_start(run, folder)
+                self._report_start(run, folder)
                 train(run)
             except StoppedEarly:
                 return self._end(run, folder, "stopped")
@@ -175,12 +177,12 @@ class _Session:
                 raise
             return self._end(run, folder, "stopped" if run.stopped_by else "finished")
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         if self.reporters is not None:
             self.reporters(event)
 
     def _note(self, line: str) -> None:
-        self._tell(Note(line))
+        self._report(Note(line))
 
     # -- before the loop ------------------------------------------------------------------------------------------
 
@@ -192,7 +194,7 @@ class _Session:
             self._folder = RunFolder(path)
             self._folder.open(self.recipe, allow_changes=self.allow_changes)
             self.cleanup.callback(self._folder.close)
-            with self._folder.told():
+            with self._folder.blamed():
                 self.stop.watch_file(path)
             self.cleanup.callback(self.stop.forget_file)
             return str(path)
@@ -200,15 +202,16 @@ class _Session:
         return Path(self.world.decide(open_it))
 
     def _open_reporters(self, folder: Path) -> None:
-        self.reporters = Telling(self.recipe, folder, self.report)
+        self.reporters = open_reporters(self.recipe, folder, self.report)
         self.cleanup.callback(self.reporters.close)
 
     def _begin(self, wanted: Recipe, step: int) -> None:
         """From now on the folder holds a run of this recipe, with a journal."""
         assert self.reporters is not None
-        with self._folder.told():
+        folder = self._folder.path
+        with self._folder.blamed():
             self._folder.keep(wanted)
-            self.reporters.begin(step)
+            self.reporters.active.insert(0, Journal(folder, step))  # drops what will be done again
 
     def _set_up(self, folder: Path) -> Run:
         world, train = self.world, self.recipe.train
@@ -217,7 +220,7 @@ class _Session:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             self.cleanup.callback(torch.use_deterministic_algorithms, False)
-        prepared = prepare_together(self.recipe, world, self.stop, self._tell, self.cleanup)
+        prepared = prepare_together(self.recipe, world, self.stop, self._report, self.cleanup)
         memory = min(world.gather(device_bytes(world.device, world.local_size)))
         corpus, length = self._agreed(lambda: self._plan_run(prepared, folder, memory))
         recipe, mesh = self.recipe, make_mesh(self._plan.layout, world.device)
@@ -271,7 +274,7 @@ class _Session:
             validation=corpus.validation,
             checkpointer=checkpointer,
             stop=self.stop,
-            tell=self._tell,
+            report=self._report,
             profiler=StepProfiler(recipe.metrics.profile, folder, world.rank, say=self._note),
             steps=length.steps,
             save_at=save_at,
@@ -292,10 +295,10 @@ class _Session:
         tokenizer = prepared.tokenizer
         self.recipe = with_vocabulary(self.recipe, None if tokenizer is None else tokenizer.vocab_size)
         if self.world.is_head and tokenizer is not None:
-            with self._folder.told():
+            with self._folder.blamed():
                 tokenizer.save(folder / "tokenizer")
         corpus = open_corpus(self.recipe, prepared)
-        self._plan = plan(self.recipe, self.world, memory, tell=self._note)
+        self._plan = plan(self.recipe, self.world, memory, note=self._note)
         return corpus, Length(self.recipe, corpus.dataset)
 
     def _agreed(self, action: Callable[[], T]) -> T:
@@ -314,7 +317,7 @@ class _Session:
         init = recipe.model.init if fresh else None
 
         def progress(done: float, total: float | None) -> None:
-            self._tell(Progress("loading weights", done, total, "bytes"))
+            self._report(Progress("loading weights", done, total, "bytes"))
 
         def set_weights(model: nn.Module) -> None:
             if init is None or recipe.model.python is not None:  # the latter may have buffers
@@ -330,11 +333,11 @@ class _Session:
 
         return Engine(self._plan, mesh, set_weights)
 
-    def _tell_start(self, run: Run, folder: Path) -> None:
+    def _report_start(self, run: Run, folder: Path) -> None:
         if not self.world.is_head:
             return
         name = _device_name(self.world.device)
-        self._tell(
+        self._report(
             RunStarted(
                 name=self.recipe.name,
                 output_dir=shown_path(str(folder)),
@@ -374,10 +377,10 @@ class _Session:
             if status == "finished" and result.checkpoint is not None:
                 sample = continue_prompt(self.recipe, result.checkpoint, self._note)
             curve = shown_path(str(folder / "loss.png")) if self.recipe.metrics.plot and cursor.step > 0 else None
-            told = {
+            shared = {
                 name: value for name, value in vars(result).items() if name not in ("steps", "output_dir", "world_size")
             }
-            self._tell(RunEnded(**told, sample=sample, curve=curve, error=error))
+            self._report(RunEnded(**shared, sample=sample, curve=curve, error=error))
         return result
 
 

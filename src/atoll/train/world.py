@@ -33,7 +33,7 @@ class World:
         device: what this rank computes on.
         control: a Gloo group of all ranks, for decisions that are made on the host.
         owned: whether the process group was made here, so that it is ended here too.
-        session: tells this run from others that the same process group has seen.
+        session: different from that of other runs that the same process group has seen.
     """
 
     rank: int

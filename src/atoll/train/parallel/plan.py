@@ -15,8 +15,6 @@ from atoll.train.parallel.recompute import Mode
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World
 
-Tell = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,7 +45,7 @@ class Plan:
         return first_fix(self.recipe, self.layout, self.device_bytes, self.device)
 
 
-def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
+def plan(recipe: Recipe, world: World, memory: int, *, note: Callable[[str], None]) -> Plan:
     """Decide how ``recipe`` runs on ``world``.
 
     Args:
@@ -64,9 +62,9 @@ def plan(recipe: Recipe, world: World, memory: int, *, tell: Tell) -> Plan:
     chosen = choose(recipe, layout, memory, device)
     found = estimate(recipe, layout, recompute=chosen, device_bytes=memory, device=device)
     if recipe.parallel.replicate is None and recipe.parallel.shard is None and world.size > 1:
-        tell(f"memory estimate: {size(found.total)} per rank ({layout}); by component: --dryrun")
+        note(f"memory estimate: {size(found.total)} per rank ({layout}); by component: --dryrun")
     made = Plan(recipe, layout, chosen, is_compiled(recipe, device), memory, device)
     if not found.fits(memory):
         advice = f"; it would with {made.first_fix}" if made.first_fix else ""
-        tell(f"the run needs about {size(found.total)} per rank, more than the {size(memory)} available{advice}")
+        note(f"the run needs about {size(found.total)} per rank, more than the {size(memory)} available{advice}")
     return made
