@@ -160,6 +160,31 @@ def test_an_objective_of_the_users_trains_on_every_axis_as_on_one_process(
     assert told["validation_tokens"] == tokens
 
 
+def test_the_objective_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "own-objective.md").read_text()
+    (tmp_path / "myloss.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    tree = small.tree(tmp_path, objective={"python": "myloss:PerDocument"}, train__steps=2)
+    small.train(tree)
+    corpus = _corpus(tree)
+    model = registry.build(load_recipe(tree).recipe.model.model_copy(update={"vocab_size": 260}), device="cpu")
+    initialize(model, 0)
+    means: list[float] = []
+    total = 0.0
+    for sample in corpus.dataset.samples(range(4)):
+        assert sample.documents is not None
+        arrays = (sample.tokens, sample.positions, sample.documents, sample.labels)
+        tokens, positions, documents, labels = (torch.from_numpy(each)[None] for each in arrays)
+        losses = F.cross_entropy(model(tokens, positions, documents)[0], labels[0], reduction="none")
+        for number in range(int(documents.max()) + 1):
+            own = losses[(documents[0] == number) & (labels[0] != -100)]
+            means += [own.mean().item()] if len(own) else []
+            total += own.sum().item()
+    row = small.steps(tmp_path / "run")[0]
+    assert row["loss"] == pytest.approx(sum(means) / len(means), rel=1e-5)
+    assert row["nll"] == pytest.approx(total / len(means), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

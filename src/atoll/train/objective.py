@@ -35,7 +35,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, logprobs: LogProbs, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The summed loss [1] of a micro-batch, and the sums [1] that ``metrics`` names, which get no gradient.
+        """The loss of a micro-batch and what ``metrics`` names, which gets no gradient: sums, one number each.
 
         A sequence without labels must add nothing: such ones fill up the last batch.
         """
@@ -73,6 +73,4 @@ def use_objective(model: nn.Module, objective: Objective, chunk_tokens: int) -> 
 def sums_of(objective: Objective, logprobs: LogProbs, batch: Batch) -> Tensor:
     """Loss and metrics of a micro-batch as one vector, [1 + number of metrics]; the first alone has a gradient."""
     loss, sums = objective.loss(logprobs, batch)
-    if not objective.metrics:
-        return loss
-    return torch.cat([loss, *(sums[name].detach().reshape(1).to(loss) for name in objective.metrics)])
+    return torch.cat([loss.reshape(1), *(sums[name].detach().reshape(1).to(loss) for name in objective.metrics)])
