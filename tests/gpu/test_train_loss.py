@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import leaks
-from atoll.train.batch import IGNORED
+from atoll.train.data.packing import UNTRAINED
 from atoll.train.models import logprobs
 from atoll.train.models.logprobs import ChunkedLogProbs
 
@@ -26,7 +26,7 @@ def inputs(tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Te
     hidden = torch.randn((tokens, 64), generator=generator, device="cuda").to(dtype)
     weight = torch.randn((vocabulary, 64), generator=generator, device="cuda").to(dtype)
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator, device="cuda")
-    labels[::5] = IGNORED
+    labels[::5] = UNTRAINED
     return hidden, weight, labels
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The label of a place that is not trained."""
+from atoll.train.data.packing import UNTRAINED
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Batch:
     @property
     def num_trained(self) -> int:
         """Places with a label."""
-        return int((self.labels != IGNORED).sum())
+        return int((self.labels != UNTRAINED).sum())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with each of its tensors changed."""

@@ -16,7 +16,7 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -30,7 +30,7 @@ from atoll.core.paths import fsync_folder, write_atomic
 FORMAT_VERSION = 2
 FILE_TOKENS = 1 << 29  # tokens a file: 1 GiB of uint16
 
-_META, _DOCUMENTS, _UNFINISHED = "meta.json", "documents.npy", "documents.part"
+_META, _DOCUMENTS = "meta.json", "documents.npy"
 
 
 class TokenShards:
@@ -217,12 +217,11 @@ class ShardWriter:
         self._open: list[BinaryIO] = []  # the file of tokens, and that of the mask
         self._num_trained = 0 if masked else None
         self._digest = hashlib.sha256()
-        # Offsets go to a file at once, for a data set may have more documents than fit memory.
-        self._offsets = (self.folder / _UNFINISHED).open("w+b")
+        self._offsets = array("q")  # 8 bytes a document
 
     def add(self, tokens: NDArray[Any], trained: NDArray[np.bool_] | None = None) -> None:
         """Append one document; ``trained`` says of each token whether it may be, None of all that they may."""
-        self._offsets.write(self.num_tokens.to_bytes(8, "little"))
+        self._offsets.append(self.num_tokens)
         self._digest.update(len(tokens).to_bytes(8, "little"))
         self.num_documents += 1
         mapped = getattr(tokens, "_mmap", None)  # of a np.memmap, and of what was cut from one
@@ -244,18 +243,13 @@ class ShardWriter:
 
     def finish(self, **about: Any) -> None:
         """Make what was added durable; ``about`` goes into ``meta.json``."""
-        self._offsets.write(self.num_tokens.to_bytes(8, "little"))
+        self._offsets.append(self.num_tokens)
         self._end_file()
         documents = self.folder / _DOCUMENTS
         with documents.open("wb") as file:
-            shape = {"descr": "<i8", "fortran_order": False, "shape": (self.num_documents + 1,)}
-            np.lib.format.write_array_header_1_0(file, shape)
-            self._offsets.seek(0)
-            shutil.copyfileobj(self._offsets, file, 1 << 20)
+            np.save(file, np.frombuffer(self._offsets, dtype="<i8"))
             file.flush()
             os.fsync(file.fileno())
-        self._offsets.close()
-        (self.folder / _UNFINISHED).unlink()
         meta = {
             "version": FORMAT_VERSION,
             "dtype": self.dtype.name,
@@ -273,7 +267,6 @@ class ShardWriter:
 
     def close(self) -> None:
         """Let go of the open files, finished or not."""
-        self._offsets.close()
         for file in self._open:
             file.close()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from atoll.train.batch import IGNORED
+from atoll.train.data.packing import UNTRAINED
 
 
 class LogProbs(Protocol):
@@ -45,7 +45,7 @@ class LogitsLogProbs:
 
     def _cross_entropy(self, reduction: str) -> Tensor:
         logits = self.logits.flatten(0, 1).to(_wide(self.logits))
-        return F.cross_entropy(logits, self.labels.flatten(), ignore_index=IGNORED, reduction=reduction)
+        return F.cross_entropy(logits, self.labels.flatten(), ignore_index=UNTRAINED, reduction=reduction)
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class ChunkedLogProbs:
 
     def _losses(self, logits: Tensor, labels: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Of ``logits`` [n, V], whose memory is used again: the losses [n], and their gradient in the same format."""
-        trained = labels != IGNORED
+        trained = labels != UNTRAINED
         columns = (labels - self.vocab_start).where(trained, -1)
         has_kernels = _has_kernels(logits)
         if has_kernels:

@@ -35,20 +35,28 @@ def places(rank: int, size: int, length: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """[B, S/n, ...] of each rank to [B, S, ...] in the order of the sequence; backwards, gradients are summed."""
+    """[B, S/n, ...] of each rank to [B, S, ...] in the order of the sequence.
+
+    Backwards gradients are summed over the ranks. Where all ranks compute the same of it, any one's is the whole
+    gradient: of that each takes its ``own`` places.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.group, ctx.order = group, order
+    def forward(
+        ctx: Any, part: Tensor, group: dist.ProcessGroup, order: Tensor, inverse: Tensor, own: Tensor | None
+    ) -> Tensor:
+        ctx.group, ctx.order, ctx.own = group, order, own
         return gathered(part, group).index_select(1, inverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if ctx.own is not None:
+            return grad.index_select(1, ctx.own), None, None, None, None
         size = dist.get_world_size(ctx.group)
         pieces = torch.unflatten(grad.index_select(1, ctx.order), 1, (size, -1)).transpose(0, 1).contiguous()
         own = torch.empty_like(pieces[0])
         _reduce_scatter(own, pieces.flatten(0, 1), group=ctx.group)
-        return own, None, None, None
+        return own, None, None, None, None
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,19 +83,6 @@ class _Sequence:
             own = places(self.rank, self.size, length)
             self._known[key] = (own.to(device), order.to(device), order.argsort().to(device))
         return self._known[key]
-
-
-class _GatherAlike(torch.autograd.Function):
-    """As ``_Gather``, where every rank computes the same of it: a rank's own gradient is the whole one."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, own: Tensor, inverse: Tensor) -> Tensor:
-        ctx.own = own
-        return gathered(part, group).index_select(1, inverse)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.index_select(1, ctx.own), None, None, None
 
 
 class _SumAlike(torch.autograd.Function):
@@ -119,8 +114,8 @@ class WholeLogProbs:
     def tokens(self) -> Tensor:
         """As ``LogProbs.tokens``."""
         part = self.part.tokens()
-        own, _, inverse = self.sequence.orders(part.shape[1] * self.sequence.size, part.device)
-        out: Tensor = _GatherAlike.apply(part, self.sequence.group, own, inverse)  # type: ignore[no-untyped-call]
+        own, order, inverse = self.sequence.orders(part.shape[1] * self.sequence.size, part.device)
+        out: Tensor = _Gather.apply(part, self.sequence.group, order, inverse, own)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -152,8 +147,8 @@ class ContextCore(AttentionCore):
         length = q.shape[1] * self.sequence.size
         _, order, inverse = self.sequence.orders(length, q.device)
         both = torch.cat((k, v), dim=-1)
-        gathered_both: Tensor = _Gather.apply(both, self.sequence.group, order, inverse)  # type: ignore[no-untyped-call]
-        k, v = gathered_both.chunk(2, dim=-1)
+        both = _Gather.apply(both, self.sequence.group, order, inverse, None)  # type: ignore[no-untyped-call]
+        k, v = both.chunk(2, dim=-1)
         if mask is not None:
             return super().forward(q, k, v, mask)
         # Each of the two pieces sees the keys up to its own end, so that no work is spent on what is masked.

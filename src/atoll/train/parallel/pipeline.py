@@ -18,7 +18,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 
-from atoll.train.batch import IGNORED, Batch
+from atoll.train.batch import Batch
+from atoll.train.data.packing import UNTRAINED
 from atoll.train.models.parts import Decoder
 from atoll.train.parallel.layout import num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
@@ -116,7 +117,7 @@ class Pipeline:
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """As ``train``, without gradients."""
         # A schedule takes a fixed number of micro-batches: what is missing trains nothing.
-        filler = replace(batches[-1], labels=torch.full_like(batches[-1].labels, IGNORED))
+        filler = replace(batches[-1], labels=torch.full_like(batches[-1].labels, UNTRAINED))
         batches = [*batches, *[filler] * (self.num_micro_batches - len(batches))]
         if not isinstance(self._schedule, ScheduleZBVZeroBubble):
             return self._run(self._schedule.eval, batches)
