@@ -116,6 +116,18 @@ def _pids() -> list[int]:
     return pids
 
 
+def corpus(recipe: Mapping[str, Any]) -> Any:
+    """The ``Corpus`` that a run of the recipe reads."""
+    from atoll.train.corpus import open_corpus, with_vocabulary
+    from atoll.train.data.prepare import prepare
+    from atoll.train.recipe.load import load_recipe
+
+    loaded = load_recipe(dict(recipe)).recipe
+    prepared = prepare(loaded.data, seq_len=SEQ_LEN, progress=lambda _: None, note=lambda _: None)
+    assert prepared.tokenizer is not None
+    return open_corpus(with_vocabulary(loaded, prepared.tokenizer.vocab_size), prepared)
+
+
 def steps(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of the steps of a run, without what differs from run to run."""
     rows = [row for row in read(Path(folder) / "metrics.jsonl") if "loss" in row]

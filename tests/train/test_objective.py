@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,12 +16,12 @@ import ranks
 import small
 from atoll.core.errors import ConfigError
 from atoll.train import objectives
-from atoll.train.corpus import Corpus, open_corpus, with_vocabulary
+from atoll.train.data.loader import batched
 from atoll.train.data.packing import Sample
-from atoll.train.data.prepare import prepare
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
 from atoll.train.models.logprobs import ChunkedLogProbs, LogitsLogProbs
+from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.recipe.load import load_recipe
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
@@ -67,13 +68,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline_context": (4, {"parallel__pipeline": 2, "parallel__context": 2}),
 }
 IN_MAKE_TEST = ("one", "tensor", "pipeline", "context")
-
-
-def _corpus(tree: dict[str, Any]) -> Corpus:
-    loaded = load_recipe(tree).recipe
-    prepared = prepare(loaded.data, seq_len=small.SEQ_LEN, progress=lambda _: None, note=lambda _: None)
-    assert prepared.tokenizer is not None
-    return open_corpus(with_vocabulary(loaded, prepared.tokenizer.vocab_size), prepared)
 
 
 def _sums_by_hand(model: torch.nn.Module, samples: list[Sample]) -> tuple[Tensor, int, int, Tensor, int]:
@@ -130,7 +124,7 @@ def test_an_objective_of_the_users_trains_on_every_axis_as_on_one_process(
     else:
         ranks.run(world, small.train, tree)
 
-    corpus = _corpus(tree)
+    corpus = small.corpus(tree)
     section = load_recipe(tree).recipe.model.model_copy(update={"vocab_size": 260})
     model = registry.build(section, device="cpu", dtype=torch.float64)
     initialize(model, 0)
@@ -166,7 +160,7 @@ def test_the_objective_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     tree = small.tree(tmp_path, objective={"python": "myloss:PerDocument"}, train__steps=2)
     small.train(tree)
-    corpus = _corpus(tree)
+    corpus = small.corpus(tree)
     model = registry.build(load_recipe(tree).recipe.model.model_copy(update={"vocab_size": 260}), device="cpu")
     initialize(model, 0)
     means: list[float] = []
@@ -198,6 +192,21 @@ def test_the_objective_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_no_objective_is_refused(given: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         small.train(small.tree(tmp_path, objective=given))
+
+
+class _Answers(Pretrain):
+    """Trains what follows token 5 in each document."""
+
+    def fields(self, sample: Sample) -> dict[str, Any]:
+        seen = np.array([5 in sample.tokens[: place + 1].tolist() for place in range(len(sample.tokens))])
+        return {"labels": np.where(seen, sample.labels, -100)}
+
+
+def test_an_objective_may_leave_labels_out() -> None:
+    tokens, labels, positions = (np.array(row) for row in ([1, 2, 5, 7, 8], [2, 5, 7, 8, -100], range(5)))
+    batch = batched([Sample(tokens, labels, positions, None)], _Answers())
+    assert batch.labels.tolist() == [[-100, -100, 7, 8, -100]]
+    assert (_Answers().weight(batch), batch.num_trained) == (2, 2)
 
 
 # ------------------------------------------------------------------------------------- log-probabilities of tokens

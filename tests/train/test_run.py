@@ -23,10 +23,8 @@ from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.train.checkpoint.claim import FolderClaim
 from atoll.train.checkpoint.manifest import Manifest
 from atoll.train.checkpoint.store import open_store
-from atoll.train.corpus import Corpus, open_corpus, with_vocabulary
 from atoll.train.data.loader import batched
 from atoll.train.data.packing import PackedDataset
-from atoll.train.data.prepare import prepare
 from atoll.train.events import CheckpointSaved, Note, RunEnded, StepDone, Validated
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
@@ -42,13 +40,6 @@ pytestmark = pytest.mark.usefixtures("torch_in_process")
 def _train(world: int, recipe: dict[str, Any]) -> Any:
     """The result of a run on so many ranks; one is this process."""
     return small.train(recipe) if world == 1 else ranks.run(world, small.train, recipe)[0]
-
-
-def _corpus(recipe: dict[str, Any]) -> Corpus:
-    loaded = load_recipe(recipe).recipe
-    prepared = prepare(loaded.data, seq_len=small.SEQ_LEN, progress=lambda _: None, note=lambda _: None)
-    assert prepared.tokenizer is not None
-    return open_corpus(with_vocabulary(loaded, prepared.tokenizer.vocab_size), prepared)
 
 
 def _loss_by_hand(recipe: dict[str, Any], dataset: PackedDataset, weights: dict[str, torch.Tensor] | None) -> float:
@@ -87,7 +78,7 @@ def test_validation_counts_every_token_once(tmp_path: Path, layout: str) -> None
     held.write_text(small.text(3, seed=9)[: 3 * small.SEQ_LEN - 5])
     tree = small.tree(tmp_path, data__validation=str(held), train__steps=2, precision__compute="fp64", **changes)
     result = _train(world, tree)
-    dataset = _corpus(tree).validation
+    dataset = small.corpus(tree).validation
     assert dataset is not None
     assert len(dataset) == 3, "uneven over two ranks"
     expected = _loss_by_hand(tree, dataset, small.weights(tmp_path / "run"))
@@ -98,7 +89,7 @@ def test_validation_of_a_few_batches_reads_no_more(tmp_path: Path) -> None:
     tree = small.tree(
         tmp_path, data__validation=0.5, train__validate_every=1, train__validate_batches=1, train__steps=2
     )
-    dataset = _corpus(tree).validation
+    dataset = small.corpus(tree).validation
     assert dataset is not None
     assert len(dataset) > 8
     events: list[Any] = []
@@ -144,7 +135,7 @@ def seven(tmp_path: Path) -> dict[str, Any]:
 def test_the_last_partial_batch_is_trained(tmp_path: Path, seven: dict[str, Any], world: int, epochs: int) -> None:
     tree = small.changed(seven, train__steps=f"{epochs}ep")
     result = _train(world, tree)
-    dataset = _corpus(tree).dataset
+    dataset = small.corpus(tree).dataset
     assert len(dataset) == 7
     rows = small.steps(tmp_path / "run")
     wanted = {1: [(0, 4), (4, 3)], 2: [(0, 4), (4, 4), (8, 4), (12, 2)]}[epochs]

@@ -30,12 +30,7 @@ class Engine:
         weights: their parameters as the optimizer sees them.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Mesh,
-        set_weights: Callable[[nn.Module], None],
-    ) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, set_weights: Callable[[nn.Module], None]) -> None:
         """Build the model on the meta device, parallelize it, allocate this rank's part and set its weights.
 
         Args:
@@ -47,12 +42,13 @@ class Engine:
         self._num_sums = 1 + len(self.objective.metrics)
         self._plan = plan
         self.stages: dict[int, nn.Module] = {}
-        numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if _piped(mesh) else [0]
+        is_piped = mesh.layout.pipeline > 1
+        numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if is_piped else [0]
         num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
         for number in numbers:
             model = build(recipe.model, device="meta", dtype=master_dtype(recipe))
             use_objective(model, self.objective, recipe.objective.chunk_tokens)
-            if _piped(mesh):
+            if is_piped:
                 model = cut(model, number, num_stages)  # type: ignore[arg-type]  # ``layout.check`` refuses others
             parallelize(model, plan, mesh)
             materialize(model, mesh.device)
@@ -60,11 +56,8 @@ class Engine:
             self.stages[number] = model
         self._kept = self._find_buffers()
         self.weights: Weights = weights_of(list(self.stages.values()), recipe, mesh)
-        self._pipeline = (
-            Pipeline(self.stages, recipe, mesh, compute_dtype(recipe, mesh.device), self._num_sums)
-            if _piped(mesh)
-            else None
-        )
+        dtype = compute_dtype(recipe, mesh.device)
+        self._pipeline = Pipeline(self.stages, recipe, mesh, dtype, self._num_sums) if is_piped else None
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -81,20 +74,14 @@ class Engine:
         ]
 
     @property
-    def has_loss(self) -> bool:
-        """Whether this rank computes the loss: it has the last stage."""
-        return self._pipeline is None or self._pipeline.has_last
-
-    @property
     def counts_loss(self) -> bool:
         """Whether this rank's loss goes into the sum over all ranks: tensor and context ranks have copies of one."""
-        return self.has_loss and self.mesh.place["tensor"] == self.mesh.place["context"] == 0
+        return self.mesh.place["tensor"] == self.mesh.place["context"] == 0
 
     @property
     def counts_tokens(self) -> bool:
         """Whether this rank's tokens go into the sum over all ranks: of those that share batches, one's do."""
-        place = self.mesh.place
-        return place["tensor"] == place["context"] == place["pipeline"] == 0
+        return self.counts_loss and self.mesh.place["pipeline"] == 0
 
     @property
     def evaluation_batches(self) -> int:
@@ -150,7 +137,3 @@ class Engine:
         finally:
             for stage in self.stages.values():
                 stage.train()
-
-
-def _piped(mesh: Mesh) -> bool:
-    return mesh.layout.pipeline > 1

@@ -71,35 +71,32 @@ class Pipeline:
     def __init__(
         self, stages: dict[int, nn.Module], recipe: Recipe, mesh: Mesh, dtype: torch.dtype, num_sums: int
     ) -> None:
-        self.num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
-        self.micro_batch = recipe.train.micro_batch
-        self.num_micro_batches = recipe.train.global_batch // (mesh.layout.data * recipe.train.micro_batch)
-        self._mesh = mesh
-        self.has_first = 0 in stages
-        self.has_last = self.num_stages - 1 in stages
-        group = mesh.group("pipeline")
+        last = mesh.layout.pipeline * num_stages_per_rank(recipe) - 1
+        micro_batch = recipe.train.micro_batch
+        self.num_micro_batches = recipe.train.global_batch // (mesh.layout.data * micro_batch)
+        self._has_first, self._has_last = 0 in stages, last in stages
         length = recipe.train.seq_len // mesh.layout.context
         split = mesh.layout.tensor if recipe.parallel.sequence_parallel else 1
-        hidden = torch.empty(self.micro_batch, length // split, recipe.model.dim, dtype=dtype, device="meta")
-        tokens = torch.empty(self.micro_batch, recipe.train.seq_len, dtype=torch.int64, device="meta")
+        hidden = torch.empty(micro_batch, length // split, recipe.model.dim, dtype=dtype, device="meta")
+        tokens = torch.empty(micro_batch, recipe.train.seq_len, dtype=torch.int64, device="meta")
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         sums = torch.empty(num_sums, dtype=wide, device="meta")
-        self._stages = [
+        made = [
             PipelineStage(
                 module,
                 number,
-                self.num_stages,
+                last + 1,
                 mesh.device,
                 input_args=(tokens if number == 0 else hidden.requires_grad_(),),
-                output_args=(sums if number == self.num_stages - 1 else hidden.requires_grad_(),),
-                group=group,
+                output_args=(sums if number == last else hidden.requires_grad_(),),
+                group=mesh.group("pipeline"),
             )
             for number, module in stages.items()
         ]
         make = _SCHEDULES[recipe.parallel.pipeline_schedule]
         looped = recipe.parallel.pipeline_schedule not in ("gpipe", "1f1b")
         self._schedule = make(
-            self._stages if looped else self._stages[0],
+            made if looped else made[0],
             n_microbatches=self.num_micro_batches,
             loss_fn=self._loss,
             scale_grads=False,
@@ -135,8 +132,8 @@ class Pipeline:
 
     def _run(self, step: Callable[..., Any], batches: Sequence[Batch]) -> Tensor:
         whole = {name: torch.cat([batch.fields[name] for batch in batches]) for name in batches[0].fields}
-        inputs = (whole["tokens"],) if self.has_first else ()
-        target = {"target": whole["labels"]} if self.has_last else {}
+        inputs = (whole["tokens"],) if self._has_first else ()
+        target = {"target": whole["labels"]} if self._has_last else {}
         self._sums = torch.zeros_like(self._sums)
         step(*inputs, **target, **whole)
         return self._sums
