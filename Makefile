@@ -19,7 +19,7 @@ WORKERS ?= 2
 ARGS ?=
 
 # What the tests of ssh hosts and network namespaces are made of; without one of them its tests are skipped, and say so.
-DEBIAN_PACKAGES := openssh-server iproute2 tini slirp4netns netcat-openbsd rsync nftables
+DEBIAN_PACKAGES := openssh-server iproute2 tini slirp4netns netcat-openbsd rsync nftables slurm-wlm munge
 
 # The first Python that is new enough, unless PYTHON names one.
 ifndef PYTHON

@@ -20,7 +20,7 @@ PAGES = {
     "api-functions": "compute gather ComputeFunction Pending Group RankResults CallFuture Stream result instance_info "
     "InstanceInfo report latest_checkpoint shard DistributedSampler",
     "api-pools": "ComputePool Image named_pools LogLine integrations events",
-    "api-providers": "Local SSH Accelerator NVIDIA",
+    "api-providers": "Local SSH Slurm Accelerator NVIDIA",
     "api-tasks": "Task Resources launch exec Job JobStatus status queue tail_logs cancel stop start autostop down "
     "ClusterStatus",
     "api-errors": "AtollError ConfigError UsageError UnknownCluster ProvisionError ImageError RemoteError "

@@ -35,6 +35,7 @@ _WHERE = {
     "NVIDIA": "atoll.providers.accelerators",
     "Local": "atoll.providers.local",
     "SSH": "atoll.providers.ssh.provider",
+    "Slurm": "atoll.providers.slurm",
     "Image": "atoll.images.image",
     "ComputePool": "atoll.functions.compute_pool",
     "CallFuture": "atoll.gang.futures",
@@ -92,8 +93,8 @@ def __getattr__(name: str) -> Any:
 
 def _hint(name: str) -> str:
     """What was probably meant."""
-    if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot", "Slurm"):
-        return f": this version has sky.Local() and sky.SSH(hosts), {name} comes with a later one"
+    if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot"):
+        return f": this version has sky.Local(), sky.SSH(hosts) and sky.Slurm(), {name} comes with a later one"
     return ""  # Python itself names the nearest one
 
 

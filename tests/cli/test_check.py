@@ -52,11 +52,12 @@ def atoll(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[by
 def test_this_machine_as_a_table_and_as_json(atoll):
     code, out, _ = atoll("check")
     assert code == 0
-    *lines, last = out.splitlines()
+    *lines, slurm, ssh = out.splitlines()
     assert lines[0].startswith("✓ atoll: Atoll ")  # what a bug report needs
     findings = [line for line in lines if not line.startswith("✓ atoll: ")]
     assert all(line.startswith("✓ local: ") for line in findings)
-    assert last.startswith("no ssh hosts are declared: [ssh.lab]")
+    assert slurm.startswith("no Slurm cluster is declared: [slurm.lab]")
+    assert ssh.startswith("no ssh hosts are declared: [ssh.lab]")
     code, out, _ = atoll("check", "local", "-o", "json")
     assert code == 0
     found = json.loads(out)
@@ -80,7 +81,7 @@ def test_an_infra_that_nobody_knows(atoll, command):
     code, out, err = atoll(*command)
     assert (code, out) == (2, "")
     assert "mars" in err
-    assert "knows local and ssh/NAME" in err
+    assert "knows local, slurm/NAME and ssh/NAME" in err
 
 
 @pytest.mark.parametrize(

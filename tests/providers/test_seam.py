@@ -99,7 +99,7 @@ def test_infras_are_resolved_or_said_to_be_none(home: Path) -> None:
     for infra, said in (
         ("lab", "did you mean ssh/lab"),
         ("locl", "did you mean 'local'"),
-        ("mars", "this version knows local and ssh/NAME"),
+        ("mars", "this version knows local, slurm/NAME and ssh/NAME"),
         ("registry", "no such infra"),
         ("local/x", "local alone"),
         ("ssh", "ssh/NAME, with a NAME"),

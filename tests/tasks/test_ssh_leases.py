@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import atoll as sky
+from atoll.agent.process_tree import command_line
 from local_cluster import until
 from testbed.fixtures import MakeBed
 from testbed.hosts import Host
@@ -74,7 +75,7 @@ def test_jobs_clusters_and_pools_share_the_gpus_of_a_host(make_bed: MakeBed) -> 
     with pool:
         assert pool.run(os.getenv, "CUDA_VISIBLE_DEVICES") == [second]
 
-    supervisors = [pid for pid in host.pids() if b"supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    supervisors = [pid for pid in host.pids() if b"tasks.dispatcher" in command_line(pid)]
     assert supervisors
     assert not is_free(host, first)
     for pid in supervisors:

@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from atoll.agent import orphans
+from atoll.agent import keeper, orphans
 from atoll.agent.process_tree import PR_SET_CHILD_SUBREAPER, kill_tree, prctl
 from atoll.core.paths import short_path
 from atoll.wire.frames import WireError, close_all, receive
@@ -44,6 +44,7 @@ HERE: Final = "here"
 _SOCKET: Final = "link.sock"
 _AGENT_LOG: Final = "agent.log"
 _DRIVER_GONE: Final = b"E"
+_SERVE: Final = "import sys; sys.path.insert(0, sys.argv[1]); from atoll.agent.session import serve_kept; serve_kept()"
 _BEGIN_S: Final = 30.0  # a session nobody greets ends
 _AGENT_END_S: Final = 3.0  # an agent whose channel is closed gets this long to end its ranks and remove its files
 _SWEEP_S: Final = 2 * _AGENT_END_S  # what sessions of an earlier driver get to end
@@ -324,6 +325,10 @@ def _start(folder: str, grace_s: float, agent: dict[str, Any]) -> None:
     except OSError:
         shutil.rmtree(folder)
         raise
+    serve = [sys.executable, "-I", "-S", "-c", _SERVE, sys.path[0], str(listener.fileno()), folder]
+    if keeper.spawn([*serve, str(grace_s), json.dumps(agent)], {listener.fileno(): listener.fileno()}, os.environ):
+        listener.close()
+        return
     child = os.fork()
     if child:
         listener.close()
@@ -338,12 +343,22 @@ def _start(folder: str, grace_s: float, agent: dict[str, Any]) -> None:
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
+    _serve(listener, folder, grace_s, agent)
+
+
+def _serve(listener: socket.socket, folder: str, grace_s: float, agent: dict[str, Any]) -> NoReturn:
     listener.setblocking(False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         Session(folder, listener, grace_s, agent).serve()
     finally:
         os._exit(0)
+
+
+def serve_kept() -> None:
+    """Entry of a session that a keeper has started."""
+    descriptor, folder, grace_s, agent = sys.argv[2:]
+    _serve(socket.socket(fileno=int(descriptor)), folder, float(grace_s), json.loads(agent))
 
 
 def _attach(folder: str, here: bool) -> None:

@@ -29,7 +29,8 @@ def register(app: typer.Typer) -> None:
 
 def check(
     infras: Annotated[
-        list[str] | None, typer.Argument(metavar="INFRA", help="local or ssh/NAME; all declared by default.")
+        list[str] | None,
+        typer.Argument(metavar="INFRA", help="local, ssh/NAME, slurm/NAME; all declared by default."),
     ] = None,
     output: options.Output = "table",
 ) -> None:
@@ -65,7 +66,7 @@ def check(
 
 
 def gpus(
-    where: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, or ssh/NAME.")] = None,
+    where: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, ssh/NAME or slurm/NAME.")] = None,
     infra: Annotated[str, typer.Option(help="The same as a flag.")] = DEFAULT,
     output: options.Output = "table",
 ) -> None:

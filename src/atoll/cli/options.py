@@ -99,7 +99,10 @@ Gpus = Annotated[
 ]
 NoSimulate = Annotated[bool, typer.Option("--no-simulate", help="Refuse GPUs that this machine lacks.")]
 Infra = Annotated[
-    str | None, typer.Option("--infra", metavar="INFRA", help="Where nodes come from: local (the default) or ssh/NAME.")
+    str | None,
+    typer.Option(
+        "--infra", metavar="INFRA", help="Where nodes come from: local (the default), ssh/NAME or slurm/NAME."
+    ),
 ]
 Env = Annotated[
     list[str] | None,

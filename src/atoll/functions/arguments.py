@@ -27,7 +27,7 @@ def check_provider(value: object) -> Provider:
     if isinstance(value, str) and is_known(value):
         return resolve(value)
     step = f"; nodes are given as nodes={value!r}" if isinstance(value, int) and not isinstance(value, bool) else ""
-    raise ConfigError(f"provider={value!r}: expected sky.Local(), sky.SSH(hosts), 'local' or 'ssh/NAME'{step}")
+    raise ConfigError(f"provider={value!r}: expected sky.Local(), sky.SSH(hosts), sky.Slurm() or 'ssh/NAME'{step}")
 
 
 def check_image(value: object) -> Image:

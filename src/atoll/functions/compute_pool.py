@@ -277,7 +277,11 @@ class ComputePool:
     def _provisioned(self) -> Plan:
         request = self._request()
         given = self.provider.provision(request, self._say)
-        plan = self.provider.plan(request, wait_until_ready(self.provider, given, self._say))
+        try:
+            plan = self.provider.plan(request, wait_until_ready(self.provider, given, self._say))
+        except BaseException:  # nobody would know of it
+            self.provider.release(given, keep_disks=False)
+            raise
         for line in plan.lines:
             self._say(line)
         return plan

@@ -211,6 +211,8 @@ class Gang:
             self._log_files.close()
         if self._held is not None:
             os.close(self._held)
+        with contextlib.suppress(AtollError):  # what can't be reached now ends by itself
+            self.spec.provider.release(self.spec.plan.allocation, keep_disks=False)
         self.audience.event(events.PoolStopped(pool_id=self.spec.pool_id))
         self.audience.close()
 

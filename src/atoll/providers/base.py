@@ -86,6 +86,7 @@ class NodeRequest:
         supervised_here: its driver lives in this machine's process, whatever the provider would choose.
         recheck: look also at hosts that were found well lately.
         files_in: where a job's files go below the state folder of a host; ``clusters/ID`` where empty.
+        owner: as its allocation's: what was submitted for it before has it too.
     """
 
     id: str = ""
@@ -99,6 +100,7 @@ class NodeRequest:
     supervised_here: bool = False
     recheck: bool = True
     files_in: str = ""
+    owner: str = ""
 
     def num_ranks(self, num_accelerators: int) -> int:
         """Processes of a node with so many accelerators."""
@@ -556,6 +558,13 @@ class Provider(abc.ABC):
     def remote(self, plan: NodePlan) -> Remote:
         """The machine of a node elsewhere."""
         raise ProvisionError(f"{self.name} runs nothing on {plan.host or 'its nodes'} but agents")
+
+    def desk(self, allocation: Allocation) -> Remote:
+        """The machine that answers for a cluster that is supervised elsewhere: its head."""
+        one = dataclasses.replace(allocation, nodes=allocation.nodes[:1])
+        request = NodeRequest(id=allocation.id, accelerators=None, files_in=allocation.files_in)
+        provider = self.of(one)
+        return provider.remote(provider.plan(request, one).nodes[0])
 
     def examine(self) -> Iterator[tuple[bool, str]]:
         """What can be used, and what is missing with how to get it: whether it is well, and a line."""

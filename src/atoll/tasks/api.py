@@ -57,7 +57,7 @@ def launch(
     Args:
         task: a ``sky.Task``.
         cluster_name: of the cluster; a new name by default.
-        infra: where: ``local`` (the default) or ``ssh/NAME``.
+        infra: where: ``local`` (the default), ``ssh/NAME`` or ``slurm/NAME``.
         idle_minutes_to_autostop: stop the cluster after this many minutes without a job.
         down: remove it instead of stopping it; without minutes, right after its last job.
         no_setup: skip the task's setup.

@@ -11,7 +11,9 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import MOST_MINUTES, checks_arguments
 from atoll.providers import registry
+from atoll.providers.base import AllocationState
 from atoll.tasks import clusters, record
+from atoll.tasks.client import tell
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
 
 Say = Callable[[str], None]
@@ -167,19 +169,21 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
     """End its jobs, then have it stopped or down; the jobs that were ended."""
     control = clusters.control_of(cluster)
     if status is ClusterStatus.DOWN:
-        from atoll.tasks.client import tell
         from atoll.tasks.sync.host_files import remove_files
 
         ended, lines = control.remove_nodes()
         for line in lines:
             tell(line)
-        if cluster.allocation.files == "hosts":
+        if cluster.allocation.files != "homes":
             remove_files(cluster)
         clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
         ended = control.cancel(None)
         clusters.change(cluster, status=status)
-    registry.of(cluster.allocation).release(cluster.allocation, keep_disks=status is not ClusterStatus.DOWN)
+    keep_disks = status is not ClusterStatus.DOWN
+    released = registry.of(cluster.allocation).release(cluster.allocation, keep_disks=keep_disks)
+    if released != cluster.allocation:
+        record.change(clusters.folder_of(cluster.name), allocation=released)
     return ended
 
 
@@ -194,6 +198,11 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
     """
     if cluster.status is not ClusterStatus.UP:
         return cluster
+    now = registry.of(cluster.allocation).poll(cluster.allocation)
+    if now.state is AllocationState.LOST:
+        ended = {"status": ClusterStatus.DOWN, "setup_done": (), "autostop_minutes": None, "autodown": False}
+        tell(f"cluster {cluster.name} is down: {now.reason}")
+        return record.change(clusters.folder_of(cluster.name), **ended, notes=(now.reason,))
     if cluster.allocation.supervised_here:
         from atoll.tasks.control import LocalControl
 

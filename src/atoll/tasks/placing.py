@@ -155,8 +155,14 @@ def provision(
     """
     provider = registry.resolve(cluster.infra)
     have = None if before is None or before.status is ClusterStatus.DOWN else before.allocation
-    request = dataclasses.replace(cluster.request(), supervised_here=here, recheck=recheck)
-    allocation = wait_until_ready(provider, provider.provision(request, say, have), say)
+    request = dataclasses.replace(cluster.request(), supervised_here=here, recheck=recheck, owner=owner)
+    allocation = provider.provision(request, say, have)
+    try:
+        allocation = wait_until_ready(provider, allocation, say)
+    except BaseException:  # nobody would know of it
+        if have is None:
+            provider.release(allocation, keep_disks=False)
+        raise
     return dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner))
 
 

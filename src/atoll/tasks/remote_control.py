@@ -11,11 +11,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
+from atoll.providers import registry
 from atoll.providers.base import Remote
 from atoll.tasks import reaper
 from atoll.tasks.client import Client, OnEvent, ProgramStream, StreamLost, Write, tell
 from atoll.tasks.control import FollowPosition, LocalControl
-from atoll.tasks.nodes import node_of
 from atoll.tasks.record import folder_of
 from atoll.tasks.spec import ClusterSpec, JobStatus
 from atoll.tasks.sync.host_files import remove_files
@@ -200,7 +200,7 @@ def _reach(cluster: ClusterSpec) -> tuple[Remote, RemoteControl]:
     key = json.dumps([cluster.name, allocation.head.reach, allocation.settings, allocation.code], sort_keys=True)
     if key not in _controls:
         try:
-            head = node_of(cluster, 0)
+            head = registry.of(allocation).desk(allocation)
             head.bring_code()
         except ProvisionError as error:
             raise ProvisionError(f"{error}. {advice_on_lost_head(cluster.name)}") from None

@@ -59,7 +59,7 @@ class Options:
     Attributes:
         command: the word that others who wait for the cluster are told.
         as_it_is: on a cluster that is up and large enough, without setup and file_mounts (``atoll exec``).
-        infra: ``local`` or ``ssh/NAME``; None: where the cluster is, or what the task says, or local.
+        infra: ``local``, ``ssh/NAME`` or ``slurm/NAME``; None: where the cluster is, or what the task says, or local.
         simulate: may accelerators that the machine lacks be simulated?
         setup: run the task's setup; ``fast``: unless the cluster is set up already.
         strict: scripts end at the first command that fails (``set -e``).

@@ -213,7 +213,7 @@ class ClusterSpec:
 
     Attributes:
         name: what people call it.
-        infra: ``local`` or ``ssh/NAME``.
+        infra: ``local``, ``ssh/NAME`` or ``slurm/NAME``.
         num_nodes: nodes it has.
         accelerator, num_accelerators: of each node, or None and 0.
         simulated: they are not there.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import atoll
+from atoll.agent import keeper
 from atoll.agent.orphans import VARIABLE
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.paths import is_locked
@@ -35,12 +36,25 @@ PROBE_S = 0.3  # who only looks whether the lock is held has it for less
 _START_S = 20.0
 _KILL_S = 10.0  # one that is killed is gone within milliseconds, unless its disk hangs
 # What it is started with: it runs no user code, and finds ssh's agent, homes and state where its user does.
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "SSH_AUTH_SOCK", "TZ")
+_ENVIRONMENT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "SSH_AUTH_SOCK",
+    "TZ",
+    "SLURM_CONF",
+)
 _BOOT = """import os, sys
 if os.fork(): os._exit(0)
 sys.path.insert(0, sys.argv[1])
 from atoll.tasks.dispatcher import main
 main(sys.argv[2], int(sys.argv[3]))"""
+_WATCHER = "import sys; sys.path.insert(0, sys.argv[1]); from atoll.tasks.watcher import main; main(sys.argv[2])"
 
 
 def is_running(folder: Path) -> bool:
@@ -133,22 +147,45 @@ def _start(folder: Path) -> socket.socket | None:
     return ours
 
 
-def _spawn(folder: Path, first: int, output: IO[bytes]) -> None:
-    """Run a supervisor that is nobody's child. Of the caller's environment it gets what it needs, and no secret."""
+def _environment(folder: Path) -> dict[str, str]:
+    """What it needs of the caller's environment, and no secret."""
     env = {name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("ATOLL_")}
     # One that a job starts is not below that job.
     env = {name: value for name, value in env.items() if not is_secret(name, value) and name != VARIABLE}
-    source = str(Path(atoll.__file__).parent.parent)  # the folder, or the archive, that this package lies in
+    return {**env, "ATOLL_HOME": str(folder.parent.parent)}
+
+
+def _spawn(folder: Path, first: int, output: IO[bytes]) -> None:
+    """Run a supervisor that is nobody's child."""
+    env = _environment(folder)
+    command = [sys.executable, "-I", "-S", "-c", _BOOT, _source(), str(folder), str(first)]
+    if keeper.spawn(command, {1: output.fileno(), 2: output.fileno(), first: first}, env):
+        return
     subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _BOOT, source, str(folder), str(first)],
+        command,
         pass_fds=(first,),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
         start_new_session=True,
         cwd="/",
-        env={**env, "ATOLL_HOME": str(folder.parent.parent)},
+        env=env,
     )
+
+
+def watch(folder: Path) -> None:
+    """Have the cluster looked after by a process of its own, where this is a node that a job holds (``watcher``)."""
+    with _opened(folder / LOG) as output:
+        keeper.spawn(
+            [sys.executable, "-I", "-S", "-c", _WATCHER, _source(), str(folder)],
+            {1: output.fileno(), 2: output.fileno()},
+            _environment(folder),
+        )
+
+
+def _source() -> str:
+    """The folder, or the archive, that this package lies in."""
+    return str(Path(atoll.__file__).parent.parent)
 
 
 def _opened(log: Path) -> IO[bytes]:

@@ -22,6 +22,7 @@ _RETRY_MOST_S = 2.0
 _FLUSH_S = 0.5  # what was said before the end gets this long to go out
 _END_S = 2.0  # and the host this long to end its agent
 _TAIL_BYTES = 4000
+_NO_REASON = "srun: cluster configuration lacks support for cpu binding"  # so none is done, as was asked for
 
 
 class _Connection:
@@ -54,8 +55,8 @@ class _Connection:
         """What the command said last, or else this."""
         if self.stderr >= 0:
             self.read_stderr()
-        said = self.said.decode(errors="replace").strip()
-        return said or otherwise
+        lines = self.said.decode(errors="replace").strip().splitlines()
+        return "\n".join(line for line in lines if not line.startswith(_NO_REASON)) or otherwise
 
     def end(self, wait_s: float = 0.0) -> None:
         """Close its channel, and end it by force unless it ends by itself in time."""

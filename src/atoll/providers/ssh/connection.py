@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ _PERSIST_S = 60  # a login that nobody uses ends by itself; it lasts where someb
 _PERSIST_ALONE_S = 5
 _LONGEST_PATH = 104 - 18 - 16  # of a Unix socket, less what ssh and we put behind the folder
 _FAILED = 255  # ssh's own exit code
+_FROM_SRUN = re.compile(rb"^srun: error: (.*)", re.M)
 _IN_A_TERMINAL = "; or run this in a terminal, where ssh asks for the password or code"
 
 
@@ -92,12 +94,17 @@ class Connection:
                 out, said = self._communicate(process, limit_s)
             finally:
                 self._end(process)
-        if process.returncode == _FAILED:
+        if process.returncode == _FAILED and not self._is_here:
             raise explain(self.target, said.decode(errors="replace"), self._ssh)
         if (own := own_output(out)) is None:
             if process.returncode < 0:  # ssh itself was killed: abort()
                 raise self._interrupted()
             raise never_began(str(self.target), out, said)
+        if self.target.step is not None and process.returncode and (why := _FROM_SRUN.findall(said)):
+            job = self.target.step[0]
+            raise ProvisionError(
+                f"{self.target}: Slurm job {job} runs nothing there: {why[-1].decode(errors='replace')}"
+            )
         return subprocess.CompletedProcess(process.args, process.returncode, own, said)
 
     def _communicate(self, process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes]:
@@ -132,7 +139,7 @@ class Connection:
 
     def argv(self, command: str, *, ask: bool = False) -> list[str]:
         """The argument list that runs a command there, whose output begins behind what ``skip_login_text`` skips."""
-        command = marked(command)
+        command = marked(self.target.within(command))
         if self._is_here:
             return ["/bin/sh", "-c", command]
         return [self._ssh, *self._options(ask), "--", self.target.host, command]

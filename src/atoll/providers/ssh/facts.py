@@ -18,6 +18,8 @@ from atoll.wire.command_output import parsed_object
 
 LEAST_PYTHON = (3, 11)
 _ASK_S = 20.0  # with logging in; nvidia-smi of a driver without persistence mode takes seconds
+# Of a step, what describes its one task: a program that goes by it would take itself for rank 0 of 1.
+_OF_THE_LOGIN = re.compile("SSH_|SLURM_(?!CONF$|JOB_|CLUSTER_NAME$)|PMI|SLURMD_|ATOLL_KEEPER$")
 _QUERY = [f"{QUERY[0]},memory.used,driver_version", QUERY[1]]
 
 # Understood by every Python since 3.4, so that an old one can say what it is.
@@ -62,6 +64,11 @@ def route():
             return probe.getsockname()[0]
         except OSError:
             return ''
+def named():
+    try:
+        return socket.gethostbyname(os.environ.get('SLURMD_NODENAME') or socket.gethostname())
+    except OSError:
+        return ''
 def gpus():
     try:
         return subprocess.check_output(['nvidia-smi'] + query, stderr=subprocess.STDOUT, timeout=10).decode()
@@ -91,7 +98,7 @@ print(json.dumps({
     'python': sys.version_info[:3], 'executable': sys.executable, 'home': home,
     'place': found, 'refused': refused, 'bundles': [digest for digest, name in wanted if here(name)],
     'cpus': len(os.sched_getaffinity(0)), 'gpus': gpus(), 'tmp': tempfile.gettempdir(), 'env': dict(os.environ),
-    'addr': (os.environ.get('SSH_CONNECTION') or '').split()[2:3], 'route': route(), 'torch': torch(),
+    'addr': (os.environ.get('SSH_CONNECTION') or '').split()[2:3], 'route': route() or named(), 'torch': torch(),
     'shm': free('/dev/shm'), 'disk': free(os.path.expanduser(folder or home)), 'time': time.time()}))
 """
 
@@ -164,7 +171,7 @@ def _understood(connection: Connection, python: str, answer: subprocess.Complete
         gpus=gpus,
         gpu_problem=problem,
         addr=addr,
-        env={name: value for name, value in said["env"].items() if not name.startswith("SSH_")},
+        env={name: value for name, value in said["env"].items() if not _OF_THE_LOGIN.match(name)},
         seen=seen,
     )
 

@@ -21,6 +21,14 @@ GRACE_S = 30.0
 HERE = "."  # as a host: this machine, without ssh; how a supervisor on a head calls that
 _WILD = re.compile(r"[*?\[]")
 _PORT = re.compile(r"(.*?):(\d{1,5})")
+# Of the variables of a job, or of a step of one, srun would take its defaults. -u: what is written comes at once, and
+# not line by line. One line, as csh takes no others.
+_STEP = (
+    r"for name in $(env | sed -n 's/^\(SLURM_[A-Z0-9_]*\)=.*/\1/p'); do [ $name = SLURM_CONF ] || unset $name; done; "
+    "unset SSH_CONNECTION SSH_CLIENT SSH_TTY; "
+    'ATOLL_KEEPER="$3" exec srun --jobid="$1" --nodelist="$2" --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none '
+    '--mpi=none --no-kill --quiet --unbuffered --chdir=/ /bin/sh -c "$4"'
+)
 _DEEPEST_INCLUDE = 16  # as ssh has it
 _KEYS = ("hosts", "key", "jump", "python", "grace_s", "workdir", "max_restarts_on_lost_nodes")
 _RESTARTS = 3
@@ -36,6 +44,7 @@ class Target:
         key: path of a private key, or None.
         jump: a jump host, as ``ssh -J`` takes it, or None.
         python: the interpreter there, as its shell finds it, or None for ``python3``.
+        step: a Slurm job and one of its nodes: what runs there is a step of that job, started from ``host``.
     """
 
     host: str
@@ -43,6 +52,7 @@ class Target:
     key: str | None = None
     jump: str | None = None
     python: str | None = None
+    step: tuple[str, str] | None = None
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -56,7 +66,16 @@ class Target:
         """What a person types to log in there."""
         return command_line("ssh", *self.options, self.host)
 
+    def within(self, command: str) -> str:
+        """The shell command on ``host`` that runs a shell command there."""
+        if self.step is None:
+            return command
+        job, node = self.step
+        return "exec " + shlex.join(["/bin/sh", "-c", _STEP, "sh", job, node, f"/tmp/atoll-{job}", command])
+
     def __str__(self) -> str:
+        if self.step is not None:
+            return self.step[1]
         return self.host if self.port is None else f"{self.host}:{self.port}"
 
 
@@ -114,7 +133,7 @@ class Group:
 
 def declared_groups() -> list[str]:
     """Names of the groups in ``config.toml``."""
-    return list(_declared(atoll_home() / "config.toml"))
+    return list(declared("ssh"))
 
 
 def find_group(name: str) -> Group:
@@ -124,15 +143,15 @@ def find_group(name: str) -> Group:
         ConfigError: there is no such group or Host, or its declaration has a mistake.
     """
     path = atoll_home() / "config.toml"
-    declared = _declared(path)
-    if name in declared:
-        return _group(name, declared[name], path)
+    groups = declared("ssh")
+    if name in groups:
+        return _group(name, groups[name], path)
     known = config_hosts()
     if name in known:
         return Group(name, (Target(name),))
     if _WILD.search(name) and fnmatch.filter(known, name):
         return Group(name, targets([name]))
-    hint = nearest(name, [*declared, *known])
+    hint = nearest(name, [*groups, *known])
     raise ConfigError(
         f"ssh/{name}: no group of that name in {path}, and no Host in ~/.ssh/config{hint or '.'} Declare it with\n"
         f'  [ssh.{name}]\n  hosts = ["user@gpu-1", "gpu-2:2222"]\n'
@@ -182,7 +201,16 @@ def _split(spelling: object) -> tuple[str, str, int | None]:
 # -- config.toml ----------------------------------------------------------------------------------------------------
 
 
-def _declared(path: Path) -> dict[str, Any]:
+_EXAMPLES = {"ssh": "[ssh.lab]", "slurm": "[slurm.lab]"}
+
+
+def declared(kind: str) -> dict[str, Any]:
+    """The sections ``[KIND.NAME]`` of ``config.toml``, by name.
+
+    Raises:
+        ConfigError: the file has a mistake.
+    """
+    path = atoll_home() / "config.toml"
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -194,12 +222,12 @@ def _declared(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{shown_path(str(path))}: {error}") from None
     for section in config:
-        if section != "ssh":
-            hint = nearest(section, ["ssh"]) or ": it has sections such as [ssh.lab]"
+        if section not in _EXAMPLES:
+            hint = nearest(section, _EXAMPLES) or f": it has sections such as {' and '.join(_EXAMPLES.values())}"
             raise ConfigError(f"{shown_path(str(path))}: no setting {section!r} is known{hint}")
-    found = config.get("ssh", {})
+    found = config.get(kind, {})
     if not isinstance(found, dict):
-        raise ConfigError(f"{shown_path(str(path))}: ssh = {found!r}: expected sections such as [ssh.lab]")
+        raise ConfigError(f"{shown_path(str(path))}: {kind} = {found!r}: expected sections such as {_EXAMPLES[kind]}")
     return found
 
 

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import posixpath
-import socket
-import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import check_seconds, command_line, suggests_fields
-from atoll.providers.accelerators import refuse_misspelt
 from atoll.providers.base import (
-    WORKDIR,
-    AcceleratorsLacking,
     AllocatedNode,
     Allocation,
-    Boot,
     NodePlan,
     NodeRequest,
     Plan,
-    Provider,
     Report,
-    Session,
 )
-from atoll.providers.bundle import atoll_bundle
-from atoll.providers.gpus import Gpu, gpu_row
+from atoll.providers.gpus import gpu_row
 from atoll.providers.ssh import facts, preflight, site
 from atoll.providers.ssh.connection import connections, on_each
-from atoll.providers.ssh.host_node import SSHNode, node_plan, start_agent
-from atoll.providers.ssh.hosts import GRACE_S, HERE, Facts, Group, Target, declared_groups, find_group, targets
-from atoll.providers.ssh.remote import Host
-from atoll.providers.ssh.scp import quiet_ssh
+from atoll.providers.ssh.host_provider import HostProvider
+from atoll.providers.ssh.hosts import GRACE_S, HERE, Group, Target, declared_groups, find_group, targets
+from atoll.providers.ssh.scp import copy, copy_line
 
 _END_S = 10.0  # to end what hangs; a host that can't be reached is not waited for longer
 _ANSWER_S = 20.0
@@ -56,7 +44,7 @@ class _Settings:
 
 @suggests_fields
 @dataclass(frozen=True, slots=True)
-class SSH(Provider):
+class SSH(HostProvider):
     """Nodes on hosts reached with the user's own ``ssh``: one per host; the first is the head.
 
     Args:
@@ -73,7 +61,6 @@ class SSH(Provider):
     kind: ClassVar[str] = "ssh"
     form: ClassVar[str] = "ssh/NAME"
     expected: ClassVar[str] = "ssh/NAME, with a NAME of ~/.ssh/config or of [ssh.NAME] in config.toml"
-    is_elsewhere: ClassVar[bool] = True
     undeclared: ClassVar[str] = (
         'no ssh hosts are declared: [ssh.lab] hosts = ["user@gpu-1"] in config.toml under ATOLL_HOME'
     )
@@ -136,6 +123,20 @@ class SSH(Provider):
         name = allocation.infra.partition("/")[2]
         return made._of_group(Group(name, made.targets(), made.grace_s, allocation.workdir, allocation.max_restarts))
 
+    @property
+    def shared_workdir(self) -> str | None:
+        """What ``config.toml`` says."""
+        return self._group.workdir
+
+    def targets_of(self, allocation: Allocation | None) -> tuple[Target, ...]:
+        """Its hosts."""
+        return self.targets()
+
+    def target(self, reach: str) -> Target:
+        """A host in any spelling."""
+        (found,) = targets([reach], key=self.key, jump=self.jump, python=self.python)
+        return found
+
     def targets(self) -> tuple[Target, ...]:
         """Its hosts, with patterns filled in from the ssh config as it is now."""
         return targets(self.hosts, key=self.key, jump=self.jump, python=self.python)
@@ -151,52 +152,6 @@ class SSH(Provider):
             f"--num-nodes {num_nodes}: {self.infra} has {num_hosts} host{'s' if num_hosts != 1 else ''}; request "
             f"fewer, or declare more in config.toml under ATOLL_HOME"
         ]
-
-    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
-        """Ask the hosts, all at once, and plan one node on each.
-
-        Raises:
-            ConfigError: more nodes than hosts.
-            AcceleratorsLacking: a host lacks the accelerators.
-            ProvisionError: a host can't be used; the message says why and what to do.
-        """
-        self.check(request)
-        found = self.targets()
-        code = atoll_bundle(allocation.code if allocation is not None else "")
-        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=self._group.workdir)
-        try:
-            with connections.used(found[: request.num_nodes]) as logins:
-                said = on_each(logins, ask)
-        except ProvisionError as error:
-            raise ProvisionError(where_to_type(error, found)) from None
-        kind, counts = _chosen(said, request)
-        within = (allocation.files_in if allocation is not None else request.files_in) or f"clusters/{request.id}"
-        planned = []
-        for at, (host, gpus, num) in enumerate(zip(said, *counts, strict=True)):
-            plan = node_plan(host, at, code, num_ranks=request.num_ranks(num), grace_s=self.grace_s)
-            known = allocation.nodes[at] if allocation is not None else AllocatedNode(name=plan.host, address=plan.addr)
-            planned.append(
-                dataclasses.replace(
-                    plan,
-                    accelerator=gpus[0].name if gpus else None,
-                    num_accelerators=num,
-                    gpus=gpus,
-                    addr=known.address or plan.addr,
-                    host=known.name,
-                    workdir=self._group.workdir or posixpath.join(plan.folder, within, WORKDIR),
-                )
-            )
-        lines = [f"{each.target}: {each.gpu_problem}; it is used without GPUs" for each in said if each.gpu_problem]
-        least = min(counts[1])
-        if kind is None and least != max(counts[1]):
-            lines.append(
-                f"nodes differ in their GPUs ({', '.join(map(str, counts[1]))}): each counts as having {least}"
-            )
-        names = {plan.accelerator for plan in planned}
-        kind = kind or (names.pop() if len(names) == 1 and least else None)
-        given = allocation or self._allocation(request, planned, code.digest)
-        has_gpu = any(plan.num_accelerators for plan in planned)
-        return Plan(self.name, tuple(planned), False, has_gpu, tuple(lines), kind, least, given)
 
     def _allocation(self, request: NodeRequest, planned: Sequence[NodePlan], code: str) -> Allocation:
         settings = _Settings(key=self.key, jump=self.jump, python=self.python, grace_s=self.grace_s)
@@ -266,31 +221,6 @@ class SSH(Provider):
         settings = {**allocation.settings, "key": None, "jump": None, "from_head": ()}
         return dataclasses.replace(allocation, site="client", nodes=tuple(nodes), settings=settings)
 
-    def open(self, allocation: Allocation, request: NodeRequest, folder: Path, owner: str) -> Session:
-        """Ask the hosts what they have now."""
-        return _Session(self, allocation, request)
-
-    def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[SSHNode]:
-        """Bring the code to hosts that lack it, and start their agents, one after the other.
-
-        Raises:
-            ProvisionError: a host can't be reached, or its agent does not start.
-        """
-        for node in nodes:
-            try:
-                started = start_agent(self._target(node), node, boot.owner, boot.starting)
-            except AtollError as error:
-                raise ProvisionError(where_to_type(error, self.targets()), node=node.node) from error
-            yield started
-
-    def remote(self, plan: NodePlan) -> Host:
-        """The host of a node."""
-        return Host(self._target(plan), plan)
-
-    def _target(self, plan: NodePlan) -> Target:
-        (target,) = targets([plan.reach], key=self.key, jump=self.jump, python=self.python)
-        return target
-
     def examine(self) -> Iterator[tuple[bool, str]]:
         """What each host says of itself, and then what the preflight before a job finds."""
         found = self.targets()
@@ -336,100 +266,16 @@ class SSH(Provider):
         self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
     ) -> list[str]:
         """The user's own ssh."""
-        target = self.targets()[node]
+        target = self.targets_of(allocation)[node]
         return ["ssh", *target.options, *options, target.host, *command]
 
     def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
         """With scp."""
-        target = self.targets()[node]
-        there = f"{target.host}:{path}"
-        with quiet_ssh() as program:
-            ends = (here, there) if up else (there, here)
-            command = ["scp", "-r", "-p", "-S", program, *_scp_options(target), *ends]
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
-        if done.returncode == 0:
-            return ""
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        said = [line for line in lines if line.startswith("scp: ") and "Connection closed" not in line] or lines
-        return said[-1].removeprefix("scp: ")
+        return copy(self.targets_of(allocation)[node], path, here, up=up)
 
     def copy_line(self, plan: NodePlan, path: str, into: str) -> str:
         """An ``scp`` command."""
-        target = self._target(plan)
-        return command_line("scp", "-r", *_scp_options(target), f"{target.host}:{path}", into)
-
-    def end_orphans(self, allocation: Allocation, owner: str, first: int = 0) -> tuple[list[str], list[str]]:
-        """End what earlier drivers of an owner left on the hosts, all at once."""
-        cluster = allocation.id
-
-        def end(at: int) -> tuple[list[str], list[str]]:
-            one = dataclasses.replace(allocation, nodes=allocation.nodes[at : at + 1])
-            try:
-                plan = SSH.of(one).plan(NodeRequest(id=cluster, accelerators=None), one).nodes[0]
-                return self._end_on(plan, owner, _ANSWER_S), []
-            except ProvisionError as error:
-                name = allocation.nodes[at].name
-                why = str(error).removeprefix(f"{one.head.reach}: ").removesuffix(".")
-                return [], [f"{name}: {why}. So it is not known whether processes of cluster {cluster} hang there"]
-
-        try:
-            with ThreadPoolExecutor(max(1, len(allocation.nodes) - first)) as threads:
-                found = list(threads.map(end, range(first, len(allocation.nodes))))
-        finally:
-            connections.close_idle()
-        return [each for left, _ in found for each in left], [line for _, lines in found for line in lines]
-
-    def _end_on(self, plan: NodePlan, owner: str, limit_s: float) -> list[str]:
-        """End what an owner left on a host; returns what does not end, with the host."""
-        with self.remote(plan) as host:
-            left = host.python("agent.orphans", owner, f"{_PATIENCE_S:g}", limit_s=limit_s)
-        return [f"{each} on {plan.host}" for each in left]
+        return copy_line(self._target(plan), path, into)
 
 
 PROVIDER = SSH
-
-
-class _Session(Session):
-    """Hosts while a supervisor lives."""
-
-    def launch_agents(self, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[SSHNode]:
-        """As the provider's; what hangs as a node stops is ended by another login."""
-        provider = self.provider
-        assert isinstance(provider, SSH)
-        for plan, node in zip(nodes, provider.launch_agents(self.allocation, nodes, boot), strict=True):
-            node.end_hung = functools.partial(provider._end_on, plan, node.owner, _END_S)
-            yield node
-
-    def close(self) -> None:
-        """Log out."""
-        connections.close_idle()
-
-
-def _scp_options(target: Target) -> list[str]:
-    return ["-P" if each == "-p" else each for each in target.options]
-
-
-def _chosen(said: Sequence[Facts], request: NodeRequest) -> tuple[str | None, tuple[list[tuple[Gpu, ...]], list[int]]]:
-    """The kind of accelerator that all hosts have, and of each host the GPUs to lease from and how many are used."""
-    if not request.accelerators:
-        gpus = [host.gpus for host in said]
-        return None, (gpus, [len(each) if request.accelerators is None else 0 for each in gpus])
-    lacking = None
-    for name, count in request.accelerators:
-        fitting = [tuple(gpu for gpu in host.gpus if gpu.name == name) for host in said]
-        short = next((host for host, gpus in zip(said, fitting, strict=True) if len(gpus) < count), None)
-        if short is None:
-            return name, (fitting, [count] * len(said))
-        lacking = short
-    assert lacking is not None
-    refuse_misspelt(name for name, _ in request.accelerators)
-    have = ", ".join(gpu.name for gpu in lacking.gpus) or lacking.gpu_problem or "no GPU"
-    asked = " or ".join(f"{name}:{count}" for name, count in request.accelerators)
-    raise AcceleratorsLacking(asked, f"can't be had on {lacking.target}: it has {have}")
-
-
-def where_to_type(error: AtollError, found: Sequence[Target]) -> str:
-    """What an error says; of a login from a head to another of its hosts also on which machine its remedy helps."""
-    if found[0].host != HERE or "`ssh" not in str(error):
-        return str(error)
-    return f"{error}. Type that on {socket.gethostname()}, where the supervisor logs in from"

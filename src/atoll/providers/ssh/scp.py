@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from atoll.core.validation import command_line
+from atoll.providers.ssh.hosts import Target
 from atoll.wire.command_output import MARK, marked
 
 _BLOCK_BYTES = 1 << 16
@@ -31,6 +33,29 @@ def quiet_ssh() -> Iterator[str]:
         program.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         program.chmod(0o700)
         yield str(program)
+
+
+def copy(target: Target, path: str, here: str, *, up: bool) -> str:
+    """Copy a path of a host to ``here``, or ``up`` from there; why that failed, else nothing."""
+    there = f"{target.host}:{path}"
+    with quiet_ssh() as program:
+        ends = (here, there) if up else (there, here)
+        command = ["scp", "-r", "-p", "-S", program, *_options(target), *ends]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    said = [line for line in lines if line.startswith("scp: ") and "Connection closed" not in line] or lines
+    return said[-1].removeprefix("scp: ")
+
+
+def copy_line(target: Target, path: str, into: str) -> str:
+    """What a person types to copy a folder from a host into one here."""
+    return command_line("scp", "-r", *_options(target), f"{target.host}:{path}", into)
+
+
+def _options(target: Target) -> list[str]:
+    return ["-P" if each == "-p" else each for each in target.options]
 
 
 def main(arguments: Sequence[str]) -> int:

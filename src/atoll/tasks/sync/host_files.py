@@ -28,13 +28,14 @@ def remove_files(cluster: ClusterSpec, first: int = 0) -> None:
 
     Tells where that fails. ``first`` is the number of the first of those hosts.
     """
-    if cluster.allocation.workdir or cluster.allocation.files_in:
+    allocation, is_shared = cluster.allocation, cluster.allocation.files == "shared"
+    if allocation.workdir or allocation.files_in or (is_shared and first):
         return
 
     def remove(node: int) -> None:
-        name = cluster.allocation.nodes[node].name
+        name = allocation.nodes[node].name
         try:
-            remote = node_of(cluster, node)
+            remote = registry.of(allocation).desk(allocation) if is_shared else node_of(cluster, node)
             try:
                 workdir = remote.plan.workdir
                 beside = (str(each(Path(workdir))) for each in (state_file, lock_file))
@@ -46,7 +47,7 @@ def remove_files(cluster: ClusterSpec, first: int = 0) -> None:
             tell(f"the workdir of cluster {cluster.name} stays on {name}, remove it by hand: {error}")
 
     with ThreadPoolExecutor(cluster.num_nodes) as threads:
-        list(threads.map(remove, range(first, cluster.num_nodes)))
+        list(threads.map(remove, range(first, 1 if is_shared else cluster.num_nodes)))
     registry.close_idle()
 
 

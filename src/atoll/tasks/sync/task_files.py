@@ -91,7 +91,8 @@ def ship(
 
     if cluster.allocation.files != "homes":
         provider, is_run = registry.of(cluster.allocation), bool(cluster.allocation.files_in)
-        disks = [HostDisk(provider.remote(plan), plan.workdir, is_run=is_run) for plan in plan_of(cluster).nodes]
+        plans = plan_of(cluster).nodes[: 1 if cluster.allocation.files == "shared" else None]
+        disks = [HostDisk(provider.remote(plan), plan.workdir, is_run=is_run) for plan in plans]
         with ThreadPoolExecutor(cluster.num_nodes) as threads:
             every = list(threads.map(put_on_host, disks))
     else:
