@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import leaks
 import ranks
 from atoll.train.metrics.journal import read
 from atoll.train.saved import find_checkpoint
+from atoll.train.weight_source import WeightSource
 
 SEQ_LEN = 32
 
@@ -58,6 +59,13 @@ def tree(folder: Path, **changes: Any) -> dict[str, Any]:
         "metrics": {"plot": False},
     }
     return changed(recipe, **changes)
+
+
+def source_of(model: nn.Module, **others: Tensor) -> WeightSource:
+    """The weights of a model that is in memory; ``others`` take the place of some."""
+    tensors = {**dict(model.named_parameters()), **others}
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    return WeightSource("the model", model.config, shapes, tensors.__getitem__)  # type: ignore[arg-type]
 
 
 def changed(recipe: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from atoll.train.parallel.estimate import estimate
 from atoll.train.parallel.layout import Layout
 from atoll.train.recipe.load import load_recipe
 from atoll.train.recipe.schema import ModelSection, Recipe
-from atoll.train.weights import import_weights, load_weights
+from atoll.train.weights import export, load_weights
 from test_estimate import measured
 from test_parallel import step_of
 
@@ -49,7 +49,7 @@ def test_it_trains_and_comes_back_from_an_export(tmp_path: Path) -> None:
     wanted = small.tree(tmp_path, model={"family": "parallel_blocks", **recipe().model.model_dump(exclude_none=True)})
     result = small.train(wanted)
     assert result.step == 8
-    import_weights(result.output_dir, tmp_path / "hf", dtype="fp32")
+    export(result.output_dir, tmp_path / "hf", dtype="fp32")
     back, saved = (build(ModelSection(**wanted["model"]), device="cpu") for _ in range(2))
     load_weights(back, back.config, str(tmp_path / "hf"))
     load_weights(saved, saved.config, result.output_dir)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import small
 from atoll.core.errors import ConfigError
 from atoll.train.models import registry
 from atoll.train.models.generate import _caching, _draw, generate, stream_text
@@ -66,16 +67,12 @@ def uncached_outside(model: Decoder, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = model_of(SECTIONS[name])
-    export(dict_of_readers(model), model.config, tmp_path / "hf", dtype="fp32")
+    export(small.source_of(model), tmp_path / "hf", dtype="fp32")
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     expected = other.generate(
         torch.tensor([PROMPT]), attention_mask=torch.ones(1, 6), max_new_tokens=20, do_sample=False, pad_token_id=0
     )[0, len(PROMPT) :]
     assert list(generate(model, PROMPT, num_tokens=20, temperature=0)) == expected.tolist()
-
-
-def dict_of_readers(model: nn.Module) -> dict[str, Any]:
-    return {name: lambda value=value: value for name, value in model.named_parameters()}
 
 
 def test_the_model_is_as_it_was_afterwards() -> None:

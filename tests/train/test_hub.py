@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import hub_server
+import small
 from atoll.core.errors import ConfigError
 from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer, train_bpe
@@ -222,8 +223,7 @@ def made(folder: Path, **kwargs: Any) -> tuple[nn.Module, Path]:
     model = registry.build(TINY, device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    readers = {name: lambda value=value: value for name, value in model.named_parameters()}
-    export(readers, TINY, folder, dtype="fp32", **kwargs)
+    export(small.source_of(model), folder, dtype="fp32", **kwargs)
     train_bpe(["down to the sea " * 50], 300).save(folder)
     return model, folder
 

@@ -244,10 +244,10 @@ def _exported_equals(tmp_path: Path, run: Path) -> Path:
     from atoll.train.models import registry
     from atoll.train.recipe.schema import Recipe
     from atoll.train.weight_source import open_weights
-    from atoll.train.weights import import_weights, set_weights
+    from atoll.train.weights import export, set_weights
 
     folder = tmp_path / "exported"
-    import_weights(str(run), folder, dtype="fp32")
+    export(str(run), folder, dtype="fp32")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = find_checkpoint(str(run))
     assert found is not None

@@ -32,7 +32,7 @@ from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.recipe.load import load_recipe
 from atoll.train.saved import find_checkpoint
 from atoll.train.trainer import run
-from atoll.train.weights import import_weights
+from atoll.train.weights import export
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
 
@@ -535,7 +535,7 @@ def with_weights_that_rank_1_lacks(recipe: dict[str, Any], folder: str) -> str:
 def test_weights_that_one_rank_lacks_stop_all_of_them(tmp_path: Path) -> None:
     first = small.tree(tmp_path, train__output_dir=str(tmp_path / "first"), train__steps=1, schedule__warmup=0)
     small.train(first)
-    import_weights(str(tmp_path / "first"), tmp_path / "weights", max_shard_bytes=1e9, force=False)
+    export(str(tmp_path / "first"), tmp_path / "weights", max_shard_bytes=1e9, force=False)
     recipe = small.tree(tmp_path, parallel={"shard": 2})
     messages = ranks.run(2, with_weights_that_rank_1_lacks, recipe, str(tmp_path / "weights"), timeout=60)
     assert all("weights-not-here" in message for message in messages)

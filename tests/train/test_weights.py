@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 import inputs
 import ranks
+import small
 from atoll.cli.weights import register
 from atoll.core.errors import ConfigError
 from atoll.train.checkpoint.manifest import FileEntry, Manifest, hex_of, step_name
@@ -35,7 +36,7 @@ from atoll.train.models import gguf, hf, registry
 from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection, Recipe, RopeScaling
 from atoll.train.weight_source import open_weights
-from atoll.train.weights import export, import_weights, load_weights
+from atoll.train.weights import export, load_weights
 
 TINY = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden_dim": 48, "vocab_size": 96, "max_seq_len": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,12 +65,8 @@ def model_of(section: ModelSection, seed: int = 0) -> Decoder:
     return model
 
 
-def readers(model: torch.nn.Module) -> dict[str, Any]:
-    return {name: lambda value=value: value for name, value in model.named_parameters()}
-
-
 def export_model(model: Decoder, folder: Path, dtype: str = "fp32", **kwargs: Any) -> Path:
-    export(readers(model), model.config, folder, dtype=dtype, **kwargs)
+    export(small.source_of(model), folder, dtype=dtype, **kwargs)
     return folder
 
 
@@ -130,7 +127,7 @@ def test_an_export_comes_back_bit_by_bit(section: ModelSection, tmp_path: Path) 
     back = model_of(section, seed=1)
     assert load_weights(back, section, str(folder)) == []
     assert_same(back, model)
-    import_weights(str(folder), tmp_path / "again")
+    export(str(folder), tmp_path / "again")
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "again" / file).read_text() == (folder / file).read_text()
     shards = [safetensors.torch.load_file(path) for path in sorted(folder.glob("*.safetensors"))]
@@ -270,7 +267,7 @@ def test_dtypes(dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
     load_weights(back, model.config, str(folder))
     for value, original in zip(back.parameters(), model.parameters(), strict=True):
         assert torch.equal(value, original.to(torch_dtype).float())
-    import_weights(str(folder), tmp_path / "again")
+    export(str(folder), tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == hf.DTYPES[dtype]
 
 
@@ -328,7 +325,7 @@ def test_a_tied_head_that_the_file_holds_again(equal: bool, tmp_path: Path) -> N
         return
     for use in (
         lambda: load_weights(model, model.config, str(folder)),
-        lambda: import_weights(str(folder), tmp_path / "x"),
+        lambda: export(str(folder), tmp_path / "x"),
     ):
         with pytest.raises(ConfigError, match=r"tie_word_embeddings = true, .* set tie_word_embeddings to false"):
             use()
@@ -568,15 +565,19 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     model = model_of(section_for("llama"))
     folder = export_model(model, tmp_path / "hf")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    broken = readers(model)
-    broken["blocks.1.attention.q.weight"] = lambda: torch.zeros(3, 3)
-    with pytest.raises(ConfigError, match=r"tensor blocks\.1\.attention\.q\.weight: it is \[3, 3\], its network has"):
-        export(broken, model.config, folder, dtype="fp32", force=True, max_shard_bytes=20_000)
+    name = "blocks.1.attention.q.weight"
+    broken = small.source_of(model, **{name: torch.zeros(3, 3)})
+    with pytest.raises(ConfigError, match=r"tensor blocks\.1\.attention\.q\.weight .* is \[3, 3\], its network has"):
+        export(broken, folder, dtype="fp32", force=True)
+    lost = small.source_of(model)
+    lost.read_stored = lambda name: (_ for _ in ()).throw(OSError("Input/output error"))
+    with pytest.raises(ConfigError, match=r"cannot write .*hf: Input/output error"):
+        export(lost, folder, dtype="fp32", force=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    del broken["head.weight"]
-    with pytest.raises(ConfigError, match=r"1 tensor missing, such as head\.weight"):
-        export(broken, model.config, tmp_path / "other")
+    model.head = None
+    with pytest.raises(ConfigError, match=r"lacks 1 tensor that its network needs, such as head\.weight"):
+        export(small.source_of(model), tmp_path / "other")
     with pytest.raises(ConfigError, match="dtype = 'int8': expected one of fp32, bf16, fp16"):
         export_model(model, tmp_path / "other", dtype="int8")
 
@@ -598,15 +599,13 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path: Path) -> None:
     model = model_of(section_for("llama"))
     written: list[int] = []
 
-    def reader(value: Tensor) -> Any:
-        def read() -> Tensor:
-            written.append(len(list(tmp_path.glob(".hf.*.tmp/*.safetensors"))))
-            return value
+    def read(name: str) -> Tensor:
+        written.append(len(list(tmp_path.glob(".hf.*.tmp/*.safetensors"))))
+        return model.get_parameter(name)
 
-        return read
-
-    tensors = {name: reader(value) for name, value in model.named_parameters()}
-    export(tensors, model.config, tmp_path / "hf", dtype="fp32", max_shard_bytes=20_000)
+    source = small.source_of(model)
+    source.read_stored = read
+    export(source, tmp_path / "hf", dtype="fp32", max_shard_bytes=20_000)
     assert written == sorted(written)
     assert len(set(written)) == len(list((tmp_path / "hf").glob("*.safetensors")))
 
@@ -700,7 +699,7 @@ def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
     back = model_of(model.config, seed=1)
     assert load_weights(back, model.config, str(tmp_path / "a.gguf")) == []
     assert_same(back, model)
-    notes = import_weights(str(tmp_path / "a.gguf"), tmp_path / "hf")
+    notes = export(str(tmp_path / "a.gguf"), tmp_path / "hf")
     assert notes == ["its tokenizer (None) is not rebuilt: copy tokenizer.json of the original model beside it"]
     torch.testing.assert_close(theirs(tmp_path / "hf", TOKENS), logits(model, TOKENS), rtol=1e-5, atol=1e-5)
 

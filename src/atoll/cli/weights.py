@@ -90,12 +90,10 @@ def _convert(source: str, dest: Path, dtype: str | None, max_shard: str, force: 
     """Write the folder; whether it has a tokenizer that can be read."""
     from atoll.train.data.tokenizer import load_tokenizer
     from atoll.train.metrics.figures import size
-    from atoll.train.weights import import_weights
+    from atoll.train.weights import export as write
 
     with progress_bar(f"writing {dest}") as progress:
-        notes = import_weights(
-            source, dest, dtype=dtype, max_shard_bytes=_bytes(max_shard), force=force, progress=progress
-        )
+        notes = write(source, dest, dtype=dtype, max_shard_bytes=_bytes(max_shard), force=force, progress=progress)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     written = sum(path.stat().st_size for path in dest.iterdir())

@@ -16,7 +16,8 @@ from atoll.core.errors import ConfigError
 
 Progress = Callable[[float, float | None], None]  # bytes done, bytes in all where known
 
-WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
+INDEX = "model.safetensors.index.json"
+WEIGHTS = ["*.safetensors", INDEX, "config.json", "generation_config.json"]
 TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja"]
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"

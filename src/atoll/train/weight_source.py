@@ -33,7 +33,6 @@ Progress = Callable[[float, float | None], None]
 _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|attn_rot_embd|^rope_freqs\.weight$")
 _HEADS = ("lm_head.weight", "output.weight")
 _EXPECTED = "expected a run's folder, a Hugging Face folder, a .safetensors or .gguf file, or owner/name on a hub"
-_INDEX = "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
@@ -46,7 +45,7 @@ class WeightSource:
         section: the network it says it is, or the recipe's where it doesn't.
         names: tensors that the file has, by the file's names, in its order, with their shapes.
         read_stored: reads one by the file's name.
-        stored: the file's tensors that ours are in.
+        stored: the file's tensors that ours are in; None where they have our names.
         dtype: "fp32", "bf16" or "fp16": what its weights are kept in.
         special_ids: ``bos_token_id`` and its like.
         write_tokenizer: writes the tokenizer's files into a folder; returns a line where it could not.
@@ -58,7 +57,7 @@ class WeightSource:
     section: ModelSection
     names: dict[str, tuple[int, ...]]
     read_stored: Callable[[str], Tensor]
-    stored: list[Stored]
+    stored: list[Stored] | None = None
     dtype: str = "bf16"
     special_ids: dict[str, Any] = field(default_factory=dict)
     write_tokenizer: Callable[[Path], str | None] = lambda _: None
@@ -67,18 +66,26 @@ class WeightSource:
     _last: tuple[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        present = _matched(self.names, self.stored)
+        if self.stored is None:  # a user's own model is inside of ours
+            self.stored = [
+                Stored(name, (Part(name.removeprefix("inner."), shape[0] if shape else 1),))
+                for name, shape in self.names.items()
+            ]
         self._places: dict[str, tuple[Stored, str, int]] = {}
+        known = set()
         for stored in self.stored:
-            start = 0
-            for part in stored.parts if stored.name in present else ():
-                self._places[part.name] = (stored, present[stored.name], start)
-                start += part.rows
-        known = set(present.values())
-        self.unknown = [name for name in self.names if name not in known and not _NO_WEIGHTS.search(name)]
+            # Checkpoints of bare models lack the ``model.`` in front.
+            short = stored.name.removeprefix("model.").removeprefix("transformer.")
+            theirs = stored.name if stored.name in self.names else short
+            if theirs in self.names:
+                known.add(theirs)
+                start = 0
+                for part in stored.parts:
+                    self._places[part.name] = (stored, theirs, start)
+                    start += part.rows
         # Some checkpoints hold a tied head a second time.
-        if self.section.tied:
-            self.unknown = [name for name in self.unknown if name not in _HEADS]
+        fine = (*known, *(_HEADS if self.section.tied else ()))
+        self.unknown = [name for name in self.names if name not in fine and not _NO_WEIGHTS.search(name)]
 
     @property
     def tensors(self) -> list[str]:
@@ -137,22 +144,6 @@ class WeightSource:
                 f"or remove {second} from the file"
             )
 
-    def readers(self) -> dict[str, Callable[[], Tensor]]:
-        """A function for each tensor, by our name, that reads it."""
-        return {name: partial(self.read, name) for name in self._places}
-
-
-def _matched(names: Mapping[str, Any], stored: list[Stored]) -> dict[str, str]:
-    """The file's name of each stored tensor it has: checkpoints of bare models lack the ``model.`` in front."""
-    found = {}
-    for each in stored:
-        short = each.name.removeprefix("model.").removeprefix("transformer.")
-        for candidate in (each.name, short):
-            if candidate in names:
-                found[each.name] = candidate
-                break
-    return found
-
 
 def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
     """Rows [H·E, D] with rotary pairs side by side to ours, with the pairs' halves one after the other."""
@@ -205,7 +196,7 @@ def _from_folder(folder: Path, label: str, section: ModelSection | None) -> Weig
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if "model.safetensors" in files:
         return _from_safetensors(folder, label, section, only="model.safetensors")
-    if (folder / _INDEX).is_file():
+    if (folder / hub.INDEX).is_file():
         return _from_safetensors(folder, label, section)
     ggufs = list(folder.glob("*.gguf"))
     if not files and len(ggufs) == 1:
@@ -213,7 +204,7 @@ def _from_folder(folder: Path, label: str, section: ModelSection | None) -> Weig
     if len(files) == 1:
         return _from_safetensors(folder, label, section, only=files[0])
     if files:
-        raise ConfigError(f"{label} is incomplete: {_INDEX} is missing, which says what {', '.join(files[:4])} hold")
+        raise ConfigError(f"{label} is incomplete: {hub.INDEX} is missing, which says what {', '.join(files[:4])} hold")
     have = sorted(path.name for path in folder.iterdir())[:6]
     pickles = "; .bin files are pickles, which are not read: save the model again, with save_pretrained(folder)"
     raise ConfigError(
@@ -229,7 +220,7 @@ def _from_safetensors(
     if only is not None:
         places = dict.fromkeys(_opened(folder / only).keys(), only)
     else:
-        places = _weight_map(folder / _INDEX)
+        places = _weight_map(folder / hub.INDEX)
     if missing := sorted(name for name in set(places.values()) if not (folder / name).is_file()):
         raise ConfigError(
             f"{label} is incomplete: {', '.join(missing)} of its index is missing; fetch or copy it again"
@@ -262,7 +253,7 @@ def _from_safetensors(
         section=section,
         names=shapes,
         read_stored=lambda name: opened[places[name]].get_tensor(name),
-        stored=stored_tensors(section) if section.python is None else _as_they_are(shapes),
+        stored=stored_tensors(section) if section.python is None else None,
         dtype={("F32",): "fp32", ("F16",): "fp16"}.get(tuple(kinds), "bf16"),
         special_ids=_special_ids(config, folder),
         write_tokenizer=partial(_copy_tokenizer, folder),
@@ -321,19 +312,11 @@ def _from_checkpoint(saved: SavedStep) -> WeightSource:
         section=section,
         names=saved.shapes,
         read_stored=saved.read,
-        stored=_as_they_are(saved.shapes),
         special_ids={key: number for key, number in ids.items() if number is not None},
         write_tokenizer=write_tokenizer,
         tokenizer=saved.tokenizer,
         notes=list(saved.notes),
     )
-
-
-def _as_they_are(shapes: Mapping[str, tuple[int, ...]]) -> list[Stored]:
-    """A layout of tensors that have our names in the file, or those of a user's own model."""
-    return [
-        Stored(name, (Part(name.removeprefix("inner."), shape[0] if shape else 1),)) for name, shape in shapes.items()
-    ]
 
 
 # ------------------------------------------------------------------------------------------------ files beside them

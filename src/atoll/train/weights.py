@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside
@@ -150,61 +150,12 @@ def _counted(names: list[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- out
-def import_weights(
-    source: str,
+def export(
+    source: str | WeightSource,
     folder: str | Path,
     *,
     dtype: str | None = None,
     max_shard_bytes: float = SHARD_BYTES,
-    force: bool = False,
-    progress: Progress | None = None,
-) -> list[str]:
-    """Write anything that can be read as a Hugging Face folder, its tokenizer too.
-
-    Args:
-        source: as ``load_weights`` takes it.
-        folder: to be made.
-        dtype: "fp32", "bf16" or "fp16"; by default what the source keeps its weights in, and bf16 for quantised ones
-            and for checkpoints.
-        max_shard_bytes: of one file of weights.
-        force: replace an earlier export at ``folder``.
-        progress: called with bytes written and bytes in all; while fetching, with those.
-
-    Returns:
-        lines to show.
-
-    Raises:
-        ConfigError: the source can't be read or the target is taken.
-    """
-    target = Path(folder).expanduser()
-    _refuse_dtype(dtype)  # both before hours of a download
-    _refuse_taken(target, force, source)
-    opened = open_weights(source, None, progress)
-    if opened.section.python is None:
-        wanted = shapes(opened.section)
-        _compare(opened, wanted, {name: name for name in wanted}, wanted, "its network")
-    return opened.notes + export(
-        opened.readers(),
-        opened.section,
-        folder,
-        dtype=opened.dtype if dtype is None else dtype,
-        max_shard_bytes=max_shard_bytes,
-        special_ids=opened.special_ids,
-        write_tokenizer=opened.write_tokenizer,
-        force=force,
-        progress=progress,
-    )
-
-
-def export(
-    tensors: Mapping[str, Callable[[], Tensor]],
-    section: ModelSection,
-    folder: str | Path,
-    *,
-    dtype: str = "bf16",
-    max_shard_bytes: float = SHARD_BYTES,
-    special_ids: Mapping[str, Any] | None = None,
-    write_tokenizer: Callable[[Path], str | None] = lambda _: None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> list[str]:
@@ -213,38 +164,35 @@ def export(
     One shard is in memory at a time. The folder appears whole or not at all.
 
     Args:
-        tensors: by Atoll's name, a function that reads it.
-        max_shard_bytes: of one file; a single larger tensor has a file to itself.
-        special_ids: ``bos_token_id`` and its like.
-        write_tokenizer: writes the tokenizer's files into the folder it is given; returns a line where it can't.
+        source: as ``load_weights`` takes it, or one that is open.
+        folder: to be made.
+        dtype: "fp32", "bf16" or "fp16"; by default what the source keeps its weights in, and bf16 for quantised ones
+            and for checkpoints.
+        max_shard_bytes: of one file of weights; a single larger tensor has a file to itself.
         force: replace an earlier export at ``folder``; anything else there is never deleted.
-        progress: called with bytes written and bytes in all.
+        progress: called with bytes written and bytes in all; while fetching, with those.
 
     Returns:
         lines to show.
 
     Raises:
-        ConfigError: the target is taken, ``transformers`` has no such network, or a tensor is missing.
+        ConfigError: the source can't be read, ``transformers`` has no such network, or the target is taken.
     """
-    _refuse_dtype(dtype)
     target = Path(folder).expanduser()
-    _refuse_taken(target, force)
-    config = hf.hf_config(section, dtype) | dict(special_ids or {})
-    stored = stored_tensors(section)
-    missing = [part.name for each in stored for part in each.parts if part.name not in tensors]
-    if missing:
-        raise ConfigError(f"cannot write {target}: {_counted(missing)} missing, such as {missing[0]}")
-    with _whole_folder(target) as place:
-        _write_json(place / "config.json", config)
-        _write_json(place / "generation_config.json", {"_from_model_config": True, **(special_ids or {})})
-        _write_weights(tensors, section, stored, place, DTYPES[dtype], max_shard_bytes, progress)
-        note = write_tokenizer(place)
-    return [] if note is None else [note]
-
-
-def _refuse_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    _refuse_taken(target, force, source if isinstance(source, str) else "")  # before hours of a download
+    opened = open_weights(source, None, progress) if isinstance(source, str) else source
+    dtype = dtype or opened.dtype
+    config = hf.hf_config(opened.section, dtype) | opened.special_ids
+    wanted = shapes(opened.section)
+    _compare(opened, wanted, {name: name for name in wanted}, wanted, "its network")
+    with _whole_folder(target) as place:
+        _write_json(place / "config.json", config)
+        _write_json(place / "generation_config.json", {"_from_model_config": True, **opened.special_ids})
+        _write_tensors(opened, place, DTYPES[dtype], max_shard_bytes, progress)
+        note = opened.write_tokenizer(place)
+    return opened.notes + ([] if note is None else [note])
 
 
 def _refuse_taken(target: Path, force: bool, source: str = "") -> None:
@@ -271,27 +219,30 @@ def _refuse_taken(target: Path, force: bool, source: str = "") -> None:
         raise ConfigError(f"{target} holds {source}, which would be read and replaced at once: choose another folder")
 
 
-def _write_weights(
-    tensors: Mapping[str, Callable[[], Tensor]],
-    section: ModelSection,
-    stored: list[Stored],
-    place: Path,
-    dtype: torch.dtype,
-    max_shard_bytes: float,
-    progress: Progress | None,
+def _write_tensors(
+    opened: WeightSource, place: Path, dtype: torch.dtype, max_shard_bytes: float, progress: Progress | None
 ) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    known = shapes(section)
+    known = shapes(opened.section)
+    stored = stored_tensors(opened.section)
     sizes = {each.name: dtype.itemsize * sum(math.prod(known[part.name]) for part in each.parts) for each in stored}
-    shards = _shards(stored, sizes, max_shard_bytes)
+    shards: list[list[Stored]] = []
+    room = 0.0
+    for each in stored:
+        if not shards or sizes[each.name] > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(each)
+        room -= sizes[each.name]
     total, done, where = sum(sizes.values()), 0, {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         content = {}
         for each in shard:
-            content[each.name] = _joined(each, tensors, known, dtype)
+            whole = torch.cat([opened.read(part.name).detach().to("cpu", dtype) for part in each.parts])
+            content[each.name] = whole.t().contiguous() if each.transposed else whole
             where[each.name] = name
             done += sizes[each.name]
             if progress is not None:
@@ -302,36 +253,7 @@ def _write_weights(
             raise OSError(str(error)) from None
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        _write_json(place / "model.safetensors.index.json", index)
-
-
-def _shards(stored: list[Stored], sizes: Mapping[str, int], max_shard_bytes: float) -> list[list[Stored]]:
-    shards: list[list[Stored]] = []
-    room = 0.0
-    for each in stored:
-        if not shards or sizes[each.name] > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(each)
-        room -= sizes[each.name]
-    return shards
-
-
-def _joined(
-    stored: Stored,
-    tensors: Mapping[str, Callable[[], Tensor]],
-    known: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-) -> Tensor:
-    parts = []
-    for part in stored.parts:
-        tensor = tensors[part.name]().detach().to("cpu", dtype)
-        if tuple(tensor.shape) != known[part.name]:
-            shape = list(known[part.name])
-            raise ConfigError(f"cannot write tensor {part.name}: it is {list(tensor.shape)}, its network has {shape}")
-        parts.append(tensor)
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return whole.t().contiguous() if stored.transposed else whole.contiguous()
+        _write_json(place / hub.INDEX, index)
 
 
 @contextmanager
