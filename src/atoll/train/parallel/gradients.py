@@ -6,6 +6,7 @@ the reduction's, and divided once, by the number of tokens of the whole step (``
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -120,15 +121,17 @@ class ReplicatedWeights:
         number = len(self._buckets)
         bucket = _Bucket([local(self._parameters[name]) for name in names], dtype)
         self._buckets.append(bucket)
+        owner = weakref.ref(self)  # Python's collector does not see what hooks hold: no model would ever be freed
         for place, name in enumerate(names):
             parameter = self._parameters[name]
 
             def arrived(parameter: Tensor, number: int = number, place: int = place) -> None:
-                assert parameter.grad is not None
-                self._buckets[number].add(place, local(as_sharded(parameter.grad, parameter)))
+                weights = owner()
+                assert weights is not None and parameter.grad is not None
+                weights._buckets[number].add(place, local(as_sharded(parameter.grad, parameter)))
                 parameter.grad = None
-                if self._summing:
-                    self._send()
+                if weights._summing:
+                    weights._send()
 
             parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
