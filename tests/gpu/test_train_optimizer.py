@@ -68,7 +68,7 @@ def test_values_that_are_no_numbers_stay_what_they_are() -> None:
     assert not torch.isfinite(optimizer.state[parameter]["exp_avg"]).any()
 
 
-@pytest.mark.parametrize("shape", [(3, 512, 2048), (2, 2048, 512), (2, 300, 700), (1, 17, 5)])
+@pytest.mark.parametrize("shape", [(3, 512, 2048), (2, 2048, 512), (2, 512, 512), (2, 300, 700), (1, 17, 5)])
 def test_orthogonal_directions_are_those_of_fp64(shape: tuple[int, int, int]) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     x = torch.randn(shape, generator=generator, device="cuda").bfloat16()

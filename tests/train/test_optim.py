@@ -141,9 +141,9 @@ def test_muon_by_hand():
             gradient, rate = gradients(step, start)[name], 0.02 / (1 + step)
             momentum = 0.9 * momentum + 0.1 * gradient
             u, values, v = torch.linalg.svd(0.1 * gradient + 0.9 * momentum, full_matrices=False)
-            values /= values.pow(4).sum() ** 0.25  # the root of the Gram matrix's norm
-            for a, b, c in ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526)):
-                values = a * values + b * values**3 + c * values**5
+            values /= values.square().sum() ** 0.5
+            for _ in range(5):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
             x = u * values @ v
             rows, columns = weight.shape
             weight = weight * (1 - rate * 0.1) - rate * max(1, rows / columns) ** 0.5 * x

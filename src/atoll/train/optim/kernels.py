@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _BLOCK = 1024
+_ROWS, _COLUMNS, _DEPTH = 128, 256, 64  # a tile of a symmetric product, and what is read for it at a time
 
 
 @triton.jit(do_not_specialize=["first", "key"])  # type: ignore[untyped-decorator]
@@ -121,3 +124,70 @@ def decay_and_add(weight: Tensor, direction: Tensor, found_inf: Tensor, *, decay
         _decay_and_add[(triton.cdiv(count, 2 * _BLOCK),)](
             weight, direction, found_inf, count, decay, rate, block=2 * _BLOCK
         )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _symmetric_product(  # type: ignore[no-untyped-def]
+    left, right, add, out, mirrored, alpha, beta, side: tl.constexpr, depth: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, tall: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
+    row, column, matrix = tl.program_id(0) * rows, tl.program_id(1) * columns, tl.program_id(2)
+    if column > row:
+        return  # above the diagonal
+    total = tl.zeros((rows, columns), dtype=tl.float32)
+    for k in tl.range(0, depth, step):
+        if tall:
+            a = left.load([matrix * depth + k, row]).T
+            b = right.load([matrix * depth + k, column])
+        else:
+            a = left.load([matrix * side + row, k])
+            b = right.load([matrix * side + column, k]).T
+        total = tl.dot(a, b, total)
+    total *= alpha
+    if adds:
+        total += beta * add.load([matrix * side + row, column]).to(tl.float32)
+    made = total.to(out.dtype)
+    out.store([matrix * side + row, column], made)
+    if column + columns <= row:
+        mirrored.store([matrix * side + column, row], made.T)
+
+
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    add: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    tall: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Tensor:
+    """``alpha`` left rightᵀ + ``beta`` add, which is symmetric: tiles above the diagonal are copied from below it.
+
+    Args:
+        left: [N, M, K], contiguous, bf16 or fp16, M divisible by 256 and K by 64; ``right`` likewise.
+        add: [N, M, M], symmetric.
+        dtype: of what comes back.
+        tall: they are [N, K, M], and leftᵀ right is made.
+
+    Returns:
+        [N, M, M].
+    """
+    count, side, depth = left.shape
+    if tall:
+        side, depth = depth, side
+    out = torch.empty((count, side, side), dtype=dtype, device=left.device)
+    flat = out.view(-1, side)
+
+    def tiles(matrices: Tensor, rows: int, columns: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[-1]), [rows, columns])
+
+    def read(matrices: Tensor, size: int) -> TensorDescriptor:
+        return tiles(matrices, _DEPTH, size) if tall else tiles(matrices, size, _DEPTH)
+
+    _symmetric_product[(side // _ROWS, side // _COLUMNS, count)](
+        read(left, _ROWS), read(right, _COLUMNS), tiles(flat if add is None else add, _ROWS, _COLUMNS),
+        tiles(flat, _ROWS, _COLUMNS), tiles(flat, _COLUMNS, _ROWS), alpha, beta, side=side, depth=depth,
+        rows=_ROWS, columns=_COLUMNS, step=_DEPTH, tall=tall, adds=add is not None, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return out

@@ -1,9 +1,10 @@
 """Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024) for the matrices of the
 blocks, AdamW for all else.
 
-A matrix X of a momentum moves its weight along the nearest semi-orthogonal one, U Vᵀ of X = U S Vᵀ, about. That is
-Q X with Q = (X Xᵀ)^(-1/2): the iteration works on the Gram matrix of X's shorter side, so that only two products have
-X's longer side. Matrices that several ranks hold are dealt to them: each orthogonalises its share.
+A matrix X of a momentum moves its weight along the nearest semi-orthogonal one, about: five steps of Newton and
+Schulz's iteration, each X ← (a + b G + c G²) X with the Gram matrix G = X Xᵀ of the shorter side. Of a long matrix
+several steps work on G alone, so that fewer products have the longer side. Matrices that several ranks hold are dealt
+to them: each orthogonalises its share.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from atoll.train.optim.adamw import fused_adamw
 from atoll.train.optim.dealing import Dealing, dealing_of
 from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling, like
 
-# Polynomials a + b G + c G² of three steps, made as those of Amsel et al., "The Polar Express", 2025: each brings
-# singular values nearest to 1 of all of its degree, from where the one before left those of at least 1/100 of the
-# norm's bound. They end within 0.73 to 1.27, as do the five steps of Jordan et al. A fourth would enlarge what fp16
-# rounds of the Gram matrix: with it a run of 1B learnt worse, with a fifth it ended in NaN (docs/performance.md).
-_STEPS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
-_LARGEST = 64.0  # the bound of a Gram matrix's eigenvalues, so that fp16 holds its smallest elements, too
+_STEP = (3.4445, -4.7750, 2.0315)  # a, b and c (Jordan et al.)
+# How many steps follow one another before the Gram matrix is made anew. What fp16 rounds of it is enlarged by each:
+# four at a time learn worse, with five a run of 1B ended in NaN (docs/performance.md).
+_SQUARE, _LONG = (1, 1, 1, 1, 1), (2, 3)
+_LARGEST = 64.0  # the bound of a Gram matrix's eigenvalues where it is kept, so that fp16 holds its smallest elements
 _BATCH_ELEMENTS = 1 << 28  # orthogonalised at a time by a rank: bounds what is whole on it meanwhile
 
 
@@ -91,7 +91,7 @@ class Muon(LocalOptimizer):
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, about: singular values come to lie within 0.73 to 1.27.
+    """The nearest semi-orthogonal matrices, about: singular values come to lie within 0.68 to 1.21.
 
     Args:
         matrices: [N, rows, columns]; on a GPU in bf16.
@@ -101,33 +101,73 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     """
     if not matrices.numel():
         return matrices
-    x = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
-    root = _inverse_root(x)
-    return torch.bmm(root, x) if x is matrices else torch.bmm(x.transpose(1, 2), root)
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=_wide(matrices.dtype))
+    x = (matrices / norms.clamp(min=torch.finfo(norms.dtype).tiny)).to(matrices.dtype)  # zeros stay zeros
+    rows, columns = x.shape[1:]
+    for count in _SQUARE if max(rows, columns) < 2 * min(rows, columns) else _LONG:
+        share, rest = _polynomial(x, count)
+        x = torch.baddbmm(x, rest, x, beta=share) if rows <= columns else torch.baddbmm(x, x, rest, beta=share)
+    return x
 
 
-def _inverse_root(x: Tensor) -> Tensor:
-    """(x xᵀ)^(-1/2), about, [N, M, M], of ``x`` [N, M, K].
+def _polynomial(x: Tensor, count: int) -> tuple[float, Tensor]:
+    """What ``count`` steps multiply ``x`` by, as a number and a symmetric matrix [N, M, M] whose sum it is.
 
-    What is between has more digits than bf16: fp16 where a GPU is given that.
+    One step alone rounds as ``x`` is. What several leave between them has more digits than bf16: fp16.
     """
-    narrow = x.is_cuda and x.dtype == torch.bfloat16
-    wide = torch.bmm(x, x.transpose(1, 2), out_dtype=torch.float32) if narrow else x @ x.transpose(1, 2)
-    bound = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)  # of the eigenvalues
-    share = _LARGEST / bound.clamp(min=torch.finfo(bound.dtype).tiny * _LARGEST)  # zeros stay zeros
-    gram = torch.mul(wide, share, out=torch.empty_like(wide, dtype=torch.float16 if narrow else wide.dtype))
-    del wide
-    # The root of gram / _LARGEST comes with a factor that lets root gram root be its next value.
-    (a, b, c), *others = _STEPS
-    factor = _LARGEST**-0.5
-    root = torch.baddbmm(gram, gram, gram, beta=factor * b / _LARGEST, alpha=factor * c / _LARGEST**2)
-    root.diagonal(dim1=1, dim2=2).add_(factor * a)
-    for a, b, c in others:
-        # Of the root so far, and not of the last such matrix: rounding does not add up.
-        moved = torch.bmm(torch.bmm(gram, root), root)
-        root = torch.baddbmm(root, root, torch.baddbmm(moved, moved, moved, beta=b, alpha=c), beta=a)
-    out: Tensor = (root * share.sqrt()).to(x.dtype)
-    return out
+    a, b, c = _STEP
+    if count == 1:
+        gram = _gram(x, x.dtype)
+        return a, _product(gram, gram, gram, alpha=c, beta=b)
+    gram = _gram(x, torch.float16 if x.dtype == torch.bfloat16 else x.dtype, _LARGEST)
+    root: Tensor | None = None
+    for last in range(1 - count, 1):
+        factor = _product(gram, gram, gram, alpha=c / _LARGEST**2, beta=b / _LARGEST)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        root = factor if root is None else _product(root, factor)
+        if last:
+            gram = _product(_product(gram, factor), factor)
+    assert root is not None
+    root.diagonal(dim1=1, dim2=2).sub_(a**count)
+    return a**count, root.to(x.dtype)
+
+
+def _gram(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """``scale`` times x xᵀ, or xᵀ x where that is smaller."""
+    tall = x.shape[1] > x.shape[2]
+    if _has_kernel(x, min(x.shape[1:])):
+        from atoll.train.optim.kernels import symmetric_product
+
+        return symmetric_product(x, x, dtype=dtype, tall=tall, alpha=scale)
+    x = x.transpose(1, 2) if tall else x
+    if x.dtype == dtype:
+        return torch.bmm(x, x.transpose(1, 2)) * scale
+    return (torch.bmm(x, x.transpose(1, 2), out_dtype=torch.float32) * scale).to(dtype)
+
+
+def _product(
+    left: Tensor, right: Tensor, add: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0
+) -> Tensor:
+    """``alpha`` left right + ``beta`` add of symmetric matrices, whose product is symmetric, about."""
+    if _has_kernel(left, left.shape[1]):
+        from atoll.train.optim.kernels import symmetric_product
+
+        return symmetric_product(left, right, add, dtype=left.dtype, alpha=alpha, beta=beta)
+    if add is None:
+        return torch.bmm(left, right)
+    return torch.baddbmm(add, left, right, beta=beta, alpha=alpha)
+
+
+def _has_kernel(x: Tensor, side: int) -> bool:
+    """Whether there is a kernel that makes half of a symmetric product of that side: from Hopper on."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    if not (x.is_cuda and narrow and side % 256 == 0 and x.shape[1] % 64 == 0 and x.shape[2] % 64 == 0):
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _alike(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
