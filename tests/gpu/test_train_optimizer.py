@@ -1,4 +1,4 @@
-"""The fused step of AdamW with bf16 moments, and Muon's in fp16: what their references do, over odd shapes."""
+"""The fused step of AdamW with bf16 moments, and Muon's directions: what their references do, over odd shapes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 import leaks
 from atoll.train.optim.adamw import AdamWLowMemory
+from atoll.train.optim.kernels import symmetric_product
 from atoll.train.optim.muon import orthogonalised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serial, pytest.mark.leaks_per_module, pytest.mark.timeout(300)]
@@ -43,7 +44,7 @@ def test_it_does_what_the_reference_does() -> None:
                 # A gradient of a transposed product is not contiguous.
                 ours.grad = gradient.t().contiguous().t() if gradient.ndim == 2 else gradient
                 theirs.grad = gradient.clone()
-        scale = torch.tensor(3.0, dtype=torch.float64, device="cuda")
+        scale = torch.tensor(4.0, dtype=torch.float64, device="cuda")  # exact, however a kernel divides
         for optimizer in (fused, reference):
             optimizer.step(grad_scale=scale, found_inf=torch.zeros((), device="cuda"))
         for group, other in zip(fused.param_groups, reference.param_groups, strict=True):
@@ -75,7 +76,24 @@ def test_orthogonal_directions_are_those_of_fp64(shape: tuple[int, int, int]) ->
     expected = orthogonalised(x.double())
     found = orthogonalised(x)
     assert found.dtype == torch.bfloat16
-    assert (found - expected).norm() < 1e-2 * expected.norm()
+    assert (found - expected).norm() < 3e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize(("side", "depth"), [(256, 64), (768, 192), (512, 2048)])
+def test_half_of_a_symmetric_product_is_all_of_it(side: int, depth: int, tall: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(4)
+    x = torch.randn((3, depth, side) if tall else (3, side, depth), generator=generator, device="cuda").half()
+    rows = x.double().transpose(1, 2) if tall else x.double()
+    expected = rows @ rows.transpose(1, 2)
+    found = symmetric_product(x, x, dtype=torch.float32, tall=tall, alpha=0.5)
+    torch.testing.assert_close(found.double(), 0.5 * expected, rtol=1e-5, atol=1e-3)
+    assert torch.equal(found, found.transpose(1, 2))
+    gram = (expected / depth).half()
+    found = symmetric_product(gram, gram, gram, dtype=torch.float16, alpha=0.5, beta=2.0)
+    torch.testing.assert_close(
+        found.double(), 0.5 * gram.double() @ gram.double() + 2 * gram.double(), rtol=2e-3, atol=1e-2
+    )
 
 
 def test_zeros_have_no_direction() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from atoll.train.models.family import stored_tensors
 from atoll.train.models.init import initialize
 from atoll.train.models.parts import Positions
 from atoll.train.models.registry import build
+from atoll.train.parallel.gradients import ReplicatedWeights
 from atoll.train.parallel.layout import resolve
 from atoll.train.parallel.mesh import make_mesh
 from atoll.train.parallel.plan import Plan
@@ -130,6 +133,21 @@ def test_a_reduction_in_bf16_rounds_once_whatever_the_micro_batches(layout: str)
 def test_a_pipeline_of_shards_is_not_reduced_in_bf16() -> None:
     with pytest.raises(ConfigError, match=r'reduce = "bf16" with \[parallel\] pipeline = 2 and shard × context = 2'):
         resolve(recipe_of({"pipeline": 2, "shard": 2}, reduce="bf16"), 4)
+
+
+def test_weights_are_freed_with_the_run() -> None:
+    model = torch.nn.Linear(4, 4)
+    dtypes = {"compute_dtype": torch.bfloat16, "master_dtype": torch.float32, "reduce_dtype": torch.float32}
+    weights = ReplicatedWeights([model], group=None, overlap=True, **dtypes)
+    weights.begin()
+    weights.last_micro_batch()
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    weights.finish()
+    assert weights.masters["weight"].grad is not None
+    kept = weakref.ref(weights)
+    del weights, model
+    gc.collect()
+    assert kept() is None
 
 
 def test_angles_are_exact_where_the_model_computes_in_bf16() -> None:

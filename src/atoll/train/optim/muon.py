@@ -102,7 +102,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     if not matrices.numel():
         return matrices
     norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=_wide(matrices.dtype))
-    x = (matrices / norms.clamp(min=torch.finfo(norms.dtype).tiny)).to(matrices.dtype)  # zeros stay zeros
+    x: Tensor = (matrices / norms.clamp(min=torch.finfo(norms.dtype).tiny)).to(matrices.dtype)  # zeros stay zeros
     rows, columns = x.shape[1:]
     for count in _SQUARE if max(rows, columns) < 2 * min(rows, columns) else _LONG:
         share, rest = _polynomial(x, count)
