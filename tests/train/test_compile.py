@@ -72,6 +72,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context": (2, {"context": 2}),
     "tensor": (2, {"tensor": 2}),
     "shard": (2, {"shard": 2}),
+    "tensor_olmo2": (2, {"tensor": 2, "family": "olmo2"}),
     "tensor_context": (4, {"tensor": 2, "context": 2}),
     "pipeline": (2, {"pipeline": 2, "micro": 2}),
 }

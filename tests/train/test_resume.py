@@ -93,8 +93,11 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.long
-def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(tmp_path: Path, whole: dict[str, Any]) -> None:
-    whole = small.changed(whole, precision__compute="fp64", train__steps=10)
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_a_run_goes_on_over_every_mesh_with_the_losses_of_one_rank(
+    tmp_path: Path, whole: dict[str, Any], family: str
+) -> None:
+    whole = small.changed(whole, model__family=family, precision__compute="fp64", train__steps=10)
     small.train(whole)
     moving = small.changed(whole, train__output_dir=str(tmp_path / "moving"))
     for number, (_, world, changes) in enumerate(MESHES):
