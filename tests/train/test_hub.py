@@ -261,7 +261,7 @@ def test_pushing_without_leave(server: hub_server.Hub, tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="expected owner/name"):
         hub.push(tmp_path, "mine")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"pushing .* to reef/mine at http://127.0.0.1:9 failed"):
+    with pytest.raises(ConfigError, match=r"pushing .* to http://127.0.0.1:9/reef/mine failed"):
         hub.push(tmp_path, "reef/mine")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set, and pushing to reef/mine needs"):

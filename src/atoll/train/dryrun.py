@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.train.corpus import with_vocabulary
 from atoll.train.data.tokenizer import bpe_size, load_tokenizer
-from atoll.train.metrics.figures import size
+from atoll.train.metrics.figures import count, size
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.parallel.estimate import GIB, Device, estimate, state_bytes
@@ -49,8 +48,8 @@ def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: st
     if gpus is not None:
         if gpus.strip().isdecimal():
             raise ConfigError(f"--gpus {gpus}: a dry run has to know the card too: write H100:{gpus.strip()}")
-        name, count, memory = parse_gpus(gpus)
-        nproc = nproc or count
+        name, per_node, memory = parse_gpus(gpus)
+        nproc = nproc or per_node
     elif torch.cuda.is_available():
         nproc = nproc or torch.cuda.device_count()
         name, memory = torch.cuda.get_device_name(0), device_bytes(torch.device("cuda", 0), nproc)
@@ -96,7 +95,7 @@ def requirements(
     nodes = -(-world_size // local_world_size)
     lines = [
         f"{recipe.name}: {recipe.model.python or recipe.model.family}, "
-        f"{_count(parameter_count(recipe.model))} parameters",
+        f"{count(parameter_count(recipe.model))} parameters",
         f"{_plural(world_size, 'rank')} on {_plural(nodes, 'node')}, each {device_name} with "
         f"{memory_bytes / GIB:.1f} GiB",
         f"layout: {layout}",
@@ -115,6 +114,7 @@ def requirements(
             f"first change that would make it fit: {fix}" if fix else "no single change would make it fit",
         ]
     lines += [f"data: {path} matches no file here" for path in missing]
+    masters, states = state_bytes(recipe, device)
     facts = {
         "name": recipe.name,
         "parameters": parameter_count(recipe.model),
@@ -127,9 +127,13 @@ def requirements(
         "memory_bytes_per_rank": needed.parts,
         "fits": needed.fits(memory_bytes),
         "missing_data": missing,
-        "checkpoint_bytes": sum(state_bytes(recipe, device)),
+        "checkpoint_bytes": masters + states,
     }
-    return Requirements([*lines, *_length(recipe), *_checkpoint(recipe, device)], facts)
+    checkpoint = (
+        f"checkpoint: {size(masters + states)} = weights {size(masters)} + optimizer {size(states)}; "
+        f"{recipe.checkpoint.keep} kept"
+    )
+    return Requirements([*lines, *_length(recipe), checkpoint], facts)
 
 
 def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
@@ -172,29 +176,18 @@ def _length(recipe: Recipe) -> list[str]:
     flops = flops_per_token(recipe.model, train.seq_len)
     return [
         f"steps: {steps:,}; {batch}",
-        f"tokens: {_count(tokens)}",
+        f"tokens: {count(tokens)}",
         f"compute: {_flop(tokens * flops)} = {_flop(flops)} per token (6 × matrix parameters, plus causal attention)",
     ]
 
 
-def _checkpoint(recipe: Recipe, device: Device) -> list[str]:
-    masters, states = state_bytes(recipe, device)
-    return [
-        f"checkpoint: {size(masters + states)} = weights {size(masters)} + optimizer {size(states)}; "
-        f"{recipe.checkpoint.keep} kept"
-    ]
-
-
-def _count(number: float, units: Sequence[str] = ("", "M", "B", "T")) -> str:
-    """1234567 as ``1.23 M``."""
-    power = min(len(units) - 1, (len(str(int(number))) - 1) // 3 - 1)
-    return f"{number / 1000 ** (power + 1):.2f} {units[power]}" if power > 0 else f"{number:,.0f}"
-
-
 def _flop(number: float) -> str:
     """1.2e12 as ``1.20 TFLOP``."""
-    return _count(number, ("", *(f"{prefix}FLOP" for prefix in "MGTPEZ")))
+    for power, prefix in zip(range(21, 3, -3), "ZEPTGM", strict=True):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {prefix}FLOP"
+    return f"{number:,.0f} FLOP"
 
 
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" + "s" * (count != 1)
+def _plural(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)

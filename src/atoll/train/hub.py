@@ -70,18 +70,9 @@ def fetch(name: str, *, patterns: list[str], progress: Progress | None = None) -
             matches, the hub cannot be reached, or this machine is offline and has no copy; says what to do.
     """
     name, _, revision = name.partition("@")
-    huggingface_hub = _library(name)
-    from huggingface_hub import errors
-
-    where = f"{name} at {endpoint()}"
     at = f"revision {revision!r} of " if revision else ""
-    if is_offline():
-        missing = f"HF_HUB_OFFLINE is set, and {at}{name} is not complete in {_cache()}: unset it once to fetch it, or "
-        missing += "give a local folder instead"
-    else:
-        missing = f"could not reach {endpoint()} for {name}, and there is no complete copy in {_cache()}: "
-    try:
-        folder = huggingface_hub.snapshot_download(
+    with _explained(name, at):
+        folder = _library(name).snapshot_download(
             name,
             revision=revision or None,
             cache_dir=_cache(),
@@ -91,22 +82,11 @@ def fetch(name: str, *, patterns: list[str], progress: Progress | None = None) -
             local_files_only=is_offline(),
             tqdm_class=_bar(progress),
         )
-    except errors.GatedRepoError:
-        raise ConfigError(_gated(name)) from None
-    except errors.RevisionNotFoundError:
-        raise ConfigError(f"{name} has no revision {revision!r} at {endpoint()}: see {endpoint()}/{name}") from None
-    except errors.RepositoryNotFoundError:
-        hint = "HF_TOKEN is not allowed to see it" if token() else "it is private: set HF_TOKEN"
-        raise ConfigError(f"there is no model {where}: check the spelling, or {hint}") from None
-    except errors.LocalEntryNotFoundError as error:
-        raise ConfigError(missing if is_offline() else missing + _advice(error)) from None
-    except errors.HFValidationError as error:
-        raise ConfigError(f"{name!r} is not a valid model name: {error}") from None
-    except _failures(errors.HfHubHTTPError) as error:
-        raise ConfigError(_broken(name, error)) from None
     found = Path(folder)
     if not any(any(found.glob(pattern)) for pattern in patterns):
-        raise ConfigError(f"{at}{where} has no file like {', '.join(patterns)}: is it a model of another format?")
+        raise ConfigError(
+            f"{at}{name} at {endpoint()} has no file like {', '.join(patterns)}: is it a model of another format?"
+        )
     return found
 
 
@@ -122,20 +102,10 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
         raise ConfigError(f"HF_HUB_OFFLINE is set, and pushing to {name} needs {endpoint()}: unset it")
     if token() is None:
         raise ConfigError(f"pushing to {name} needs a token that may write: set HF_TOKEN")
-    huggingface_hub = _library(name)
-    from huggingface_hub import errors
-
-    try:
-        api = huggingface_hub.HfApi(endpoint=endpoint(), token=token())
+    with _explained(name, pushed=folder), _without_bars():
+        api = _library(name).HfApi(endpoint=endpoint(), token=token())
         api.create_repo(name, private=private, exist_ok=True)
-        with _without_bars():
-            api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from Atoll")
-    except errors.HFValidationError as error:
-        raise ConfigError(f"--push {name}: {error}") from None
-    except _failures(errors.HfHubHTTPError) as error:
-        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-            raise ConfigError(f"{endpoint()} refuses to write {name}: is HF_TOKEN valid, and may it write?") from None
-        raise ConfigError(f"pushing {folder} to {name} at {endpoint()} failed: {_advice(error)}") from None
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from Atoll")
     return f"{endpoint()}/{name}"
 
 
@@ -165,39 +135,58 @@ def _library(name: str) -> Any:
     return huggingface_hub
 
 
-def _failures(http_error: type[BaseException]) -> tuple[type[BaseException], ...]:
-    """What a transfer can raise.
+@contextmanager
+def _explained(name: str, at: str = "", *, pushed: Path | None = None) -> Iterator[None]:
+    """Turn what a transfer can raise into a ``ConfigError`` that says what to do.
 
-    OSError; RuntimeError, from Xet, and around what went wrong with one file; and the root of the errors of the HTTP
-    library, which differs between versions of huggingface_hub.
+    That is OSError; RuntimeError, from Xet, and around what went wrong with one file; and the root of the errors of the
+    HTTP library, which differs between versions of huggingface_hub.
     """
-    return OSError, RuntimeError, *(each for each in http_error.__mro__ if each.__name__ == "HTTPError")
+    _library(name)
+    from huggingface_hub import errors
+
+    roots = tuple(each for each in errors.HfHubHTTPError.__mro__ if each.__name__ == "HTTPError")
+    failures: tuple[type[Exception], ...] = (OSError, RuntimeError, errors.HFValidationError, *roots)
+    try:
+        yield
+    except failures as error:
+        raise ConfigError(_reason(name, at, pushed, error)) from None
 
 
-def _gated(name: str) -> str:
-    page = f"{endpoint()}/{name}"
-    if token() is None:
-        return f"{name} is gated: accept its licence at {page}, make a token there, and set HF_TOKEN to it"
-    return f"{name} is gated, and the account of this HF_TOKEN has no access: accept its licence at {page}"
+def _reason(name: str, at: str, pushed: Path | None, error: Exception) -> str:
+    from huggingface_hub import errors
 
-
-def _broken(name: str, error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"no space left in {_cache()} for {name}: free some, or set HF_HOME to a folder on a larger disk"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"cannot write to {_cache()}, where files of the hub are kept: set HF_HOME to another folder"
-    response = getattr(error, "response", None)
-    if getattr(response, "status_code", None) in (401, 403):
+    page, status = f"{endpoint()}/{name}", getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.HFValidationError):
+        return f"{name!r} is not a valid model name: {error}"
+    if pushed is not None and status in (401, 403):
+        return f"{endpoint()} refuses to write {name}: is HF_TOKEN valid, and may it write?"
+    if isinstance(error, errors.GatedRepoError):
+        if token() is None:
+            return f"{name} is gated: accept its licence at {page}, make a token there, and set HF_TOKEN to it"
+        return f"{name} is gated, and the account of this HF_TOKEN has no access: accept its licence at {page}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no {at.removesuffix(' of ')} at {endpoint()}: see {page}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        hint = "HF_TOKEN is not allowed to see it" if token() else "it is private: set HF_TOKEN"
+        return f"there is no model {name} at {endpoint()}: check the spelling, or {hint}"
+    if status in (401, 403):
         hint = "HF_TOKEN is not valid there, or has no access" if token() else "set HF_TOKEN"
-        return f"{endpoint()} refuses {name}: {hint}; see {endpoint()}/{name}"
-    return f"fetching {name} from {endpoint()} failed: {_advice(error)}"
-
-
-def _advice(error: BaseException) -> str:
+        return f"{endpoint()} refuses {name}: {hint}; see {page}"
+    if isinstance(error, errors.LocalEntryNotFoundError) and is_offline():
+        return (
+            f"HF_HUB_OFFLINE is set, and {at}{name} is not complete in {_cache()}: unset it once to fetch it, or give "
+            "a local folder instead"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"cannot write to {_cache()} ({error.strerror}): free space, or set HF_HOME to a folder elsewhere"
     cause = error.__cause__ or error
-    lines = str(cause).strip().splitlines()
-    what = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
-    return f"{what}. What is complete is kept: run the same again when the network is back"
+    what = f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0]
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        how = f"could not reach {endpoint()} for {name}"
+    else:
+        how = f"fetching {name} from {endpoint()} failed" if pushed is None else f"pushing {pushed} to {page} failed"
+    return f"{how}: {what}. What is complete is kept: run the same again when the network is back"
 
 
 def _bar(progress: Progress | None) -> Any:

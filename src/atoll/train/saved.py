@@ -122,10 +122,8 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
     root, _, last = spec.rstrip("/").rpartition("/")
     if (step := step_of(last)) is not None:
         store = open_store(root or ".")
-        found = _listing(store)
-        if step not in found:
-            return None
-        return _whole(store, step, found[step], verify)
+        sizes = _listing(store).get(step)
+        return None if sizes is None else _whole(store, step, sizes, verify)
     is_url = "://" in spec
     elsewhere = None if is_url else _named_place(Path(spec))
     for place in (elsewhere or f"{spec.rstrip('/')}/{_CHECKPOINTS}", spec):
@@ -133,30 +131,33 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
             continue
         store = open_store(place)
         found = _listing(store)
-        if not found and place != elsewhere and not (place.endswith(f"/{_CHECKPOINTS}") and not is_url):
+        if not found and place != elsewhere and (is_url or not place.endswith(f"/{_CHECKPOINTS}")):
             continue
-        reasons = []
-        for step in sorted(found, reverse=True):
-            try:
-                saved = _whole(store, step, found[step], verify)
-            except _UnreadableError:
-                raise  # it may be whole: another rank could read it
-            except ConfigError as error:
-                reasons.append(str(error))
-            else:
-                theirs, own = saved.manifest.meta.get("run"), stored_identity(Path(spec)) if elsewhere else None
-                if place == elsewhere and None not in (theirs, own) and theirs != own:
-                    break
-                notes = tuple(f"{reason}; {step_name(step)} is used" for reason in reasons)
-                return replace(saved, notes=notes, run=Path(spec) if place == elsewhere else None)
-        else:
-            raise ConfigError(f"{place} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
+        saved = _newest(store, found, verify)
+        if place != elsewhere:
+            return saved
+        if len({saved.manifest.meta.get("run"), stored_identity(Path(spec))} - {None}) <= 1:
+            return replace(saved, run=Path(spec))
     if elsewhere is not None:
         raise ConfigError(
             f"{spec}: its checkpoints are in {elsewhere!r}, and here are none of this run: a relative path counts from "
             "the folder in which it was started; go there"
         )
     return None
+
+
+def _newest(store: Store, found: Mapping[int, Mapping[str, int]], verify: bool) -> SavedStep:
+    reasons: list[str] = []
+    for step in sorted(found, reverse=True):
+        try:
+            saved = _whole(store, step, found[step], verify)
+        except _UnreadableError:
+            raise  # it may be whole: another rank could read it
+        except ConfigError as error:
+            reasons.append(str(error))
+        else:
+            return replace(saved, notes=tuple(f"{reason}; {step_name(step)} is used" for reason in reasons))
+    raise ConfigError(f"{store.root} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
 
 
 def _named_place(folder: Path) -> str | None:
