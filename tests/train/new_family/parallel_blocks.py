@@ -44,13 +44,8 @@ class ParallelBlocks(Family):
         "norm": ("both_norm",),
     }
     cuts: ClassVar[dict[str, Any]] = {
+        **Family.cuts,
         "both_norm": "norm",
-        "attention": "gather",
-        "attention.q": "columns",
-        "attention.k": "columns",
-        "attention.v": "columns",
-        "attention.o": "rows",
-        "feed_forward": "gather",
         "feed_forward.into": "columns",
         "feed_forward.out": "rows",
     }

@@ -61,7 +61,7 @@ class Family(ABC):
         permuted: whether GGUF files have the two of each rotary pair side by side (``Stored``).
         rotary: whether positions are rotary; else there is a learnt vector for each.
         config_keys: keys of config.json by ours, for messages.
-        cuts: how tensor parallelism treats the parts of a block; others are not touched.
+        cuts: how tensor parallelism treats those parts of a block that there are; others are not touched.
         residual: matrices that write to the residual stream; ``init_scheme`` makes them smaller, or 0.
         deep: others that ``init_scheme = "torchtitan"`` makes smaller with depth.
     """
@@ -75,7 +75,19 @@ class Family(ABC):
     permuted: ClassVar[bool] = False
     rotary: ClassVar[bool] = True
     config_keys: ClassVar[Mapping[str, str]] = {}
-    cuts: ClassVar[Mapping[str, Cut]]
+    cuts: ClassVar[Mapping[str, Cut]] = {
+        "attention_norm": "norm",
+        "attention": "gather",
+        "attention.q": "columns",
+        "attention.k": "columns",
+        "attention.v": "columns",
+        "attention.o": "rows",
+        "feed_forward_norm": "norm",
+        "feed_forward": "gather",
+        "feed_forward.gate": "columns",
+        "feed_forward.up": "columns",
+        "feed_forward.down": "rows",
+    }
     residual: ClassVar[tuple[str, ...]] = ("attention.o", "feed_forward.down")
     deep: ClassVar[tuple[str, ...]] = ()
 

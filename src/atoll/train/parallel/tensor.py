@@ -114,8 +114,9 @@ def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -
         "width_norm": _WidthNorm(),
     }
     cuts = family_of(model.config).cuts
-    for number in model.blocks:
-        plan.update({f"blocks.{number}.{name}": styles[cut] for name, cut in cuts.items()})
+    for number, block in model.blocks.items():
+        there = {name for name, _ in block.named_modules()}
+        plan.update({f"blocks.{number}.{name}": styles[cut] for name, cut in cuts.items() if name in there})
     if model.norm is not None:
         plan["norm"] = norm
     if model.head is not None:

@@ -75,13 +75,15 @@ def block_memory(
             module.forward = functools.partial(watch.attend, context)  # type: ignore[method-assign]
         elif isinstance(module, nn.RMSNorm) and (gpu or (compiled and module is not decoder.norm)):
             module.forward = functools.partial(watch.norm, module.weight)  # type: ignore[method-assign]
-    for name, cut in family.cuts.items():
+    rows = 0
+    for name, module in block.named_modules():
+        cut = family.cuts.get(name)
+        rows += cut == "rows" and tensor > 1
         if cut == "norm":
-            block.get_submodule(name).register_forward_pre_hook(functools.partial(watch.step_out, between))
-            block.get_submodule(name).register_forward_hook(functools.partial(watch.step_out, 1))
+            module.register_forward_pre_hook(functools.partial(watch.step_out, between))
+            module.register_forward_hook(functools.partial(watch.step_out, 1))
     none = watch.kept(lambda: block(x, None, rope), compiled)
     selective, widest = watch.selective, watch.widest
-    rows = sum(cut == "rows" for cut in family.cuts.values()) if tensor > 1 else 0
     entering = model.dim * itemsize / between
     assert decoder.norm is not None
     return BlockMemory(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
 from atoll.train.models.config_json import ConfigJson
-from atoll.train.models.family import Cut, Family
+from atoll.train.models.family import Family
 from atoll.train.models.parts import Attention, Decoder
 from atoll.train.recipe.schema import ModelSection
 
@@ -71,18 +71,6 @@ class Gpt2(Family):
     transposed = True
     rotary = False
     config_keys: ClassVar[Mapping[str, str]] = {"dim": "n_embd", "heads": "n_head", "layers": "n_layer"}
-    cuts: ClassVar[Mapping[str, Cut]] = {
-        "attention_norm": "norm",
-        "attention": "gather",
-        "attention.q": "columns",
-        "attention.k": "columns",
-        "attention.v": "columns",
-        "attention.o": "rows",
-        "feed_forward_norm": "norm",
-        "feed_forward": "gather",
-        "feed_forward.up": "columns",
-        "feed_forward.down": "rows",
-    }
 
     def build(self, config: ModelSection) -> Decoder:
         """As ``Family.build``."""

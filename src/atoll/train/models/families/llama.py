@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from atoll.train.models.config_json import ConfigJson
-from atoll.train.models.family import Cut, Family
+from atoll.train.models.family import Family
 from atoll.train.models.parts import Attention, Decoder, SwiGLU
 from atoll.train.recipe.schema import ModelSection
 
@@ -58,19 +58,6 @@ class Llama(Family):
         "heads": "num_attention_heads",
         "kv_heads": "num_key_value_heads",
         "layers": "num_hidden_layers",
-    }
-    cuts: ClassVar[Mapping[str, Cut]] = {
-        "attention_norm": "norm",
-        "attention": "gather",
-        "attention.q": "columns",
-        "attention.k": "columns",
-        "attention.v": "columns",
-        "attention.o": "rows",
-        "feed_forward_norm": "norm",
-        "feed_forward": "gather",
-        "feed_forward.gate": "columns",
-        "feed_forward.up": "columns",
-        "feed_forward.down": "rows",
     }
     deep: ClassVar[tuple[str, ...]] = ("feed_forward.up",)
     # What config.json leaves out.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.train.models.families.llama import Llama
-from atoll.train.models.family import Cut
+from atoll.train.models.family import Cut, Family
 from atoll.train.models.parts import Attention, SwiGLU
 from atoll.train.recipe.schema import ModelSection
 
@@ -79,7 +79,7 @@ class Olmo2(Llama):
     }
     permuted = False
     cuts: ClassVar[Mapping[str, Cut]] = {
-        **Llama.cuts,
+        **Family.cuts,
         "attention.q_norm": "width_norm",
         "attention.k_norm": "width_norm",
     }

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import nn
 
 from atoll.train.models.families.llama import Llama, LlamaBlock
-from atoll.train.models.family import Cut
+from atoll.train.models.family import Cut, Family
 from atoll.train.recipe.schema import ModelSection
 
 
@@ -26,7 +26,7 @@ class Qwen3(Llama):
     }
     permuted = False
     cuts: ClassVar[Mapping[str, Cut]] = {
-        **Llama.cuts,
+        **Family.cuts,
         "attention.q_norm": "head_norm",
         "attention.k_norm": "head_norm",
     }
