@@ -13,13 +13,12 @@ each value: tokens/s a GPU (median of the steps after the first ten), GiB, the f
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from train_8b import NOVELS, SEQ_LEN, atoll
+from train_vs_torchtitan import SEQ_LEN, Case, atoll, prepare
 
 OPTIONS = {
     "documents": {
@@ -34,20 +33,6 @@ OPTIONS = {
     },
     "optimizers": {"adamw": [], "muon": ["--optimizer.kind", "muon"]},
 }
-
-
-def prepare(folder: Path, num_tokens: int) -> tuple[Path, Path]:
-    """A JSONL file of documents, and a tokenizer."""
-    from atoll.train.data.tokenizer import load_tokenizer
-
-    text = "\n\n".join(path.read_text() for path in sorted(NOVELS.glob("*.txt")))
-    size = 4 * num_tokens  # characters; of this tokenizer about four make a token
-    parts = [text[at : at + size] for _ in range(4) for at in range(0, len(text), size)]
-    data, tokenizer = folder / "data", folder / "tokenizer"
-    data.mkdir()
-    (data / "data.json").write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
-    load_tokenizer("bpe:8192", texts=lambda: iter([text])).save(tokenizer)
-    return data, tokenizer
 
 
 def main() -> int:
@@ -71,7 +56,8 @@ def main() -> int:
         folder = Path(text)
         data, tokenizer = prepare(folder, args.tokens)
         for number, (value, options) in enumerate(OPTIONS[args.option].items()):
-            found = atoll(args, [*options, *more.split()], data, tokenizer, folder, num_gpus)
+            case = Case(args.model, ["--model.tied", "false", *options], "", [], gpus=num_gpus, batch=args.batch)
+            found = atoll(case, more.split(), args.steps, data, tokenizer, folder, args.limit_s)
             if "error" in found:
                 print(f"{value:20} failed:\n{found['error']}", flush=True)
                 continue
