@@ -279,6 +279,13 @@ def test_auto_takes_the_least_recompute_that_fits():
         assert choose(wanted, layout, size) == mode
     assert choose(wanted, layout, 1) == "full"
     assert choose(llama_8b(), layout, 1) == "none"  # what was asked for
+    for blocks in (1, 10, 31):  # of 32, the smallest number that fits
+        size = estimate(wanted, layout, recompute=blocks / 32).total
+        assert needs["selective"] < size < needs["none"]
+        assert choose(wanted, layout, size) == choose(llama_8b(train={"recompute": blocks}), layout, 1) == blocks / 32
+    assert choose(llama_8b(train={"recompute": 0.25}), layout, 1) == 0.25
+    with pytest.raises(ConfigError, match="the model has 32 blocks"):
+        choose(llama_8b(train={"recompute": 33}), layout, 1)
 
 
 def test_small_models_are_replicated_and_large_ones_sharded():

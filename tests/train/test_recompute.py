@@ -46,7 +46,7 @@ def gradients(made, inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "full", 0.5])
 def test_gradients_are_bit_equal(mode, documents, dtype):
     expected = gradients(model("none", dtype), batch(documents))
     got = gradients(model(mode, dtype), batch(documents))
@@ -83,6 +83,10 @@ def test_memory_falls_with_the_mode():
     assert kept["selective"] < 0.5 * kept["none"]
     assert kept["full"] < 0.4 * kept["selective"]
     assert peak["full"] < peak["selective"] < 0.75 * peak["none"]
+    made = model(0.5)
+    with LiveBytes() as live:
+        loss = made(*batch())
+        assert live.now == pytest.approx((kept["none"] + kept["selective"]) / 2, rel=0.05)
 
 
 def test_selective_computes_every_second_product_and_no_attention_again():

@@ -18,6 +18,7 @@ from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.parallel.estimate import GIB, Device, estimate, state_bytes
 from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated, parse_gpus
 from atoll.train.parallel.layout import resolve
+from atoll.train.parallel.recompute import describe
 from atoll.train.recipe.schema import Recipe
 
 
@@ -99,7 +100,7 @@ def requirements(
         f"{_plural(world_size, 'rank')} on {_plural(nodes, 'node')}, each {device_name} with "
         f"{memory_bytes / GIB:.1f} GiB",
         f"layout: {layout}",
-        f"recompute: {mode}{chosen}",
+        f"recompute: {describe(mode, recipe.model.layers)}{chosen}",
         "memory per rank:",
         *(f"  {line}" for line in needed.describe()),
     ]

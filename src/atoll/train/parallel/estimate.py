@@ -18,7 +18,7 @@ from atoll.train.models.family import family_of
 from atoll.train.models.registry import build
 from atoll.train.parallel.layout import AXES, Layout, num_stages_per_rank
 from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
-from atoll.train.parallel.recompute import Mode
+from atoll.train.parallel.recompute import Recompute, count_of, mode_of
 from atoll.train.parallel.trace import block_memory
 from atoll.train.recipe.schema import ModelSection, Recipe
 
@@ -33,12 +33,12 @@ class Estimate:
     """Bytes that the fullest rank needs.
 
     Attributes:
-        recompute: the mode of activation checkpointing that was counted.
+        recompute: the activation checkpointing that was counted.
         parts: bytes by part; they add up to ``total``.
         formulas: how each part comes about.
     """
 
-    recompute: Mode
+    recompute: Recompute
     parts: dict[str, int]
     formulas: dict[str, str]
 
@@ -108,7 +108,7 @@ class _Rank:
 
 
 def estimate(
-    recipe: Recipe, layout: Layout, *, recompute: Mode, device_bytes: int | None = None, device: Device = "cuda"
+    recipe: Recipe, layout: Layout, *, recompute: Recompute, device_bytes: int | None = None, device: Device = "cuda"
 ) -> Estimate:
     """What the fullest rank needs.
 
@@ -122,7 +122,7 @@ def estimate(
 
 
 def _of_rank(
-    recipe: Recipe, layout: Layout, rank: _Rank, recompute: Mode, device: Device, device_bytes: int | None
+    recipe: Recipe, layout: Layout, rank: _Rank, recompute: Recompute, device: Device, device_bytes: int | None
 ) -> Estimate:
     c, w, r = _widths(recipe, device)
     shards = layout.shard * layout.context
@@ -167,12 +167,16 @@ def _of_rank(
     # Documents are apart by a mask of every query and key, which each block turns into one of additions.
     masked = recipe.data.isolate_documents and kernel_name(recipe, device) == "sdpa"
     mask = recipe.train.seq_len if masked else 0
-    per_token = getattr(block, recompute) + (mask * c if recompute == "none" else 0)
+    again_in = count_of(recompute, len(rank.blocks))
+    everything = block.none + mask * c
+    per_token = everything if recompute == "none" else getattr(block, mode_of(recompute))
     # Outside of the blocks: token ids, mask, angles, the last norm, the hidden state's gradient.
     angles = 2 * recipe.model.size_of_head * max(c, 4) if family_of(recipe.model).rotary else 0
     ends = 32 + mask + angles + (block.last_norm + recipe.model.dim * c if rank.vocabulary else 0)
-    inside = rank.in_flight * per_token * len(rank.blocks)
-    how = f"{len(rank.blocks)} blocks × {per_token:,.0f} B, recompute {recompute}"
+    others = len(rank.blocks) - again_in if recompute != "none" else 0
+    inside = rank.in_flight * (per_token * (len(rank.blocks) - others) + everything * others)
+    how = f"{len(rank.blocks) - others} blocks × {per_token:,.0f} B, recompute {mode_of(recompute)}"
+    how += f", and {others} blocks × {everything:,.0f} B" if others else ""
     add(
         "activations",
         tokens * (inside + ends * rank.losses_in_flight + rank.buffers * c),
@@ -180,7 +184,7 @@ def _of_rank(
     )
     logits = min(recipe.objective.chunk_tokens, tokens)
     add("head and loss", _loss(recipe, rank, logits, c, device), f"logits of {logits:,} tokens, gradient [V, D]")
-    again = block.none + mask * c - block.full if recompute != "none" else 0
+    again = everything - block.full if again_in else 0
     # The loss and a block's backward pass come one after the other: the larger of the two counts.
     working = tokens * (block.working + again) - found.parts["head and loss"]
     add("temporaries", max(0, working), "of one block's backward pass" + (", computed again" if again else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import os
@@ -13,7 +14,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
 from atoll.train.parallel.estimate import GIB, Device, estimate
 from atoll.train.parallel.layout import Layout, check, resolve
-from atoll.train.parallel.recompute import Mode
+from atoll.train.parallel.recompute import Mode, Recompute
 from atoll.train.recipe.schema import Recipe
 
 # GiB that CUDA reports for a card, less than what is printed on it.
@@ -68,14 +69,34 @@ def device_bytes(device: torch.device, local_world_size: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
 
 
-def choose(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> Mode:
-    """The recompute of a run: what the recipe says, or under ``auto`` the least that fits, ``full`` if none does."""
-    if recipe.train.recompute != "auto":
-        return recipe.train.recompute
-    for mode in _MODES:
-        if estimate(recipe, layout, recompute=mode, device_bytes=memory_bytes, device=device).fits(memory_bytes):
-            return mode
-    return "full"
+def choose(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> Recompute:
+    """The recompute of a run: what the recipe says, or under ``auto`` the least that fits, ``full`` if none does.
+
+    Between ``none`` and ``selective`` that is the smallest number of blocks, as a share of all.
+
+    Raises:
+        ConfigError: the recipe asks for more blocks than there are.
+    """
+    wanted, layers = recipe.train.recompute, recipe.model.layers
+
+    def enough(recompute: Recompute) -> bool:
+        needed = estimate(recipe, layout, recompute=recompute, device_bytes=memory_bytes, device=device)
+        return needed.fits(memory_bytes)
+
+    if isinstance(wanted, int):
+        if wanted > layers:
+            raise ConfigError(
+                f"[train] recompute = {wanted}: the model has {layers} blocks; at most that many, or 'full'"
+            )
+        return wanted / layers
+    if wanted != "auto":
+        return wanted
+    if enough("none"):
+        return "none"
+    if not enough("selective"):
+        return "full"
+    smallest = bisect.bisect_left(range(1, layers), True, key=lambda blocks: enough(blocks / layers)) + 1
+    return smallest / layers if smallest < layers else "selective"
 
 
 def fits(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> bool:
@@ -142,7 +163,8 @@ def first_fix(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device 
 def _changes(now: Candidate) -> list[list[Candidate]]:
     """What can be changed, one list a kind, the cheapest first."""
     train, section, layout = now.recipe.train, now.recipe.optimizer, now.layout
-    modes = () if train.recompute == "auto" else _MODES[_MODES.index(train.recompute) + 1 :]  # auto has tried them all
+    asked = train.recompute if isinstance(train.recompute, str) else "none"
+    modes = () if asked == "auto" else _MODES[_MODES.index(asked) + 1 :]  # auto has tried them all
     smaller = [size for size in range(train.micro_batch // 2, 0, -1) if train.micro_batch % size == 0]
     ranks = layout.data * layout.tensor
     cuts = [size for size in (2, 4, 8) if size > layout.tensor and ranks % size == 0 and not now.recipe.model.python]

@@ -11,7 +11,7 @@ from atoll.train.parallel.estimate import Device, estimate, is_compiled
 from atoll.train.parallel.fit import choose, first_fix, fits_replicated
 from atoll.train.parallel.layout import Layout, resolve
 from atoll.train.parallel.precision import check_float8
-from atoll.train.parallel.recompute import Mode
+from atoll.train.parallel.recompute import Recompute
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World
 
@@ -21,14 +21,14 @@ class Plan:
     """The decisions of a run.
 
     Attributes:
-        recompute: mode of activation checkpointing.
+        recompute: activation checkpointing: a mode, or the share of the blocks that are ``selective``.
         compiled: whether blocks are compiled.
         device_bytes: what each rank has.
     """
 
     recipe: Recipe
     layout: Layout
-    recompute: Mode = "none"
+    recompute: Recompute = "none"
     compiled: bool = False
     device_bytes: int = 0
     device: Device = "cpu"

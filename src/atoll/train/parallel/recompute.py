@@ -2,7 +2,8 @@
 
 ``none`` keeps every activation for the backward pass. ``full`` keeps what enters a block and computes the rest again.
 ``selective`` also keeps, inside a block, what is dear to compute again or waits on other ranks: the outputs of the
-attention kernel, of every second matrix product, and of reductions over ranks.
+attention kernel, of every second matrix product, and of reductions over ranks. A number is the share of the blocks that
+are ``selective``, evenly over the depth; the others keep everything.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from atoll.core.errors import ConfigError
 
 Mode = Literal["none", "selective", "full"]
+Recompute = Mode | float
 
 
 def _operators(namespace: str, names: Iterable[str]) -> set[Any]:
@@ -40,31 +42,52 @@ _KEPT = _operators(
 _KEPT.add(torch.ops.higher_order.flex_attention)
 
 
-def checkpoint_activations(model: nn.Module, mode: Mode) -> None:
+def mode_of(recompute: Recompute) -> Mode:
+    """What the blocks do that do not keep everything."""
+    return recompute if isinstance(recompute, str) else "selective"
+
+
+def count_of(recompute: Recompute, num_blocks: int) -> int:
+    """How many of the first ``num_blocks`` blocks of a stage compute activations again."""
+    if isinstance(recompute, str):
+        return 0 if recompute == "none" else num_blocks
+    return int(num_blocks * recompute + 1e-6)  # of k / L, k at L
+
+
+def describe(recompute: Recompute, num_blocks: int) -> str:
+    """For a user to read."""
+    if isinstance(recompute, str):
+        return recompute
+    return f"selective in {count_of(recompute, num_blocks)} of {num_blocks} blocks"
+
+
+def checkpoint_activations(model: nn.Module, recompute: Recompute) -> None:
     """Have the blocks of ``model`` compute activations again in the backward pass. Names of parameters stay.
 
     Each block's ``forward`` is wrapped, not the block: compilation and FSDP that come later take the block as it is.
 
     Args:
         model: has its layers in ``blocks``, as ``Decoder`` does, or in other ``ModuleList``s or ``ModuleDict``s.
-        mode: ``none`` leaves it as it is.
+        recompute: ``none`` leaves it as it is.
 
     Raises:
         ConfigError: the model has no such list.
     """
-    if mode == "none":
+    if recompute == "none":
         return
+    mode = mode_of(recompute)
     lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
     inside = {id(inner) for outer in lists for inner in outer.modules() if inner is not outer}
     outermost = [each for each in lists if id(each) not in inside]
     if not outermost:
         raise ConfigError(
-            f"[train] recompute = {mode!r} works layer by layer, and {type(model).__name__} has no ModuleList or "
+            f"[train] recompute = {recompute!r} works layer by layer, and {type(model).__name__} has no ModuleList or "
             'ModuleDict of layers; make one, or set recompute = "none"'
         )
     for layers in outermost:
-        for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
-            block.forward = MethodType(_forward(mode, draws=_draws(block)), block)
+        for number, block in enumerate(layers.values() if isinstance(layers, nn.ModuleDict) else layers):
+            if count_of(recompute, number + 1) > count_of(recompute, number):
+                block.forward = MethodType(_forward(mode, draws=_draws(block)), block)
 
 
 def _forward(mode: Mode, *, draws: bool) -> Callable[..., Any]:

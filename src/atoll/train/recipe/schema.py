@@ -216,8 +216,11 @@ class TrainSection(Section):
     seq_len: Positive = 2048  # tokens per sequence
     global_batch: Positive = 8  # sequences per optimizer step, over all ranks
     micro_batch: Positive = 1  # sequences per rank at a time; the rest of the batch is accumulated
-    # activation checkpointing: `none`, `full`, `selective`, or `auto`, the least that fits
-    recompute: Literal["none", "full", "selective", "auto"] = "auto"
+    # activation checkpointing: `none`, `full`, `selective`, that in so many blocks (`8`) or so large a share of them
+    # (`0.25`), or `auto`, the least that fits
+    recompute: (
+        Literal["none", "full", "selective", "auto"] | Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
+    ) = "auto"
     validate_every: DurationField | None = None  # a duration; unset: only at the end, if there is validation data
     validate_batches: Positive | None = None  # maximum number of global batches per validation; unset: all
     deterministic: bool = False  # refuse kernels whose results vary from run to run
