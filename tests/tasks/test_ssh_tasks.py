@@ -266,7 +266,7 @@ def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None
     for host in ("h1", "h2"):
         assert f") another tool on {host}\n" in said
     assert "gone\n" not in said
-    assert "made.txt\n" in said  # what a job made stays
+    assert ") made\n" in atoll("exec", "c", "cat made.txt")  # what a job made stays
     assert ") h2\n" in atoll("exec", "c", "--num-nodes", "2", "hostname")
     assert atoll("ssh", "c/worker1", "--", "hostname").endswith(": h2\noops\n")
     start_file.write_text(start_file.read_text() + "trap 'echo and as it ends' EXIT\n")
