@@ -50,6 +50,16 @@ class ParallelBlocks(Family):
         "feed_forward.out": "rows",
     }
     residual = ("attention.o", "feed_forward.out")
+    config_keys: ClassVar[dict[str, str]] = {
+        "layers": "n_layer",
+        "dim": "n_embd",
+        "heads": "n_head",
+        "kv_heads": "n_kv",
+        "hidden_dim": "n_inner",
+        "max_seq_len": "n_positions",
+    }
+    defaults: ClassVar[dict[str, Any]] = {"tied": False}
+    computes: ClassVar[dict[str, tuple[Any, ...]]] = {"activation": ("relu_squared",)}
 
     def build(self, config):
         blocks = [Block(config, self.hidden_dim(config)) for _ in range(config.layers)]
@@ -57,25 +67,6 @@ class ParallelBlocks(Family):
 
     def hidden_dim(self, config):
         return config.hidden_dim or 4 * config.dim
-
-    def read_config(self, config):
-        names = {"layers": "n_layer", "dim": "n_embd", "heads": "n_head", "kv_heads": "n_kv", "hidden_dim": "n_inner"}
-        length, words = config.number("n_positions"), config.number("vocab_size")
-        return {
-            **{ours: config.number(theirs) for ours, theirs in names.items()},
-            "max_seq_len": length,
-            "vocab_size": words,
-        }
-
-    def write_config(self, config):
-        return {
-            "n_layer": config.layers,
-            "n_embd": config.dim,
-            "n_head": config.heads,
-            "n_kv": config.num_kv_heads,
-            "n_inner": self.hidden_dim(config),
-            "n_positions": config.max_seq_len,
-        }
 
 
 FAMILY = ParallelBlocks()

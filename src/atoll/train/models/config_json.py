@@ -66,7 +66,7 @@ class ConfigJson:
             key, default, lambda value: type(value) is int and 1 <= value < _MOST, "a whole number above 0"
         )
 
-    def positive(self, key: str, default: float) -> float:
+    def positive(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
         return self._value(
             key, default, lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"

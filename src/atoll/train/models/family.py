@@ -60,7 +60,9 @@ class Family(ABC):
         transposed: whether the matrices of blocks are stored the other way round.
         permuted: whether GGUF files have the two of each rotary pair side by side (``Stored``).
         rotary: whether positions are rotary; else there is a learnt vector for each.
-        config_keys: keys of config.json by ours, for messages.
+        config_keys: keys of config.json by ours.
+        defaults: what those mean that config.json leaves out, by our name; without one the key must be there.
+        computes: keys of config.json and the values with which the network is this one, the written one first.
         cuts: how tensor parallelism treats those parts of a block that there are; others are not touched.
         residual: matrices that write to the residual stream; ``init_scheme`` makes them smaller, or 0.
         deep: others that ``init_scheme = "torchtitan"`` makes smaller with depth.
@@ -74,7 +76,9 @@ class Family(ABC):
     transposed: ClassVar[bool] = False
     permuted: ClassVar[bool] = False
     rotary: ClassVar[bool] = True
-    config_keys: ClassVar[Mapping[str, str]] = {}
+    config_keys: ClassVar[Mapping[str, str]]
+    defaults: ClassVar[Mapping[str, Any]]
+    computes: ClassVar[Mapping[str, tuple[Any, ...]]]
     cuts: ClassVar[Mapping[str, Cut]] = {
         "attention_norm": "norm",
         "attention": "gather",
@@ -99,21 +103,35 @@ class Family(ABC):
     def hidden_dim(self, config: ModelSection) -> int:
         """Width of the feed-forward part."""
 
-    @abstractmethod
     def read_config(self, config: ConfigJson) -> dict[str, Any]:
         """The fields of ``[model]`` that a config.json describes, ``family`` and ``init_std`` not among them.
 
         Raises:
             ConfigError: a value is missing or can't be, or means something that this network does not compute.
         """
+        for key, allowed in self.computes.items():
+            config.must(key, allowed)
+        fields: dict[str, Any] = {"tied": config.flag("tie_word_embeddings", self.defaults["tied"])}
+        for ours, theirs in {**self.config_keys, "vocab_size": "vocab_size"}.items():
+            if ours in self.defaults and not config.has(theirs):
+                fields[ours] = self.defaults[ours]
+            else:
+                fields[ours] = config.positive(theirs) if ours == "norm_eps" else config.number(theirs)
+        return {"kv_heads": fields["heads"], **{ours: value for ours, value in fields.items() if value is not None}}
 
-    @abstractmethod
     def write_config(self, config: ModelSection) -> dict[str, Any]:
         """The keys of config.json that are this family's own.
 
         Raises:
             ConfigError: ``transformers`` has no such network.
         """
+        derived = {
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.size_of_head,
+            "hidden_dim": self.hidden_dim(config),
+        }
+        values = {theirs: derived.get(ours, getattr(config, ours)) for ours, theirs in self.config_keys.items()}
+        return values | {key: allowed[0] for key, allowed in self.computes.items()}
 
     def check(self, config: ModelSection) -> None:
         """Refuse dimensions that this network can't have.

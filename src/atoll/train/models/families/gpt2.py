@@ -9,12 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
-from atoll.train.models.config_json import ConfigJson
 from atoll.train.models.family import Family
 from atoll.train.models.parts import Attention, Decoder
 from atoll.train.recipe.schema import ModelSection
-
-_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 
 class FeedForward(nn.Module):
@@ -70,7 +67,21 @@ class Gpt2(Family):
     }
     transposed = True
     rotary = False
-    config_keys: ClassVar[Mapping[str, str]] = {"dim": "n_embd", "heads": "n_head", "layers": "n_layer"}
+    config_keys: ClassVar[Mapping[str, str]] = {
+        "layers": "n_layer",
+        "dim": "n_embd",
+        "heads": "n_head",
+        "hidden_dim": "n_inner",
+        "max_seq_len": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {"hidden_dim": None, "max_seq_len": 1024, "norm_eps": 1e-5, "tied": True}
+    computes: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
 
     def build(self, config: ModelSection) -> Decoder:
         """As ``Family.build``."""
@@ -84,25 +95,6 @@ class Gpt2(Family):
         """As ``Family.hidden_dim``."""
         return config.hidden_dim or 4 * config.dim
 
-    def read_config(self, config: ConfigJson) -> dict[str, Any]:
-        """As ``Family.read_config``."""
-        config.must("activation_function", _GELU_TANH)
-        config.must("scale_attn_weights", (True,))
-        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-            config.must(key, (False,))
-        dim, heads = config.number("n_embd"), config.number("n_head")
-        return {
-            "layers": config.number("n_layer"),
-            "dim": dim,
-            "heads": heads,
-            "kv_heads": heads,
-            "hidden_dim": config.number("n_inner", 4 * dim),
-            "vocab_size": config.number("vocab_size"),
-            "max_seq_len": config.number("n_positions", config.number("n_ctx", 1024)),
-            "tied": config.flag("tie_word_embeddings", True),
-            "norm_eps": config.positive("layer_norm_epsilon", 1e-5),
-        }
-
     def write_config(self, config: ModelSection) -> dict[str, Any]:
         """As ``Family.write_config``."""
         if config.num_kv_heads != config.heads or config.size_of_head * config.heads != config.dim:
@@ -110,19 +102,8 @@ class Gpt2(Family):
                 f"[model] family = 'gpt2' with kv_heads = {config.num_kv_heads}, head_dim = {config.size_of_head}: "
                 f"transformers' GPT-2 has as many kv-heads as heads ({config.heads}) and head_dim = dim / heads"
             )
-        return {
-            "n_embd": config.dim,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": self.hidden_dim(config),
-            "n_positions": config.max_seq_len,
-            "n_ctx": config.max_seq_len,
-            "activation_function": _GELU_TANH[0],
-            "layer_norm_epsilon": config.norm_eps,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        }
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return {**super().write_config(config), "n_ctx": config.max_seq_len, **dropout}
 
 
 FAMILY = Gpt2()

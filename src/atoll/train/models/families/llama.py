@@ -54,16 +54,28 @@ class Llama(Family):
     }
     permuted = True
     config_keys: ClassVar[Mapping[str, str]] = {
+        "layers": "num_hidden_layers",
         "dim": "hidden_size",
         "heads": "num_attention_heads",
         "kv_heads": "num_key_value_heads",
-        "layers": "num_hidden_layers",
+        "head_dim": "head_dim",
+        "hidden_dim": "intermediate_size",
+        "max_seq_len": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "kv_heads": None,
+        "head_dim": None,
+        "max_seq_len": 2048,
+        "norm_eps": 1e-6,
+        "tied": False,
+    }
+    computes: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
     }
     deep: ClassVar[tuple[str, ...]] = ("feed_forward.up",)
-    # What config.json leaves out.
-    default_length: ClassVar[int] = 2048
-    default_eps: ClassVar[float] = 1e-6
-    default_head_dim: ClassVar[int | None] = None
     windowed: ClassVar[bool] = True  # whether ``sliding_window`` counts without ``use_sliding_window``
 
     def block(self, config: ModelSection) -> nn.Module:
@@ -81,49 +93,19 @@ class Llama(Family):
 
     def read_config(self, config: ConfigJson) -> dict[str, Any]:
         """As ``Family.read_config``."""
-        config.must("hidden_act", ("silu",))
-        for key in ("attention_bias", "mlp_bias"):
-            config.must(key, (False, None))
-        dim, heads = config.number("hidden_size"), config.number("num_attention_heads")
-        length = config.number("max_position_embeddings", self.default_length)
+        fields = super().read_config(config)
+        if fields.get("head_dim", 0) * fields["heads"] == fields["dim"]:
+            del fields["head_dim"]
+        fields["rope_theta"], fields["rope_scaling"] = config.rope(fields["max_seq_len"])
+        # Within its window a token sees all before it, as here: shorter sequences are exact.
         window = config.window(self.windowed)
-        theta, scaling = config.rope(length)
-        head_dim = self.default_head_dim
-        if head_dim is not None or config.has("head_dim"):
-            head_dim = config.number("head_dim", head_dim)
-        return {
-            "layers": config.number("num_hidden_layers"),
-            "dim": dim,
-            "heads": heads,
-            "kv_heads": config.number("num_key_value_heads", heads),
-            "head_dim": None if head_dim is None or head_dim * heads == dim else head_dim,
-            "hidden_dim": config.number("intermediate_size"),
-            "vocab_size": config.number("vocab_size"),
-            # Within its window a token sees all before it, as here: shorter sequences are exact.
-            "max_seq_len": min(length, window or length),
-            "tied": config.flag("tie_word_embeddings", False),
-            "norm_eps": config.positive("rms_norm_eps", self.default_eps),
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-        }
+        return {**fields, "max_seq_len": min(fields["max_seq_len"], window or fields["max_seq_len"])}
 
     def write_config(self, config: ModelSection) -> dict[str, Any]:
         """As ``Family.write_config``."""
-        found: dict[str, Any] = {
-            "hidden_size": config.dim,
-            "intermediate_size": self.hidden_dim(config),
-            "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.size_of_head,
-            "hidden_act": "silu",
-            "max_position_embeddings": config.max_seq_len,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
+        found = super().write_config(config)
+        found["rope_theta"] = config.rope_theta
+        found["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
         if (scaling := config.rope_scaling) is not None:
             rope: dict[str, Any] = {
                 "rope_type": scaling.kind,

@@ -86,7 +86,7 @@ class Olmo2(Llama):
     # The norms that follow make them wide again, and at 0 their gradients would be 1 / sqrt(norm_eps) times as large.
     residual = ()
     deep = ()
-    default_eps = 1e-5
+    defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "norm_eps": 1e-5}
 
     def block(self, config: ModelSection) -> nn.Module:
         """One layer."""

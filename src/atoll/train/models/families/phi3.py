@@ -28,8 +28,7 @@ class Phi3(Llama):
         "post_attention_layernorm": ("feed_forward_norm",),
     }
     permuted = False
-    default_length = 4096
-    default_eps = 1e-5
+    defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "max_seq_len": 4096, "norm_eps": 1e-5}
 
     def write_config(self, config: ModelSection) -> dict[str, Any]:
         """As ``Family.write_config``."""

@@ -5,7 +5,7 @@ and whose head width is a number of its own, not D / H.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -30,8 +30,7 @@ class Qwen3(Llama):
         "attention.q_norm": "head_norm",
         "attention.k_norm": "head_norm",
     }
-    default_length = 32768
-    default_head_dim = 128
+    defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "max_seq_len": 32768, "head_dim": 128}
     windowed = False
 
     def block(self, config: ModelSection) -> nn.Module:
