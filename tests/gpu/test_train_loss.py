@@ -30,9 +30,12 @@ def inputs(tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Te
     return hidden, weight, labels
 
 
-def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+def loss_of(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, by: str = "nll"
+) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight = (each.detach().clone().requires_grad_() for each in (hidden, weight))
-    loss = ChunkedLogProbs(hidden, weight, labels, chunk).nll()
+    found = ChunkedLogProbs(hidden, weight, labels, chunk)
+    loss = found.nll() if by == "nll" else -found.tokens().sum().reshape(1)
     loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -40,14 +43,17 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple
 
 
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 3), (7, 4096), (100, 4097), (65, 12_345), (33, 50_257)])
-def test_they_do_what_plain_operations_do(tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["nll", "tokens"])
+def test_they_do_what_plain_operations_do(
+    tokens: int, vocabulary: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         given = inputs(tokens, vocabulary, dtype)
-        found = loss_of(*given, 32)
-        exact = loss_of(*(part.double() if part.is_floating_point() else part for part in given), 32)
+        found = loss_of(*given, 32, by)
+        exact = loss_of(*(part.double() if part.is_floating_point() else part for part in given), 32, by)
         with monkeypatch.context() as patch:
             patch.setattr(logprobs, "_has_kernels", lambda _: False)
-            plain = loss_of(*given, 32)
+            plain = loss_of(*given, 32, by)
         for ours, theirs, true in zip(found, plain, exact, strict=True):
             distance = (ours.double() - true).norm()
             assert distance <= max(1.1 * (theirs.double() - true).norm(), 1e-5 * true.norm())
