@@ -204,6 +204,8 @@ def test_a_users_model_is_counted_layer_by_layer(tmp_path, monkeypatch):
     model = recipe(model={"python": "their_model:build", "vocab_size": 10}).model
     assert sizes(model).blocks == ((64, 8),) * 3
     assert sizes(model).whole == 10 * 8 + 3 * 72
+    odd = recipe(model={"python": "their_model:build", "vocab_size": 10, "dim": 24})  # heads of 3, if it has heads
+    assert estimate(odd, Layout(), recompute="none").parts["activations"] > 0
 
 
 def test_replicas_in_bf16_hold_masters_and_copies():

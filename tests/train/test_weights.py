@@ -158,6 +158,9 @@ CONFIGS = {
     "phi3": transformers.Phi3Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
     ),
+    "olmo2": transformers.Olmo2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    ),
     "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64),
 }
 

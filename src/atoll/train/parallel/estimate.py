@@ -155,8 +155,11 @@ def _of_rank(
     add("optimizer", -(-states // shards), formula)
 
     tokens = recipe.train.micro_batch * recipe.train.seq_len // layout.context
+    model = recipe.model
+    if model.python is not None:  # of its blocks nothing is known: they count as those of a family, of even heads
+        model = model.model_copy(update={"python": None, "head_dim": -(-model.size_of_head // 2) * 2})
     block = block_memory(
-        recipe.model.model_copy(update={"python": None}),
+        model,
         c,
         tensor=layout.tensor,
         between=layout.tensor if recipe.parallel.sequence_parallel else 1,
