@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
-from atoll.train.data.files import SourceFile
+from atoll.train.data.source_files import SourceFile
 
 Tokens = NDArray[Any]
 Position = Callable[[int], None]  # told the raw bytes read so far

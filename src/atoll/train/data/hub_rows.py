@@ -9,8 +9,8 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
-from atoll.train.data.files import SourceFile, find_files, reading
 from atoll.train.data.formats import missing_key, text_of
+from atoll.train.data.source_files import SourceFile, find_files, reading
 from atoll.train.recipe.schema import DataSection
 
 PREFIX = "hf://"

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from atoll.core.errors import ConfigError
 from atoll.core.secrets import redact
 from atoll.train.data import formats
-from atoll.train.data.files import SourceFile, find_files, is_url
 from atoll.train.data.hub_rows import PREFIX, HubRows, is_saved_dataset
+from atoll.train.data.source_files import SourceFile, find_files, is_url
 from atoll.train.recipe.schema import DataSection
 
 Document = str | formats.LongText | NDArray[Any]  # text, or tokens as they are
