@@ -101,8 +101,9 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     """
     if not matrices.numel():
         return matrices
-    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=_wide(matrices.dtype))
-    x: Tensor = (matrices / norms.clamp(min=torch.finfo(norms.dtype).tiny)).to(matrices.dtype)  # zeros stay zeros
+    wide = torch.promote_types(matrices.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=wide)
+    x = torch.div(matrices, norms.clamp(min=torch.finfo(wide).tiny), out=torch.empty_like(matrices))  # zeros stay zeros
     rows, columns = x.shape[1:]
     for count in _SQUARE if max(rows, columns) < 2 * min(rows, columns) else _LONG:
         share, rest = _polynomial(x, count)
@@ -164,10 +165,6 @@ def _has_kernel(x: Tensor, side: int) -> bool:
     if not (x.is_cuda and narrow and side % 256 == 0 and x.shape[1] % 64 == 0 and x.shape[2] % 64 == 0):
         return False
     return torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _alike(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
