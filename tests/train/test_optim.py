@@ -134,7 +134,12 @@ def test_a_parameter_without_a_gradient_stays_and_its_step_too():
 def test_muon_by_hand():
     ours, _ = train(OptimizerSection(kind="muon", muon_lr=0.02, momentum=0.9, weight_decay=0.1), steps=2)
     start = dict(model().named_parameters())
-    for name in ("blocks.0.attention.k.weight", "blocks.1.feed_forward.up.weight", "blocks.1.feed_forward.down.weight"):
+    for name in (
+        "blocks.0.attention.q.weight",
+        "blocks.0.attention.k.weight",
+        "blocks.1.feed_forward.up.weight",
+        "blocks.1.feed_forward.down.weight",
+    ):
         weight = start[name].detach().clone()
         momentum = torch.zeros_like(weight)
         for step in range(2):
