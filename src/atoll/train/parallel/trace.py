@@ -83,25 +83,24 @@ def block_memory(
             module.register_forward_pre_hook(functools.partial(watch.step_out, between))
             module.register_forward_hook(functools.partial(watch.step_out, 1))
     none = watch.kept(lambda: block(x, None, rope), compiled)
-    selective, widest = watch.selective, watch.widest
+    widest = max(module.out_features for module in block.modules() if isinstance(module, nn.Linear))
     entering = model.dim * itemsize / between
     assert decoder.norm is not None
     return BlockMemory(
         none=none / _TOKENS,
-        selective=selective / _TOKENS + (1 + rows) * entering,  # each reduction over the tensor ranks is kept
+        selective=watch.selective / _TOKENS + (1 + rows) * entering,  # each reduction over the tensor ranks is kept
         full=entering,
-        working=2 * (widest / _TOKENS + model.dim * itemsize),  # the widest activation, the stream, their gradients
+        working=2 * (widest + model.dim) * itemsize,  # the widest activation, the stream, their gradients
         last_norm=watch.kept(functools.partial(decoder.norm, x), False) / _TOKENS,
     )
 
 
 class _Watch(TorchDispatchMode):
-    """Counts what autograd saves, what selective checkpointing keeps, and the widest matrix product."""
+    """Counts what autograd saves, and what selective checkpointing keeps."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.selective = 0
-        self.widest = 0
         self._policy = Policy()
         self._ignored: set[int] = set()
         self._alive: list[Tensor] = []  # so that no two storages have one address
@@ -141,8 +140,6 @@ class _Watch(TorchDispatchMode):
             self._solid |= {_storage(each) for each in made + taken}
         if self._policy(SimpleNamespace(is_recompute=False), function) == CheckpointPolicy.MUST_SAVE:
             self.selective += sum(each.nbytes for each in made)
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.widest = max(self.widest, made[0].nbytes)
         return result
 
     def norm(self, weight: Tensor, x: Tensor) -> Tensor:
