@@ -246,8 +246,7 @@ def _exported_equals(tmp_path: Path, run: Path) -> Path:
 
     from atoll.train.models import registry
     from atoll.train.recipe.schema import Recipe
-    from atoll.train.weight_source import open_weights
-    from atoll.train.weights import export, set_weights
+    from atoll.train.weights import export, load_weights
 
     folder = tmp_path / "exported"
     export(str(run), folder, dtype="fp32")
@@ -256,7 +255,7 @@ def _exported_equals(tmp_path: Path, run: Path) -> Path:
     assert found is not None
     section = Recipe.model_validate(found.recipe).model
     ours = registry.build(section, device="cpu").eval()
-    set_weights(ours, section, open_weights(str(run)))
+    load_weights(ours, section, str(run))
     tokens = torch.arange(20).reshape(2, 10) * 7
     with torch.no_grad():
         expected = theirs(tokens).logits

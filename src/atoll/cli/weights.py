@@ -142,7 +142,7 @@ def generate(
     from atoll.train.models.generate import generate as tokens_after
     from atoll.train.models.generate import stream_text
     from atoll.train.weight_source import open_weights
-    from atoll.train.weights import set_weights
+    from atoll.train.weights import load_weights
 
     place = _device(device)
     _refuse_broken_text(prompt)
@@ -155,7 +155,7 @@ def generate(
         text = _tokenizer(opened, tokenizer)
         dtype = torch.float32 if place == "cpu" else torch.bfloat16
         model = registry.build(opened.section, device=place, dtype=dtype).eval()
-        notes = set_weights(model, opened.section, opened, progress)
+        notes = load_weights(model, opened.section, opened, progress)
         special = opened.special_ids.get("eos_token_id")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -28,7 +28,7 @@ def continue_prompt(recipe: Recipe, checkpoint: str, note: Callable[[str], None]
         return None
     from atoll.train.data.tokenizer import load_tokenizer
     from atoll.train.weight_source import open_weights
-    from atoll.train.weights import set_weights
+    from atoll.train.weights import load_weights
 
     try:
         opened = open_weights(checkpoint)
@@ -37,7 +37,7 @@ def continue_prompt(recipe: Recipe, checkpoint: str, note: Callable[[str], None]
             return None
         tokenizer = load_tokenizer(opened.tokenizer)
         model = registry.build(recipe.model, device="cpu").eval()
-        set_weights(model, recipe.model, opened)
+        load_weights(model, recipe.model, opened)
         tokens = tokenizer.encode(prompt)
         if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens):
             tokens.insert(0, tokenizer.bos_id)

@@ -22,12 +22,11 @@ from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
 from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer
+from atoll.train.hub import Progress
 from atoll.train.models import gguf, hf
 from atoll.train.models.family import Part, Stored, stored_tensors
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.saved import SavedStep, find_checkpoint
-
-Progress = Callable[[float, float | None], None]
 
 # Buffers that older checkpoints hold beside the weights.
 _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|attn_rot_embd|^rope_freqs\.weight$")

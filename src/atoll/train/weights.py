@@ -16,13 +16,13 @@ from torch import nn
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside
 from atoll.train import hub
+from atoll.train.hub import Progress
 from atoll.train.models import hf
 from atoll.train.models.family import Stored, family_of, shapes, stored_tensors
 from atoll.train.models.init import copy_part, plain_name
 from atoll.train.recipe.schema import ModelSection
-from atoll.train.weight_source import Progress, WeightSource, open_weights
+from atoll.train.weight_source import WeightSource, open_weights
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000
 
 _USERS = "inner."  # the module of a user's own model inside ours
@@ -31,7 +31,10 @@ _TELLING = ("norm_eps", "rope_theta", "rope_scaling")
 
 
 # ---------------------------------------------------------------------------------------------------------- in
-def load_weights(model: nn.Module, section: ModelSection, source: str, progress: Progress | None = None) -> list[str]:
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, section: ModelSection, source: str | WeightSource, progress: Progress | None = None
+) -> list[str]:
     """Set the parameters of a model from published or own weights.
 
     Each rank reads what it holds: parameters may be sharded (DTensor, any mesh), of any dtype and on any device, and
@@ -41,7 +44,8 @@ def load_weights(model: nn.Module, section: ModelSection, source: str, progress:
     Args:
         model: one that ``registry.build`` made, or a stage of it, materialised.
         section: the recipe's ``[model]``, its vocabulary size known.
-        source: a name on a hub, a folder with safetensors, a ``.safetensors`` or ``.gguf`` file, or a run of Atoll.
+        source: a name on a hub, a folder with safetensors, a ``.safetensors`` or ``.gguf`` file, a run of Atoll, or one
+            that is open.
         progress: called with tensors set and tensors in all; while fetching, with bytes.
 
     Returns:
@@ -51,14 +55,7 @@ def load_weights(model: nn.Module, section: ModelSection, source: str, progress:
         ConfigError: a tensor is missing, left over, or of another shape, and the message names it and both shapes; or
             it holds values that are not finite.
     """
-    return set_weights(model, section, open_weights(source, section, progress), progress)
-
-
-@torch.no_grad()
-def set_weights(
-    model: nn.Module, section: ModelSection, opened: WeightSource, progress: Progress | None = None
-) -> list[str]:
-    """``load_weights`` from a source that is open."""
+    opened = open_weights(source, section, progress) if isinstance(source, str) else source
     parameters = {plain_name(name).removeprefix(_USERS): value for name, value in model.named_parameters()}
     notes = opened.notes + _differences(section, opened)
     theirs = {name: name for name in parameters}
@@ -179,8 +176,8 @@ def export(
         ConfigError: the source can't be read, ``transformers`` has no such network, or the target is taken.
     """
     target = Path(folder).expanduser()
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in hf.DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(hf.DTYPES)}")
     _refuse_taken(target, force, source if isinstance(source, str) else "")  # before hours of a download
     opened = open_weights(source, None, progress) if isinstance(source, str) else source
     dtype = dtype or opened.dtype
@@ -190,7 +187,7 @@ def export(
     with _whole_folder(target) as place:
         _write_json(place / "config.json", config)
         _write_json(place / "generation_config.json", {"_from_model_config": True, **opened.special_ids})
-        _write_tensors(opened, place, DTYPES[dtype], max_shard_bytes, progress)
+        _write_tensors(opened, place, getattr(torch, hf.DTYPES[dtype]), max_shard_bytes, progress)
         note = opened.write_tokenizer(place)
     return opened.notes + ([] if note is None else [note])
 
