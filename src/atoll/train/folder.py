@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import shown_path, sweep_temporary, write_atomic
@@ -19,28 +21,27 @@ _RECIPE, _IDENTITY = "recipe.json", ".identity"
 
 
 class RunFolder:
-    """``output_dir``, held by one run at a time.
+    """``output_dir``, held by one run at a time; on rank 0.
 
     Attributes:
         notes: lines for the reader: what changed in the recipe.
         identity: of the run that began here, which its checkpoints carry; None where none did.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.notes: list[str] = []
-        self.identity: str | None = None
-        self._lock: FolderClaim | None = None
-        self._made: list[Path] = []
-        self._began = False
-
-    def open(self, recipe: Recipe, *, allow_changes: bool) -> None:
+    def __init__(self, wanted: Path, recipe: Recipe, *, resume: bool, allow_changes: bool) -> None:
         """Make the folder, take its lock and check that the recipe is the one it was made with.
+
+        Args:
+            resume: False takes a new folder beside ``wanted`` where that holds a run.
 
         Raises:
             ConfigError: another run writes here, or the recipe differs in a way that changes what is trained, or the
                 folder can't be made.
         """
+        self.path = wanted if resume else fresh_folder(wanted)
+        self.notes: list[str] = []
+        self._recipe, self._resume, self._allow_changes = recipe, resume, allow_changes
+        self._began = False
         with self.blamed():
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,7 @@ class RunFolder:
         for inside in (self.path, self.path / "tokenizer"):
             sweep_temporary(inside / "*")
         try:
-            self._check(recipe, allow_changes=allow_changes)
+            self._check()
             self.identity = stored_identity(self.path)
         except BaseException:
             self.close()
@@ -65,53 +66,71 @@ class RunFolder:
                 f"[train] output_dir {str(self.path)!r}: {error.strerror}; choose another with --train.output_dir DIR"
             ) from None
 
-    def _check(self, recipe: Recipe, *, allow_changes: bool) -> None:
+    def _check(self) -> None:
         before = stored_recipe(self.path)
         if before is None:
             return
-        changed = diff(before, recipe)
-        serious = harmful(before, recipe)
-        if serious and not allow_changes:
+        changed = diff(before, self._recipe)
+        serious = harmful(before, self._recipe)
+        if serious and not self._allow_changes:
             lines = "\n  ".join(serious)
-            other = _with_these_settings(self.path, recipe)
             raise ConfigError(
                 f"{str(self.path)!r} already contains a run with different settings:\n  {lines}\n"
-                f"--allow-changes resumes with the new settings, --no-resume starts over in a new folder{other}"
+                f"--allow-changes resumes with the new settings, --no-resume starts over in a new folder"
             )
         # Where it is told apart from others, not what it is: one folder has many names.
         changed = [line for line in changed if not line.startswith("[train] output_dir")]
         self.notes += [f"changed since the run began: {line}" for line in changed]
 
-    def keep(self, recipe: Recipe) -> None:
-        """The run begins: this recipe is the folder's from now on. One that could not begin leaves the old one."""
+    def identify(
+        self, recipe: Recipe, root: str, step: int | None, meta: Mapping[str, Any], note: Callable[[str], None]
+    ) -> str:
+        """The run's identity, which its checkpoints carry: no run resumes from those of another.
+
+        Args:
+            recipe: its vocabulary known.
+            root: where the checkpoints are.
+            step: of the newest there, ``meta`` is what was saved with it; None where there is none.
+
+        Raises:
+            ConfigError: the checkpoints in ``root`` belong to another run.
+        """
+        theirs = meta.get("run")
+        elsewhere = f"[checkpoint] path {shown_path(root)!r} holds step {step} of "
+        choose = "choose another with --checkpoint.path PLACE"
+        if step is not None and not self._resume:
+            raise ConfigError(f"{elsewhere}a run before: --no-resume starts over, so {choose}")
+        if self.identity is not None and theirs not in (None, self.identity):
+            raise ConfigError(f"{elsewhere}another run: {choose}")
+        if self.identity is None and step is not None:
+            changed = harmful(Recipe.model_validate(meta["recipe"]), recipe)
+            if changed and not self._allow_changes:
+                lines = "\n  ".join(changed)
+                raise ConfigError(
+                    f"{elsewhere}a run with different settings:\n  {lines}\n"
+                    f"--allow-changes resumes with the new settings, or {choose}"
+                )
+            note(f"resuming from step {step} in {shown_path(root)}")
+        self.identity = self.identity or theirs or secrets.token_hex(8)
+        return self.identity
+
+    def keep(self) -> None:
+        """The run begins: its recipe is the folder's from now on. One that could not begin leaves the old one."""
         self._began = True
-        if self.identity is not None:
-            write_atomic(self.path / _IDENTITY, self.identity.encode(), mode=0o644)
-        write_atomic(self.path / _RECIPE, json.dumps(recipe.model_dump(mode="json"), indent=1).encode(), mode=0o644)
+        recipe = json.dumps(self._recipe.model_dump(mode="json"), indent=1)
+        for name, text in ((_IDENTITY, self.identity), (_RECIPE, recipe)):
+            if text is not None:
+                write_atomic(self.path / name, text.encode(), mode=0o644)
 
     def close(self) -> None:
         """Let others write here. A folder that was made for a run that could not begin goes away again."""
-        if self._lock is None:
-            return
-        if self._made and not self._began:
+        remove = self._made and not self._began
+        if remove:
             shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
-            self._lock.close()
-            for empty in (self.path / "checkpoints", *self._made):
-                with contextlib.suppress(OSError):
-                    empty.rmdir()
-        else:
-            self._lock.close()
-        self._lock = None
-
-
-def _with_these_settings(path: Path, recipe: Recipe) -> str:
-    """Names a folder beside ``path`` that ``--no-resume`` made for this recipe; nothing if there is none."""
-    for folder in sorted(path.parent.glob(f"{path.name}-*")):
-        with contextlib.suppress(ConfigError):
-            before = stored_recipe(folder)
-            if before is not None and not harmful(before, recipe):
-                return f"; {folder.name} was started with these settings: --train.output_dir {shown_path(str(folder))}"
-    return ""
+        self._lock.close()
+        for empty in (self.path / "checkpoints", *self._made) if remove else ():
+            with contextlib.suppress(OSError):
+                empty.rmdir()
 
 
 def stored_identity(folder: Path) -> str | None:

@@ -1,8 +1,7 @@
-"""Going on from a checkpoint: whose it is, and what of it goes where."""
+"""The checkpoints of a run: who writes them, and what of one goes where."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -11,18 +10,15 @@ from typing import Any
 import torch.distributed as dist
 
 from atoll.core.errors import CheckpointError, ConfigError
-from atoll.core.paths import shown_path
 from atoll.train.checkpoint.checkpointer import Checkpointer
 from atoll.train.checkpoint.claim import Claim
 from atoll.train.checkpoint.shared import check_shared
 from atoll.train.checkpoint.store import open_store
 from atoll.train.corpus import described
 from atoll.train.engine import Engine
-from atoll.train.folder import RunFolder
 from atoll.train.loop import Cursor, state_tensors
 from atoll.train.optim.optimizer import LocalOptimizer
 from atoll.train.outer import OuterSync, SampleSource
-from atoll.train.recipe.load import harmful
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World
 
@@ -62,42 +58,6 @@ def open_checkpointer(
     )
     cleanup.callback(checkpointer.close)
     return checkpointer
-
-
-def identify(
-    checkpointer: Checkpointer,
-    found: int | None,
-    root: str,
-    folder: RunFolder,
-    recipe: Recipe,
-    resume: bool,
-    allow_changes: bool,
-    note: Callable[[str], None],
-) -> str:
-    """The run's identity, which its checkpoints carry: no run resumes from those of another.
-
-    Raises:
-        ConfigError: the checkpoints in ``root`` belong to another run.
-    """
-    meta = {} if found is None else checkpointer.meta(found)
-    theirs, own = meta.get("run"), folder.identity
-    elsewhere = f"[checkpoint] path {shown_path(root)!r} holds step {found} of "
-    choose = "choose another with --checkpoint.path PLACE"
-    if found is not None and not resume:
-        raise ConfigError(f"{elsewhere}a run before: --no-resume starts over, so {choose}")
-    if own is not None and theirs not in (None, own):
-        raise ConfigError(f"{elsewhere}another run: {choose}")
-    if own is None and found is not None:
-        changed = harmful(Recipe.model_validate(meta["recipe"]), recipe)
-        if changed and not allow_changes:
-            lines = "\n  ".join(changed)
-            raise ConfigError(
-                f"{elsewhere}a run with different settings:\n  {lines}\n"
-                f"--allow-changes resumes with the new settings, or {choose}"
-            )
-        note(f"resuming from step {found} in {shown_path(root)}")
-    folder.identity = own or theirs or secrets.token_hex(8)
-    return folder.identity
 
 
 def load_state(

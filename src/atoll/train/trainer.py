@@ -23,7 +23,7 @@ from atoll.train.data.loader import Loader
 from atoll.train.data.prepare import Prepared
 from atoll.train.engine import Engine
 from atoll.train.events import Event, Note, Progress, RunEnded, RunStarted
-from atoll.train.folder import RunFolder, fresh_folder
+from atoll.train.folder import RunFolder
 from atoll.train.loop import Cursor, Run, train
 from atoll.train.metrics.flops import formula_line, peak_flops
 from atoll.train.metrics.journal import Journal
@@ -45,7 +45,7 @@ from atoll.train.prompt import continue_prompt
 from atoll.train.recipe.load import load_recipe, require_complete
 from atoll.train.recipe.schema import Recipe
 from atoll.train.reporters import open_reporters
-from atoll.train.resume import identify, load_state, open_checkpointer
+from atoll.train.resume import load_state, open_checkpointer
 from atoll.train.stop import StopRequest
 from atoll.train.world import World, join
 
@@ -117,7 +117,7 @@ def run(
     with stop.listening():
         world = join(timeout_s=loaded.recipe.train.hang_timeout_s)
         try:
-            return _Session(loaded.recipe, world, stop, report, resume, allow_changes, outer, source).run(loaded.notes)
+            return _Trainer(loaded.recipe, world, stop, report, resume, allow_changes, outer, source).run(loaded.notes)
         except AtollError as error:
             if not world.is_known(str(error)):
                 error.add_note(f"on rank {world.rank}")  # rank 0 does not have it, so this one has to be told of
@@ -129,7 +129,7 @@ def run(
 
 
 @dataclass
-class _Session:
+class _Trainer:
     """The parts of a run on this rank, made one after the other."""
 
     recipe: Recipe
@@ -152,10 +152,9 @@ class _Session:
                 self._note(line)
             run: Run | None = None
             try:
-                wanted = self.recipe
                 run = self._set_up(folder)
                 begins_at = run.cursor.step
-                self.world.decide(lambda: self._begin(wanted, begins_at))
+                self.world.decide(lambda: self._begin(begins_at))
                 self._report_start(run, folder)
                 train(run)
             except StoppedEarly:
@@ -190,14 +189,13 @@ class _Session:
         wanted = Path(self.recipe.train.output_dir).absolute()
 
         def open_it() -> str:
-            path = wanted if self.resume else fresh_folder(wanted)
-            self._folder = RunFolder(path)
-            self._folder.open(self.recipe, allow_changes=self.allow_changes)
-            self.cleanup.callback(self._folder.close)
-            with self._folder.blamed():
-                self.stop.watch_file(path)
+            folder = RunFolder(wanted, self.recipe, resume=self.resume, allow_changes=self.allow_changes)
+            self.cleanup.callback(folder.close)
+            with folder.blamed():
+                self.stop.watch_file(folder.path)
             self.cleanup.callback(self.stop.forget_file)
-            return str(path)
+            self._folder = folder
+            return str(folder.path)
 
         return Path(self.world.decide(open_it))
 
@@ -205,12 +203,12 @@ class _Session:
         self.reporters = open_reporters(self.recipe, folder, self.report)
         self.cleanup.callback(self.reporters.close)
 
-    def _begin(self, wanted: Recipe, step: int) -> None:
+    def _begin(self, step: int) -> None:
         """From now on the folder holds a run of this recipe, with a journal."""
         assert self.reporters is not None
         folder = self._folder.path
         with self._folder.blamed():
-            self._folder.keep(wanted)
+            self._folder.keep()
             self.reporters.active.insert(0, Journal(folder, step))  # drops what will be done again
 
     def _set_up(self, folder: Path) -> Run:
@@ -236,10 +234,13 @@ class _Session:
             self._note(line)
         checkpointer = open_checkpointer(root, recipe, world, self._note, self.cleanup)
         found = checkpointer.latest()
-        changes = (self.resume, self.allow_changes)
-        identity = world.decide(lambda: identify(checkpointer, found, root, self._folder, recipe, *changes, self._note))
+
+        def identify() -> str:
+            meta = {} if found is None else checkpointer.meta(found)
+            return self._folder.identify(recipe, root, found, meta, self._note)
+
         about = {"recipe": recipe.model_dump(mode="json"), "data": corpus.identity, "atoll": __version__}
-        about |= {"layout": str(self._plan.layout), "run": identity}
+        about |= {"layout": str(self._plan.layout), "run": world.decide(identify)}
         engine = self._agreed(lambda: self._engine(mesh, fresh=found is None))
         optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=train.seed, replicas=mesh.gradients)
         source = self.source(length.samples)
