@@ -112,10 +112,11 @@ def test_activations_in_bf16_are_as_measured():
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch hides its own, which errors would forestall
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
 @pytest.mark.long
-def test_activations_of_compiled_blocks_are_as_measured(mode):
+def test_activations_of_compiled_blocks_are_as_measured(mode, family):
     wanted = recipe(
-        model=SMALL,
+        model={**SMALL, "family": family},
         data={"isolate_documents": False},
         train={"seq_len": 128, "global_batch": 2, "micro_batch": 2},
         precision={"compute": "fp32"},

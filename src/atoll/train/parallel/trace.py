@@ -106,6 +106,8 @@ class _Watch(TorchDispatchMode):
         self._alive: list[Tensor] = []  # so that no two storages have one address
         self._solid: set[int] = set()  # storages that another than an elementwise operation made or took
         self._saved: dict[int, float] = {}
+        self._sizes: dict[int, float] = {}
+        self._made_of: dict[int, set[int]] = {}  # of what elementwise operations made
         self._between = 1
 
     def ignore(self, *tensors: Tensor) -> None:
@@ -118,7 +120,16 @@ class _Watch(TorchDispatchMode):
         self._saved.clear()
         with self, torch.autograd.graph.saved_tensors_hooks(self._save, lambda each: each):
             self._alive.append(forward())
-        return sum(size for at, size in self._saved.items() if at in self._solid or not compiled)
+        if not compiled:
+            return sum(self._saved.values())
+        kept = {source for at in self._saved for source in self._sources(at)}
+        return sum(self._saved.get(at) or self._sizes[at] for at in kept)
+
+    def _sources(self, at: int) -> set[int]:
+        """What a tensor is made again from."""
+        if at in self._solid:
+            return {at} - self._ignored
+        return {source for each in self._made_of.get(at, ()) for source in self._sources(each)}
 
     def step_out(self, between: int, *_: Any) -> None:
         """From here on the work is on this rank's part of the sequence, one of ``between``."""
@@ -135,9 +146,13 @@ class _Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         self._alive += made
+        taken = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self._sizes |= {_storage(each): each.untyped_storage().nbytes() / self._between for each in made}
         if torch.Tag.pointwise not in function.tags and function is not torch.ops.aten._to_copy.default:
-            taken = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             self._solid |= {_storage(each) for each in made + taken}
+        else:
+            for each in made:
+                self._made_of.setdefault(_storage(each), {_storage(one) for one in taken} - {_storage(each)})
         if self._policy(SimpleNamespace(is_recompute=False), function) == CheckpointPolicy.MUST_SAVE:
             self.selective += sum(each.nbytes for each in made)
         return result
@@ -145,6 +160,7 @@ class _Watch(TorchDispatchMode):
     def norm(self, weight: Tensor, x: Tensor) -> Tensor:
         """A norm that is one operation."""
         statistics = torch.empty(*x.shape[:-1], 2, dtype=torch.float32, device=x.device)
+        self._solid.add(_storage(x))
         out: Tensor = _Opaque.apply(torch.empty_like(x), x, weight, statistics)  # type: ignore[no-untyped-call]
         return out
 
@@ -154,6 +170,7 @@ class _Watch(TorchDispatchMode):
         out = torch.empty_like(q)
         if context > 1:
             k, v = k.repeat(1, context, 1, 1), v.repeat(1, context, 1, 1)
+        self._solid |= {_storage(each) for each in (q, k, v)}
         self.selective += out.nbytes + statistics.nbytes
         result: Tensor = _Opaque.apply(out, q, k, v, statistics, out)  # type: ignore[no-untyped-call]
         return result
