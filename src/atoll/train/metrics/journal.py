@@ -22,7 +22,7 @@ STEPS, VALIDATIONS = "metrics.jsonl", "validation.jsonl"
 
 
 class Journal(Reporter):
-    """Appends to the two files; each line is with the kernel before the next step, so a kill loses none.
+    """Appends to the two files. A line is with the kernel once its step is reported, and before that step is saved.
 
     Args:
         first_step: steps done before, 0 for a fresh start. What an earlier run wrote about later ones is removed,
