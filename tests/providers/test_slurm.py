@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ def slurm(make_bed: MakeBed) -> Testbed:
     return bed
 
 
-def atoll(*words: str, code: int = 0, cwd: Path | None = None) -> str:
+def atoll(*words: str, code: int = 0, cwd: Path | None = None, timeout_s: float = 90.0) -> str:
     """What a command prints, standard error behind its output; it has to end with that exit code."""
-    done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=90, cwd=cwd)
+    done = subprocess.run([ATOLL, *words], capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
     print(done.stdout, done.stderr)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -257,4 +258,63 @@ def test_a_launch_that_was_killed_is_continued_with_the_same_job(slurm: Testbed)
     assert queue(slurm) == ["atoll-second"]
     atoll("down", "second")
     atoll("down", "second")
+    assert queue(slurm) == []
+
+
+@pytest.mark.long
+def test_a_head_that_is_lost_and_a_controller_that_restarts(slurm: Testbed) -> None:
+    login, head, _ = slurm.hosts
+    ticks = "for number in $(seq 600); do echo tick $number; sleep 1; done"
+    atoll("launch", "-d", "-c", "c", "--infra", "slurm/lab", "--num-nodes", "2", ticks)
+    eventually(lambda: "tick 2" in atoll("logs", "c", "--no-follow", code=101), "the job runs")
+    login.run("pkill slurmctld; sleep 1; slurmctld")
+
+    def answers() -> bool:  # until its nodes have registered it starts no step
+        return "RUNNING" in subprocess.run([ATOLL, "queue", "c"], capture_output=True, text=True, timeout=60).stdout
+
+    eventually(answers, "the controller is back", 60.0)
+    head.power_off()
+    eventually(lambda: login.run("squeue -h -o %N").strip() == "h3", "Slurm has taken it out of the job", 60.0)
+    said = atoll("logs", "c", "--no-follow", code=100)  # of the files that it shared
+    assert "tick 2" in said
+    assert "FAILED_DRIVER" in said
+    atoll("down", "c")
+    assert queue(slurm) == []
+
+
+@pytest.mark.long
+def test_a_short_cut_of_the_login_node_ends_nothing_and_a_time_limit_is_told(slurm: Testbed) -> None:
+    login = slurm.hosts[0]
+
+    def slowly() -> int:
+        time.sleep(8)
+        return 7
+
+    with sky.ComputePool(provider="slurm/lab", nodes=2, logs="quiet") as pool:
+        future = pool.submit(slowly, everywhere=True)
+        time.sleep(1)
+        login.cut()
+        time.sleep(4)
+        login.heal()
+        assert future.result(60) == [7, 7]
+    config = Path(os.environ["ATOLL_HOME"], "config.toml")
+    config.write_text(f'{config.read_text()}time = "1"\n')
+    said = atoll("launch", "-c", "c", "--infra", "slurm/lab", "echo begun; sleep 600", code=103, timeout_s=150)
+    assert "its nodes are taken back" in said
+    assert "its time limit was reached" in said + atoll("status")
+    assert "is down" in atoll("exec", "c", "true", code=102)
+    assert "begun" in atoll("logs", "c", "1", code=103)
+
+
+@pytest.mark.long
+def test_on_the_login_node_itself_with_spaces_stopped_and_started(slurm: Testbed) -> None:
+    words = (
+        "cd; mkdir 'a b'; cd 'a b'; echo data > 'f g.txt'; export ATOLL_HOME=/home/sky/other; exec 2>&1",
+        f"{ATOLL} launch -c c --infra slurm/here --num-nodes 2 --workdir . \"cat 'f g.txt'; hostname\"",
+        f"{ATOLL} stop c; {ATOLL} start c; {ATOLL} launch -c c 'echo afresh'; {ATOLL} down c",
+    )
+    said = slurm.hosts[0].run("; ".join(words), user=USER, timeout_s=120)
+    assert said.count(") data\n") == 2
+    assert "cluster c gave its nodes back when it was stopped: `atoll launch -c c TASK` gets others" in said
+    assert ") afresh\n" in said
     assert queue(slurm) == []

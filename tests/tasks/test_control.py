@@ -42,9 +42,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def program_control(cluster: str = "train") -> RemoteControl:
     program = marked("exec " + shlex.join([*PROGRAM, cluster]))
-    return RemoteControl(
-        ["sh", "-c", f"echo '{{\"value\": 1}}'; printf 'a prompt without an end: '; {program}"], cluster
-    )
+    command = ["sh", "-c", f"echo '{{\"value\": 1}}'; printf 'a prompt without an end: '; {program}"]
+    return RemoteControl(lambda: command, cluster)
 
 
 # ------------------------------------------------------------------------------------------------- logs
@@ -129,7 +128,7 @@ def test_a_job_whose_answer_was_lost_on_its_way_is_added_once(home: Path) -> Non
     # The first hears the request, and its answers are lost: hello comes, and then nothing.
     first = f"({there}) | head -c {len(MARK + protocol.answer(version=protocol.VERSION))}; exit 255"
     command = ["sh", "-c", f"[ -e {lost} ] || {{ touch {lost}; {first}; }}; {there}"]
-    control = RemoteControl(command, "train", patience_s=60.0)
+    control = RemoteControl(lambda: command, "train", patience_s=60.0)
     assert control.submit(JobSpec(run="true", key="one"), {"TOKEN": "a value of its own"}) == 1
     assert control.submit(JobSpec(run="true", key="another"), {}) == 2  # another job of the same text
     assert lost.exists()
@@ -143,7 +142,7 @@ def test_a_connection_that_is_lost_between_two_requests_is_made_again(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LocalCluster.make(home)
-    control = RemoteControl(["sh", "-c", f"{marked(shlex.join([*PROGRAM, 'train']))}; exit 255"], "train")
+    control = RemoteControl(lambda: ["sh", "-c", f"{marked(shlex.join([*PROGRAM, 'train']))}; exit 255"], "train")
     assert control.queue() == []
     for pid in descendants(os.getpid()):
         if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"atoll.tasks.control\0train\0"):
@@ -296,15 +295,15 @@ def test_everything_through_the_program(home: Path) -> None:
         program_control("other").cluster()
     with pytest.raises(ConfigError, match="not a valid cluster name"):
         program_control("../x").cluster()
-    broken = RemoteControl(["sh", "-c", "echo no route >&2; exit 255"], "train")
+    broken = RemoteControl(lambda: ["sh", "-c", "echo no route >&2; exit 255"], "train")
     for ask in (broken.cluster, lambda: broken.follow(1, got.append)):
         with pytest.raises(AtollError, match=r"the head of cluster train.* can't be reached: no route"):
             ask()
-    ends = RemoteControl(["sh", "-c", "echo This account is not available.; exit 1"], "train", "h1")
+    ends = RemoteControl(lambda: ["sh", "-c", "echo This account is not available.; exit 1"], "train", "h1")
     for ask in (ends.cluster, lambda: ends.follow(1, got.append)):
         with pytest.raises(AtollError, match=r"train \(h1\): a login there ended .* printed 'This account is"):
             ask()
-    odd = RemoteControl(["sh", "-c", marked("echo 17 files")], "train", "h1")
+    odd = RemoteControl(lambda: ["sh", "-c", marked("echo 17 files")], "train", "h1")
     with pytest.raises(AtollError, match=r"^the head of cluster train \(h1\): its answer can't be read: '17 files'$"):
         odd.queue()
 

@@ -27,7 +27,8 @@ SlurmctldLogFile=/var/log/slurmctld.log
 SlurmdLogFile=/var/log/slurmd.log
 SchedulerType=sched/backfill
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=1000
 SlurmdParameters=config_overrides
 GresTypes=gpu
 NodeName=h[2-{last}] CPUs=8 RealMemory=16000 Gres=gpu:L4:2 State=UNKNOWN

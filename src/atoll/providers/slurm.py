@@ -61,6 +61,7 @@ _REASONS = {
 }
 _ENDS = {
     "TIMEOUT": "its time limit was reached",
+    "TimeLimit": "its time limit was reached",
     "CANCELLED": "it was cancelled (scancel)",
     "PREEMPTED": "it was preempted",
     "NODE_FAIL": "a node failed",
@@ -71,7 +72,7 @@ _ENDS = {
 }
 _KEEP = """#!/bin/sh
 exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --no-kill \\
-    --kill-on-bad-exit=0 --mem=0 --cpu-bind=none --mpi=none --input=none --chdir=/ \\
+    --kill-on-bad-exit=0 --cpu-bind=none --mpi=none --input=none --chdir=/ \\
     {python} -I -S -c {keeper} "/tmp/atoll-$SLURM_JOB_ID" {unused_s:g}
 """
 
@@ -345,23 +346,29 @@ class Slurm(HostProvider):
     def poll(self, allocation: Allocation) -> Allocation:
         """Its job's state, and once that runs its nodes."""
         job = str(allocation.settings.get("job", ""))
-        try:
-            said = self._ask("sh", "-c", _POLL, "sh", job)
-        except ProvisionError as error:
-            if "Invalid job id" not in str(error):
-                raise
+        known, names = self._show(job)
+        if not known:
             return self._lost(allocation, "Slurm knows it no more")
-        first, *names = said.splitlines()
-        known = dict(word.partition("=")[::2] for word in first.split())
         state, reason = known.get("JobState", ""), known.get("Reason", "None")
         if state in _WAITING:
             why = _REASONS.get(reason, f"Slurm says {reason}")
             return dataclasses.replace(allocation, state=AllocationState.PENDING, reason=f"job {job}: {why}")
         if state != "RUNNING" or not names:
-            return self._lost(allocation, _ENDS.get(state, f"Slurm says {state or first}"), known.get("StdOut"))
+            why = _ENDS.get(reason) or _ENDS.get(state, f"Slurm says {state}")
+            return self._lost(allocation, why, known.get("StdOut"))
         # One that Slurm has taken out of the job since, as it was lost, stays: what is started there says so.
         nodes = allocation.nodes or tuple(AllocatedNode(name=name, reach=f"{job}/{name}") for name in names)
         return dataclasses.replace(allocation, state=AllocationState.READY, reason="", nodes=nodes)
+
+    def _show(self, job: str) -> tuple[dict[str, str], list[str]]:
+        """What Slurm says of a job, nothing where it knows it no more; and the nodes that it runs on."""
+        try:
+            first, *names = self._ask("sh", "-c", _POLL, "sh", job).splitlines()
+        except ProvisionError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            return {}, []
+        return dict(word.partition("=")[::2] for word in first.split()), names
 
     def _lost(self, allocation: Allocation, why: str, output: str | None = None) -> Allocation:
         reason = f"Slurm job {allocation.settings['job']} has ended: {why}"
@@ -382,8 +389,9 @@ class Slurm(HostProvider):
         return dataclasses.replace(allocation, site="client", settings=settings)
 
     def desk(self, allocation: Allocation) -> Remote:
-        """Its first node; once its job has ended the login node, which sees the same files."""
-        if self.poll(allocation).state is AllocationState.READY:
+        """Its first node; once its job has ended, or lost that, the login node, which sees the same files."""
+        _, names = self._show(str(allocation.settings.get("job", "")))
+        if allocation.nodes and allocation.head.name in names:
             return HostProvider.desk(self, allocation)
         code = atoll_bundle(allocation.code)
         login = self._login()
@@ -425,7 +433,7 @@ class Slurm(HostProvider):
     ) -> list[str]:
         """A step with a terminal, through the login node."""
         job, _, name = allocation.nodes[node].reach.partition("/")
-        words = ["srun", f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--overlap", "--mem=0"]
+        words = ["srun", f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--overlap"]
         words += ["--pty", *(command or ["bash", "-l"])]
         login = self._login()
         if login.host == HERE:

@@ -6,6 +6,7 @@ The stream is opened with the first request and kept for the next ones. Standard
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import subprocess
 import sys
@@ -40,6 +41,7 @@ _LOOK_S = 1.0  # whoever hears nothing for so long looks why
 _IDLE_S = 15.0  # a supervisor that does nothing about a new job for so long is named
 _BLOCK_BYTES = 1 << 20
 _NO_CONNECTION = 255  # ssh's own exit code
+_STEP_ENDED = re.compile(rb"^(srun|slurmstepd\S*): error", re.M)
 
 
 def tell(line: str) -> None:
@@ -125,7 +127,7 @@ class ProgramStream:
         self._errors.seek(0)
         errors = self._errors.read()
         text = errors.decode(errors="replace").strip()[-2000:]
-        if code == _NO_CONNECTION:
+        if code == _NO_CONNECTION or _STEP_ENDED.search(errors):
             return StreamLost(text)
         if not self._began:
             return never_began(self._whose, self._printed, errors)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from atoll.agent import keeper
 from atoll.core.errors import AtollError
 from atoll.tasks import reaper, record, supervisor
 from atoll.tasks.environment import task_id
@@ -266,7 +267,8 @@ class Dispatcher:
             return
         why = "cancelled"
         if self._is_ending:
-            why = "the supervisor was asked to end"
+            kept = keeper.VARIABLE in os.environ
+            why = "its nodes are taken back" if kept else "the supervisor was asked to end"
         elif job.id in self._owners and _has_ended(self._owners[job.id]):
             why = f"the process that started it, {job.spec.owner_pid}, ended"
         runner.cancel(why, number)

@@ -196,8 +196,11 @@ def _has_lost_nodes(cluster: ClusterSpec) -> bool:
 
 
 def _site_text(cluster: ClusterSpec) -> str:
-    """The machine that its supervisor runs on."""
-    return "this machine" if cluster.allocation.supervised_here else cluster.allocation.head.name
+    """The machine that its supervisor runs on; where nodes share their files, all of them have its jobs."""
+    allocation = cluster.allocation
+    if allocation.supervised_here:
+        return "this machine"
+    return cluster.infra if allocation.files == "shared" else allocation.head.name
 
 
 def install_packages(cluster: ClusterSpec, requests: Sequence[JobRequest], specs: Specs, options: Options) -> Specs:

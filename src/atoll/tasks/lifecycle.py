@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
-from atoll.core.validation import MOST_MINUTES, checks_arguments
+from atoll.core.validation import MOST_MINUTES, checks_arguments, command_line
 from atoll.providers import registry
 from atoll.providers.base import AllocationState
 from atoll.tasks import clusters, record
@@ -48,9 +48,13 @@ def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
 
     Raises:
         UnknownCluster: there is none, or it is down.
+        ConfigError: it gave its nodes back when it was stopped.
     """
     with clusters.locked(clusters.up_or_stopped(cluster_name).name, "start", on_line):
         cluster = clusters.up_or_stopped(cluster_name)
+        if cluster.allocation.state is AllocationState.RELEASED:
+            gets = command_line("atoll", "launch", "-c", cluster_name, "TASK")
+            raise ConfigError(f"cluster {cluster_name} gave its nodes back when it was stopped: `{gets}` gets others")
         # It has been idle from now on only, and an autostop after its last job has done what it was for.
         minutes = cluster.autostop_minutes or None
         return clusters.change(cluster, status=ClusterStatus.UP, created_s=time.time(), autostop_minutes=minutes)
@@ -79,6 +83,7 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
             if cluster.allocation.supervised_here:
                 raise
             remote_control.clean_up_without_head(cluster, error, for_good=purge)
+            _release(cluster, ClusterStatus.DOWN)
             record.change(folder, status=ClusterStatus.DOWN, autostop_minutes=None, autodown=False)
             return []
         if purge and not cluster.allocation.supervised_here:
@@ -180,11 +185,16 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
     else:
         ended = control.cancel(None)
         clusters.change(cluster, status=status)
+    _release(cluster, status)
+    return ended
+
+
+def _release(cluster: ClusterSpec, status: ClusterStatus) -> None:
+    """Give the nodes of a cluster back that is stopped or down now."""
     keep_disks = status is not ClusterStatus.DOWN
     released = registry.of(cluster.allocation).release(cluster.allocation, keep_disks=keep_disks)
     if released != cluster.allocation:
         record.change(clusters.folder_of(cluster.name), allocation=released)
-    return ended
 
 
 def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:

@@ -46,18 +46,21 @@ class RemoteControl:
     """``LocalControl`` on the machine where a command runs its program, which is kept for further requests.
 
     Args:
-        command: the argument list that runs the program.
+        command: gives the argument list that runs the program, for each connection anew.
         cluster: name of the cluster.
         host: what to call that machine in messages, where that is not this one.
         patience_s: where the connection is lost, it is made again for so long before a log or a job is given up.
     """
 
-    def __init__(self, command: Sequence[str], cluster: str, host: str = "", patience_s: float = 0.0) -> None:
+    def __init__(
+        self, command: Callable[[], Sequence[str]], cluster: str, host: str = "", patience_s: float = 0.0
+    ) -> None:
         self._cluster = cluster
         self._head = f"the head of cluster {cluster}" + (f" ({host})" if host else "")
         self._patience_s = patience_s
-        connect = functools.partial(ProgramStream, command, self._head)
-        self._client = Client(connect, self._head, self._head, functools.partial(_note, self._head))
+        self._client = Client(
+            lambda: ProgramStream(command(), self._head), self._head, self._head, functools.partial(_note, self._head)
+        )
 
     create = remote(LocalControl.create)
     submit = remote(LocalControl.submit)
@@ -194,6 +197,31 @@ def control(cluster: ClusterSpec) -> RemoteControl:
     return _reach(cluster)[1]
 
 
+class _Desk:
+    """The machine that answers for a cluster; where nodes share their files, another one does once it is lost."""
+
+    def __init__(self, cluster: ClusterSpec, head: Remote) -> None:
+        self._cluster = cluster
+        self._head = head
+        self._is_new = True
+
+    def command(self) -> Sequence[str]:
+        """What runs the program there.
+
+        Raises:
+            StreamLost: none can be reached.
+        """
+        allocation = self._cluster.allocation
+        if not self._is_new and allocation.files == "shared":
+            try:
+                self._head = registry.of(allocation).desk(allocation)
+                self._head.bring_code()
+            except ProvisionError as error:
+                raise StreamLost(str(error)) from None
+        self._is_new = False
+        return self._head.argv("tasks.control", self._cluster.name)
+
+
 def _reach(cluster: ClusterSpec) -> tuple[Remote, RemoteControl]:
     """The machine that supervises a cluster elsewhere, with Atoll's code there, and how its program is asked."""
     allocation = cluster.allocation
@@ -204,8 +232,8 @@ def _reach(cluster: ClusterSpec) -> tuple[Remote, RemoteControl]:
             head.bring_code()
         except ProvisionError as error:
             raise ProvisionError(f"{error}. {advice_on_lost_head(cluster.name)}") from None
-        command = head.argv("tasks.control", cluster.name)
-        _controls[key] = head, RemoteControl(command, cluster.name, head.plan.host, _PATIENCE_S)
+        control = RemoteControl(_Desk(cluster, head).command, cluster.name, head.plan.host, _PATIENCE_S)
+        _controls[key] = head, control
     return _controls[key]
 
 

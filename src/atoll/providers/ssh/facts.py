@@ -19,7 +19,9 @@ from atoll.wire.command_output import parsed_object
 LEAST_PYTHON = (3, 11)
 _ASK_S = 20.0  # with logging in; nvidia-smi of a driver without persistence mode takes seconds
 # Of a step, what describes its one task: a program that goes by it would take itself for rank 0 of 1.
-_OF_THE_LOGIN = re.compile("SSH_|SLURM_(?!CONF$|JOB_|CLUSTER_NAME$)|PMI|SLURMD_|ATOLL_KEEPER$")
+_OF_THE_LOGIN = re.compile(
+    "SSH_|SLURM_(?!(CONF|CLUSTER_NAME|JOB_(ID|PARTITION|USER|ACCOUNT))$)|PMI|SLURMD_|ATOLL_KEEPER$"
+)
 _QUERY = [f"{QUERY[0]},memory.used,driver_version", QUERY[1]]
 
 # Understood by every Python since 3.4, so that an old one can say what it is.

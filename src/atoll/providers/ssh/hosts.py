@@ -26,7 +26,7 @@ _PORT = re.compile(r"(.*?):(\d{1,5})")
 _STEP = (
     r"for name in $(env | sed -n 's/^\(SLURM_[A-Z0-9_]*\)=.*/\1/p'); do [ $name = SLURM_CONF ] || unset $name; done; "
     "unset SSH_CONNECTION SSH_CLIENT SSH_TTY; "
-    'ATOLL_KEEPER="$3" exec srun --jobid="$1" --nodelist="$2" --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none '
+    'ATOLL_KEEPER="$3" exec srun --jobid="$1" --nodelist="$2" --nodes=1 --ntasks=1 --overlap --cpu-bind=none '
     '--mpi=none --no-kill --quiet --unbuffered --chdir=/ /bin/sh -c "$4"'
 )
 _DEEPEST_INCLUDE = 16  # as ssh has it
