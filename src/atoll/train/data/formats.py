@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def read_text(file: SourceFile, document_end: str | None, at: Position) -> Itera
             second = next(blocks, None)
             yield first if second is None else LongText(itertools.chain((first, second), blocks))
             return
-        end = document_end.encode()
+        end = document_end.encode(errors="surrogateescape")  # an argument that is no UTF-8
         start, size = 0, 0
         lines: list[bytes] = []
         for line in content:
@@ -190,7 +191,7 @@ def read_parquet(file: SourceFile, text_key: str, at: Position) -> Iterator[str]
     except ImportError:
         raise ConfigError(f"{file.name}: Parquet files need pyarrow: pip install pyarrow") from None
     with file.open() as (content, raw):
-        seekable = content if content is raw else _spooled(content)
+        seekable = content if content is raw and file.is_seekable else _spooled(content)
         try:
             with seekable, pyarrow.parquet.ParquetFile(seekable, pre_buffer=False) as table:
                 schema = table.schema_arrow
@@ -224,8 +225,7 @@ def _is_text(kind: Any) -> bool:
 def _spooled(content: IO[bytes]) -> IO[bytes]:
     """A seekable copy of a stream."""
     copy = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
-    while block := content.read(1 << 20):
-        copy.write(block)
+    shutil.copyfileobj(content, copy)
     copy.seek(0)
     return copy
 

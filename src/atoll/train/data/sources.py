@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,8 +71,6 @@ def open_source(section: DataSection, paths: str | Sequence[str]) -> Source:
         ConfigError: nothing is there, or it is no data.
     """
     asked = [paths] if isinstance(paths, str) else list(paths)
-    _check_text("document_end", section.document_end)
-    _check_text("text_key", section.text_key)
     if not asked:
         raise ConfigError("[data] path is an empty list: name at least one file")
     if len(asked) == 1 and _is_hub(section, asked[0]):
@@ -82,13 +82,6 @@ def open_source(section: DataSection, paths: str | Sequence[str]) -> Source:
                 "make it a part of a mixture: path = [{path = …, weight = 1}, …]"
             )
     return Files(section, asked)
-
-
-def _check_text(key: str, value: str | None) -> None:
-    try:
-        (value or "").encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"[data] {key} = {value!r} is not UTF-8: what is compared with it is text") from None
 
 
 def _is_hub(section: DataSection, path: str) -> bool:
@@ -109,13 +102,16 @@ class Files:
         self.name = ", ".join(redact(each) for each in asked)
         self._skipped: list[str] = []
         self.files: list[tuple[SourceFile, str]] = []
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
+        real = functools.cache(os.path.realpath)  # through a link to a folder a file has two names
         for path in asked:
             for file, kind in self._with_format(path, find_files(path, self._skipped)):
-                if file.path in seen:
-                    self._skipped.append(f"{file.name} (listed twice)")
+                folder, name = os.path.split(file.path)
+                place = real(folder) if file.is_local else folder, name
+                if place in seen:
+                    self._skipped.append(f"{file.name} (found twice)")
                 else:
-                    seen.add(file.path)
+                    seen.add(place)
                     self.files.append((file, kind))
         self._sniffed = [
             (file, kind) for file, kind in self.files if section.format == "auto" and not _by_extension(file)
