@@ -205,6 +205,11 @@ class ObjectiveSection(Section):
     chunk_tokens: Positive = 2048  # tokens whose logits are in memory at a time, per rank
 
 
+Recompute = (
+    Literal["none", "full", "selective", "auto"] | Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
+)
+
+
 class TrainSection(Section):
     """How long, how much at a time, and where it goes."""
 
@@ -218,9 +223,7 @@ class TrainSection(Section):
     micro_batch: Positive = 1  # sequences per rank at a time; the rest of the batch is accumulated
     # activation checkpointing: `none`, `full`, `selective`, that in so many blocks (`8`) or so large a share of them
     # (`0.25`), or `auto`, the least that fits
-    recompute: (
-        Literal["none", "full", "selective", "auto"] | Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
-    ) = "auto"
+    recompute: Recompute = "auto"
     validate_every: DurationField | None = None  # a duration; unset: only at the end, if there is validation data
     validate_batches: Positive | None = None  # maximum number of global batches per validation; unset: all
     deterministic: bool = False  # refuse kernels whose results vary from run to run
