@@ -27,7 +27,7 @@ _NAME = "keeper.sock"
 _START_S = 20.0  # the job's first step may be on its way
 _LOOK_S = 1.0
 _END_S = 5.0
-_PEER = struct.Struct("3i")
+_PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -67,9 +67,14 @@ def spawn(argv: Sequence[str], fds: Mapping[int, int], env: Mapping[str, str]) -
     return True
 
 
-def _check_peer(sock: socket.socket) -> None:
+def is_ours(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is of the same user."""
     _pid, uid, _gid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    if uid != os.geteuid():
+    return bool(uid == os.geteuid())
+
+
+def _check_peer(sock: socket.socket) -> None:
+    if not is_ours(sock):
         raise PermissionError("it is another user's")
 
 

@@ -26,7 +26,6 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -50,7 +49,6 @@ _AGENT_END_S: Final = 3.0  # an agent whose channel is closed gets this long to 
 _SWEEP_S: Final = 2 * _AGENT_END_S  # what sessions of an earlier driver get to end
 _HEARING_S: Final = 1.0  # the front of a link that failed may still say that its driver is gone
 _VERDICT_S: Final = 0.2  # what an sshd that ends may take from closing our stdin to being gone
-_PEER: Final = struct.Struct("3i")
 _NAMESPACE: Final = ("--pid", "--mount-proc", "--propagation", "slave", "--fork", "--kill-child=SIGKILL")
 
 
@@ -109,8 +107,7 @@ class Session(Relay):
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             control, _ = self._listener.accept()
-            _pid, uid, _gid = _PEER.unpack(control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if uid != os.geteuid():
+            if not keeper.is_ours(control):
                 control.close()
                 return
             control.setblocking(False)

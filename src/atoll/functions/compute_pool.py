@@ -48,7 +48,7 @@ from atoll.images.overlay import Environment
 from atoll.images.resolve import resolve
 from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import NodeRequest, Plan, Provider, wait_until_ready
-from atoll.providers.registry import kept
+from atoll.providers.registry import given_back_on_failure, kept
 from atoll.wire.payloads import Arena
 
 R = TypeVar("R")
@@ -244,6 +244,10 @@ class ComputePool:
         self.id = secrets.token_hex(4)
         with kept(stay=True):
             plan = self._provisioned()
+        with given_back_on_failure(self.provider, plan.allocation):
+            return self._spec_on(plan, cwd)
+
+    def _spec_on(self, plan: Plan, cwd: str) -> GangSpec:
         remote = plan.is_elsewhere
         if remote:
             plan, variables = prepare(self.provider, plan, self.image, self.pip, self.env, self._say)
@@ -277,11 +281,8 @@ class ComputePool:
     def _provisioned(self) -> Plan:
         request = self._request()
         given = self.provider.provision(request, self._say)
-        try:
+        with given_back_on_failure(self.provider, given):
             plan = self.provider.plan(request, wait_until_ready(self.provider, given, self._say))
-        except BaseException:  # nobody would know of it
-            self.provider.release(given, keep_disks=False)
-            raise
         for line in plan.lines:
             self._say(line)
         return plan

@@ -559,12 +559,16 @@ class Provider(abc.ABC):
         """The machine of a node elsewhere."""
         raise ProvisionError(f"{self.name} runs nothing on {plan.host or 'its nodes'} but agents")
 
-    def desk(self, allocation: Allocation) -> Remote:
-        """The machine that answers for a cluster that is supervised elsewhere: its head."""
-        one = dataclasses.replace(allocation, nodes=allocation.nodes[:1])
+    def machine(self, allocation: Allocation, node: int) -> Remote:
+        """The machine of one node of an allocation elsewhere, whatever the others do."""
+        one = dataclasses.replace(allocation, nodes=allocation.nodes[node : node + 1])
         request = NodeRequest(id=allocation.id, accelerators=None, files_in=allocation.files_in)
         provider = self.of(one)
-        return provider.remote(provider.plan(request, one).nodes[0])
+        return provider.remote(dataclasses.replace(provider.plan(request, one).nodes[0], node=node))
+
+    def desk(self, allocation: Allocation) -> Remote:
+        """The machine that answers for a cluster that is supervised elsewhere: its head."""
+        return self.machine(allocation, 0)
 
     def examine(self) -> Iterator[tuple[bool, str]]:
         """What can be used, and what is missing with how to get it: whether it is well, and a line."""

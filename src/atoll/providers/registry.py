@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from atoll.core.errors import ConfigError
@@ -128,6 +129,16 @@ def kept(*, stay: bool = False) -> contextlib.AbstractContextManager[None]:
     from atoll.providers.ssh.connection import connections
 
     return connections.kept(stay=stay)
+
+
+@contextlib.contextmanager
+def given_back_on_failure(provider: Provider, allocation: Allocation) -> Iterator[None]:
+    """Release an allocation that nobody would know of if this failed."""
+    try:
+        yield
+    except BaseException:
+        provider.release(allocation, keep_disks=False)
+        raise
 
 
 def close_idle() -> None:

@@ -9,7 +9,6 @@ ends neither job nor steps (``--no-kill``); our agents notice it.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import posixpath
 import re
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from atoll.agent import keeper
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.validation import check_seconds, command_line, nearest, suggests_fields
 from atoll.providers.accelerators import canonical_gpu_name, refuse_misspelt
@@ -40,7 +40,17 @@ from atoll.providers.ssh import facts
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.host_node import node_plan
 from atoll.providers.ssh.host_provider import HostProvider
-from atoll.providers.ssh.hosts import GRACE_S, HERE, Target, config_hosts, declared, targets
+from atoll.providers.ssh.hosts import (
+    GRACE_S,
+    HERE,
+    KEEPER_FOLDER,
+    STEP_OPTIONS,
+    Target,
+    check_keys,
+    config_hosts,
+    declared,
+    targets,
+)
 from atoll.providers.ssh.remote import Host, last_words
 from atoll.providers.ssh.scp import copy, copy_line
 
@@ -71,9 +81,8 @@ _ENDS = {
     "COMPLETING": "it is ending",
 }
 _KEEP = """#!/bin/sh
-exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --no-kill \\
-    --kill-on-bad-exit=0 --cpu-bind=none --mpi=none --input=none --chdir=/ \\
-    {python} -I -S -c {keeper} "/tmp/atoll-$SLURM_JOB_ID" {unused_s:g}
+exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
+    --kill-on-bad-exit=0 --input=none {options} {python} -I -S -c {keeper} "{folder}$SLURM_JOB_ID" {unused_s:g}
 """
 
 
@@ -155,13 +164,7 @@ class Slurm(HostProvider):
         sections = declared("slurm")
         if name in sections:
             known = [each.name for each in dataclasses.fields(cls) if each.name != "declared_as"]
-            section = sections[name]
-            if not isinstance(section, Mapping):
-                raise ConfigError(f"config.toml: slurm.{name} = {section!r}: expected a section [slurm.{name}]")
-            for key in section:
-                if key not in known:
-                    hint = nearest(key, known) or f": it takes {', '.join(known)}"
-                    raise ConfigError(f"config.toml: [slurm.{name}] has no key {key!r}{hint}")
+            section = check_keys(f"slurm.{name}", sections[name], known)
             try:
                 return cls(**section, declared_as=name)
             except ConfigError as error:
@@ -227,17 +230,17 @@ class Slurm(HostProvider):
             if not allocation.settings["gpus"]:  # those that are seen there are others'
                 request = dataclasses.replace(request, accelerators=())
             return HostProvider.plan(self, request, allocation)
-        kind, count = self._choose(request)
-        asked = kind[0] if kind is not None else None
+        gpus = self._choose(request)
+        name, count = (gpus.name, gpus.count) if gpus is not None else (None, 0)
         nodes = tuple(
-            NodePlan(node, "", request.num_ranks(count), asked, count, is_elsewhere=True, host=f"node {node}")
+            NodePlan(node, "", request.num_ranks(count), name, count, is_elsewhere=True, host=f"node {node}")
             for node in range(request.num_nodes)
         )
         given = self._pending(request, 0)
-        return Plan(self.name, nodes, False, bool(count), (), asked, count, given)
+        return Plan(self.name, nodes, False, bool(count), (), name, count, given)
 
-    def _choose(self, request: NodeRequest) -> tuple[tuple[str, str] | None, int]:
-        """The kind of accelerator, as the user and as Slurm calls it, and how many of each node."""
+    def _choose(self, request: NodeRequest) -> _Gpus | None:
+        """The accelerators of each node, the first of the requested kinds that can be had; None where none are."""
         have = self._partitions()
         enough = [each for each in have if each.num_nodes >= request.num_nodes]
         if not enough and not request.accelerators:
@@ -247,9 +250,10 @@ class Slurm(HostProvider):
             for each in enough:
                 for gres, num in each.gpus.items():
                     if num >= count and _is_kind(gres, name):
-                        return (name, gres), count
+                        shares = [other.cores * count // other.gpus[gres] for other in have if other.gpus.get(gres)]
+                        return _Gpus(name, gres, count, max(1, min(shares)))
         if not request.accelerators:
-            return None, 0
+            return None
         refuse_misspelt(name for name, _ in request.accelerators)
         asked = " or ".join(f"{name}:{count}" for name, count in request.accelerators)
         shown = sorted({f"{gres or 'gpu'}:{num}" for each in have for gres, num in each.gpus.items()})
@@ -293,10 +297,11 @@ class Slurm(HostProvider):
             known = facts.ask(login, [(code.digest, code.name)])
             folder = posixpath.join(known.place, "slurm")
             login.run(f"mkdir -p {shlex.quote(folder)}", limit_s=_ANSWER_S)
-        keeper = inspect.getsource(importlib.import_module("atoll.agent.keeper"))
         script = _KEEP.format(
+            options=STEP_OPTIONS,
             python=shlex.quote(self.python or "python3"),
-            keeper=shlex.quote(keeper),
+            keeper=shlex.quote(inspect.getsource(keeper)),
+            folder=KEEPER_FOLDER,
             unused_s=_UNUSED_S,
         )
         words = [
@@ -308,8 +313,8 @@ class Slurm(HostProvider):
             f"--comment={request.owner}",
         ]
         words += [f"--output={folder}/%j.out", f"--nodes={request.num_nodes}", "--ntasks-per-node=1"]
-        kind, num_gpus = self._choose(request)
-        words += self._resources(request, kind, num_gpus)
+        gpus = self._choose(request)
+        words += self._resources(request, gpus)
         for option in ("partition", "account", "qos", "time", "constraint", "reservation"):
             if (value := getattr(self, option)) is not None:
                 words.append(f"--{option}={value}")
@@ -317,7 +322,7 @@ class Slurm(HostProvider):
         if job is None:
             job = self._ask(*words, *self.sbatch, data=script.encode()).split(";")[0].strip().splitlines()[-1]
             report(f"Slurm job {job} was submitted ({name})")
-        allocation = self._pending(request, num_gpus, job, code.digest)
+        allocation = self._pending(request, 0 if gpus is None else gpus.count, job, code.digest)
         folder = posixpath.join(known.place, "clusters", request.id) if not request.supervised_here else ""
         return self.poll(dataclasses.replace(allocation, folder=folder))
 
@@ -329,17 +334,16 @@ class Slurm(HostProvider):
         ]
         return found[-1] if found else None
 
-    def _resources(self, request: NodeRequest, kind: tuple[str, str] | None, count: int) -> list[str]:
+    def _resources(self, request: NodeRequest, gpus: _Gpus | None) -> list[str]:
         """Options for what is asked of each node; GPUs get their share of the node's cores."""
         words: list[str] = []
-        if kind is not None:
-            words.append(f"--gres=gpu:{kind[1]}:{count}" if kind[1] else f"--gres=gpu:{count}")
+        if gpus is not None:
+            words.append(f"--gres=gpu:{gpus.gres}:{gpus.count}" if gpus.gres else f"--gres=gpu:{gpus.count}")
         cpus = re.match(r"\d+", request.cpus or "")
         if cpus:
             words.append(f"--cpus-per-task={cpus[0]}")
-        elif kind is not None and not any(word.startswith(("-c", "--cpus", "--exclusive")) for word in self.sbatch):
-            shares = [each.cores * count // num for each in self._partitions() if (num := each.gpus.get(kind[1], 0))]
-            words.append(f"--cpus-per-task={max(1, min(shares))}")
+        elif gpus is not None and not any(word.startswith(("-c", "--cpus", "--exclusive")) for word in self.sbatch):
+            words.append(f"--cpus-per-task={gpus.cores}")
         memory = re.match(r"(\d+)", request.memory or "")
         return [*words, f"--mem={memory[1]}G"] if memory else words
 
@@ -354,8 +358,11 @@ class Slurm(HostProvider):
             why = _REASONS.get(reason, f"Slurm says {reason}")
             return dataclasses.replace(allocation, state=AllocationState.PENDING, reason=f"job {job}: {why}")
         if state != "RUNNING" or not names:
-            why = _ENDS.get(reason) or _ENDS.get(state, f"Slurm says {state}")
-            return self._lost(allocation, why, known.get("StdOut"))
+            end = _ENDS.get(reason) or _ENDS.get(state)
+            if end is None:
+                said = self._tail(known.get("StdOut", ""))
+                end = f"Slurm says {state}" + (f"; its output ends with {said!r}" if said else "")
+            return self._lost(allocation, end)
         # One that Slurm has taken out of the job since, as it was lost, stays: what is started there says so.
         nodes = allocation.nodes or tuple(AllocatedNode(name=name, reach=f"{job}/{name}") for name in names)
         return dataclasses.replace(allocation, state=AllocationState.READY, reason="", nodes=nodes)
@@ -370,10 +377,8 @@ class Slurm(HostProvider):
             return {}, []
         return dict(word.partition("=")[::2] for word in first.split()), names
 
-    def _lost(self, allocation: Allocation, why: str, output: str | None = None) -> Allocation:
+    def _lost(self, allocation: Allocation, why: str) -> Allocation:
         reason = f"Slurm job {allocation.settings['job']} has ended: {why}"
-        if output is not None and why.startswith("Slurm says") and (said := self._tail(output)):
-            reason += f"; its output ends with {said!r}"
         return dataclasses.replace(allocation, state=AllocationState.LOST, reason=reason)
 
     def _tail(self, path: str) -> str:
@@ -460,6 +465,16 @@ PROVIDER = Slurm
 _CALL = '"$@"; code=$?; [ $code -lt 255 ] || code=1; exit $code'  # 255 would look like ssh's own failure
 _POLL = """scontrol -o show job "$1" || exit; nodes=$(squeue -h -j "$1" -t RUNNING -o %N 2>/dev/null)
 [ -z "$nodes" ] || scontrol show hostnames "$nodes" """
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpus:
+    """GPUs of each node of a request: as the user calls them, as Slurm does, how many, and their share of cores."""
+
+    name: str
+    gres: str
+    count: int
+    cores: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import AtollError, ProvisionError
@@ -168,7 +168,4 @@ def node_of(cluster: ClusterSpec, node: int) -> Remote:
     Raises:
         ProvisionError: it can't be used.
     """
-    one = replace(cluster.allocation, nodes=cluster.allocation.nodes[node : node + 1])
-    provider = registry.of(one)
-    request = replace(cluster.request(), num_nodes=1, accelerators=None)
-    return provider.remote(replace(provider.plan(request, one).nodes[0], node=node))
+    return registry.of(cluster.allocation).machine(cluster.allocation, node)

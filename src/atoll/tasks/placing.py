@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -157,12 +158,8 @@ def provision(
     have = None if before is None or before.status is ClusterStatus.DOWN else before.allocation
     request = dataclasses.replace(cluster.request(), supervised_here=here, recheck=recheck, owner=owner)
     allocation = provider.provision(request, say, have)
-    try:
+    with registry.given_back_on_failure(provider, allocation) if have is None else contextlib.nullcontext():
         allocation = wait_until_ready(provider, allocation, say)
-    except BaseException:  # nobody would know of it
-        if have is None:
-            provider.release(allocation, keep_disks=False)
-        raise
     return dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner))
 
 

@@ -175,6 +175,8 @@ def _spawn(folder: Path, first: int, output: IO[bytes]) -> None:
 
 def watch(folder: Path) -> None:
     """Have the cluster looked after by a process of its own, where this is a node that a job holds (``watcher``)."""
+    if keeper.VARIABLE not in os.environ:
+        return
     with _opened(folder / LOG) as output:
         keeper.spawn(
             [sys.executable, "-I", "-S", "-c", _WATCHER, _source(), str(folder)],

@@ -14,7 +14,6 @@ import pickle
 import shutil
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from atoll.agent.keeper import is_ours
 from atoll.core import events
 from atoll.core.errors import AtollError, PoolClosed
 from atoll.core.paths import short_path, write_atomic
@@ -46,7 +46,6 @@ _BACKLOG_BYTES = 64 << 20  # log output waiting for a client that doesn't read; 
 _LAST_WORDS_S = 0.5  # a pool that ends gives its clients this long to take how their calls ended
 # What reading a frame may raise that another version of Atoll sent, or no Atoll at all.
 _NOT_OURS = (WireError, LookupError, TypeError, ValueError, AttributeError, ImportError, EOFError, pickle.PickleError)
-_PEER = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
 
 
 class Client(Channel):
@@ -230,7 +229,7 @@ class Server:
             sock, _ = self._listener.accept()
         except OSError:  # it went away meanwhile, or there is no descriptor left for it
             return
-        if _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1] != os.getuid():
+        if not is_ours(sock):
             sock.close()
             return
         self.clients.add(Client(sock, self._loop, self._on_frame, self._gone))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import posixpath
@@ -58,9 +59,9 @@ class HostProvider(Provider):
         """How the nodes of an allocation are reached, head first; without one, those that there are."""
         return tuple(self.target(node.reach) for node in allocation.nodes) if allocation is not None else ()
 
+    @abc.abstractmethod
     def target(self, reach: str) -> Target:
         """How a node is reached, of which its allocation keeps that text."""
-        raise ProvisionError(f"{self.name} reaches no machine by {reach!r}")
 
     def _allocation(self, request: NodeRequest, planned: Sequence[NodePlan], code: str) -> Allocation:
         """What a request gets without further ado: those that were planned."""

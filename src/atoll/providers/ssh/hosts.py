@@ -21,13 +21,15 @@ GRACE_S = 30.0
 HERE = "."  # as a host: this machine, without ssh; how a supervisor on a head calls that
 _WILD = re.compile(r"[*?\[]")
 _PORT = re.compile(r"(.*?):(\d{1,5})")
+STEP_OPTIONS = "--overlap --no-kill --cpu-bind=none --mpi=none --chdir=/"  # of every step that we start in a job
+KEEPER_FOLDER = "/tmp/atoll-"  # before a job's number: where its keeper listens on each of its nodes
 # Of the variables of a job, or of a step of one, srun would take its defaults. -u: what is written comes at once, and
 # not line by line. One line, as csh takes no others.
 _STEP = (
     r"for name in $(env | sed -n 's/^\(SLURM_[A-Z0-9_]*\)=.*/\1/p'); do [ $name = SLURM_CONF ] || unset $name; done; "
     "unset SSH_CONNECTION SSH_CLIENT SSH_TTY; "
-    'ATOLL_KEEPER="$3" exec srun --jobid="$1" --nodelist="$2" --nodes=1 --ntasks=1 --overlap --cpu-bind=none '
-    '--mpi=none --no-kill --quiet --unbuffered --chdir=/ /bin/sh -c "$4"'
+    'ATOLL_KEEPER="$3" exec srun --jobid="$1" --nodelist="$2" --nodes=1 --ntasks=1 '
+    f'--quiet --unbuffered {STEP_OPTIONS} /bin/sh -c "$4"'
 )
 _DEEPEST_INCLUDE = 16  # as ssh has it
 _KEYS = ("hosts", "key", "jump", "python", "grace_s", "workdir", "max_restarts_on_lost_nodes")
@@ -71,7 +73,7 @@ class Target:
         if self.step is None:
             return command
         job, node = self.step
-        return "exec " + shlex.join(["/bin/sh", "-c", _STEP, "sh", job, node, f"/tmp/atoll-{job}", command])
+        return "exec " + shlex.join(["/bin/sh", "-c", _STEP, "sh", job, node, f"{KEEPER_FOLDER}{job}", command])
 
     def __str__(self) -> str:
         if self.step is not None:
@@ -231,16 +233,27 @@ def declared(kind: str) -> dict[str, Any]:
     return found
 
 
-def _group(name: str, given: object, path: Path) -> Group:
+def check_keys(section: str, given: object, known: Sequence[str], what: str = "") -> Mapping[str, Any]:
+    """What ``config.toml`` has as ``[section]``, which is a section with keys that are known.
+
+    Raises:
+        ConfigError: it is not; the message says ``what`` is expected in one.
+    """
+    path = atoll_home() / "config.toml"
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{path}: ssh.{name} = {given!r}: expected a section [ssh.{name}] with hosts = [...]")
+        raise ConfigError(f"{path}: {section} = {given!r}: expected a section [{section}]{what}")
     for key in given:
-        if key not in _KEYS:
-            hint = nearest(key, _KEYS) or f": it takes {', '.join(_KEYS)}"
-            raise ConfigError(f"{path}{_line_of(path, name, key)}: [ssh.{name}] has no key {key!r}{hint}")
+        if key not in known:
+            hint = nearest(key, known) or f": it takes {', '.join(known)}"
+            raise ConfigError(f"{path}{_line_of(path, section, key)}: [{section}] has no key {key!r}{hint}")
+    return given
+
+
+def _group(name: str, section: object, path: Path) -> Group:
+    given = check_keys(f"ssh.{name}", section, _KEYS, " with hosts = [...]")
 
     def wrong(key: str, expected: str) -> ConfigError:
-        line = _line_of(path, name, key)
+        line = _line_of(path, f"ssh.{name}", key)
         return ConfigError(f"{path}{line}: [ssh.{name}] {key} = {given.get(key)!r}: expected {expected}")
 
     hosts = given.get("hosts")
@@ -262,13 +275,14 @@ def _group(name: str, given: object, path: Path) -> Group:
     return Group(name, found, grace_s or GRACE_S, texts["workdir"], restarts)
 
 
-def _line_of(path: Path, name: str, key: str) -> str:
+def _line_of(path: Path, section: str, key: str) -> str:
     """``:12`` for the line where a section has a key; nothing where it is written in another way."""
     inside = False
+    kind, _, name = section.partition(".")
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.strip()
         if text.startswith("["):
-            inside = re.fullmatch(rf"""\[\s*ssh\s*\.\s*["']?{re.escape(name)}["']?\s*\].*""", text) is not None
+            inside = re.fullmatch(rf"""\[\s*{kind}\s*\.\s*["']?{re.escape(name)}["']?\s*\].*""", text) is not None
         elif inside and re.match(rf"""["']?{re.escape(key)}["']?\s*=""", text):
             return f":{number}"
     return ""

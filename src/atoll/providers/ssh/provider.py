@@ -26,10 +26,6 @@ from atoll.providers.ssh.host_provider import HostProvider
 from atoll.providers.ssh.hosts import GRACE_S, HERE, Group, Target, declared_groups, find_group, targets
 from atoll.providers.ssh.scp import copy, copy_line
 
-_END_S = 10.0  # to end what hangs; a host that can't be reached is not waited for longer
-_ANSWER_S = 20.0
-_PATIENCE_S = 3.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:

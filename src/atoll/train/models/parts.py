@@ -180,6 +180,23 @@ class SwiGLU(nn.Module):
         return out
 
 
+class PreNormBlock(nn.Module):
+    """Attention and a feed-forward part, each after a norm and added to what came in."""
+
+    def __init__(self, make_norm: Callable[[], nn.Module], attention: Attention, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = make_norm()
+        self.attention = attention
+        self.feed_forward_norm = make_norm()
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        x = x + self.attention(self.attention_norm(x), mask, rope)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
 class Decoder(nn.Module):
     """A stack of blocks between an embedding and a head.
 

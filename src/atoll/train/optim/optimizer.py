@@ -43,9 +43,11 @@ class Scaling(NamedTuple):
 
     def for_triton(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Divisor and flag as Atoll's kernels read them, both fp32."""
-        one, zero = (torch.full((), value, device=device) for value in (1.0, 0.0))
         scale, found = self.grad_scale, self.found_inf
-        return one if scale is None else scale.float(), zero if found is None else found
+        return (
+            torch.ones((), device=device) if scale is None else scale.float(),
+            torch.zeros((), device=device) if found is None else found,
+        )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
 from atoll.train.models.family import Family
-from atoll.train.models.parts import Attention, Decoder
+from atoll.train.models.parts import Attention, Decoder, PreNormBlock
 from atoll.train.recipe.schema import ModelSection
 
 
@@ -25,23 +26,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
-
-
-class Gpt2Block(nn.Module):
-    """Attention and a feed-forward part, each after a norm and added to what came in."""
-
-    def __init__(self, config: ModelSection, hidden_dim: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config, bias=True)
-        self.feed_forward_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config.dim, hidden_dim)
-
-    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
-        x = x + self.attention(self.attention_norm(x), mask, rope)
-        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
 
@@ -85,8 +69,12 @@ class Gpt2(Family):
 
     def build(self, config: ModelSection) -> Decoder:
         """As ``Family.build``."""
-        blocks: list[nn.Module] = [Gpt2Block(config, self.hidden_dim(config)) for _ in range(config.layers)]
-        model = Decoder(config, blocks, nn.LayerNorm(config.dim, eps=config.norm_eps))
+        norm = partial(nn.LayerNorm, config.dim, eps=config.norm_eps)
+        blocks: list[nn.Module] = [
+            PreNormBlock(norm, Attention(config, bias=True), FeedForward(config.dim, self.hidden_dim(config)))
+            for _ in range(config.layers)
+        ]
+        model = Decoder(config, blocks, norm())
         model.learned_positions = nn.Embedding(config.max_seq_len, config.dim)
         model.rope = None
         return model

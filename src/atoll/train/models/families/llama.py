@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.train.models.config_json import ConfigJson
 from atoll.train.models.family import Family
-from atoll.train.models.parts import Attention, Decoder, SwiGLU
+from atoll.train.models.parts import Attention, Decoder, PreNormBlock, SwiGLU
 from atoll.train.recipe.schema import ModelSection
-
-
-class LlamaBlock(nn.Module):
-    """Attention and a gated feed-forward part, each after a norm and added to what came in."""
-
-    def __init__(self, config: ModelSection, hidden_dim: int, *, head_norm: bool = False) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config, head_norm=head_norm)
-        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = SwiGLU(config.dim, hidden_dim)
-
-    def forward(self, x: Tensor, mask: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
-        x = x + self.attention(self.attention_norm(x), mask, rope)
-        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
-        return out
 
 
 class Llama(Family):
@@ -80,7 +64,12 @@ class Llama(Family):
 
     def block(self, config: ModelSection) -> nn.Module:
         """One layer."""
-        return LlamaBlock(config, self.hidden_dim(config))
+        norm = partial(nn.RMSNorm, config.dim, eps=config.norm_eps)
+        return PreNormBlock(norm, self.attention(config), SwiGLU(config.dim, self.hidden_dim(config)))
+
+    def attention(self, config: ModelSection) -> Attention:
+        """Its attention."""
+        return Attention(config)
 
     def build(self, config: ModelSection) -> Decoder:
         """As ``Family.build``."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import nn
-
-from atoll.train.models.families.llama import Llama, LlamaBlock
+from atoll.train.models.families.llama import Llama
 from atoll.train.models.family import Cut, Family
+from atoll.train.models.parts import Attention
 from atoll.train.recipe.schema import ModelSection
 
 
@@ -33,9 +32,9 @@ class Qwen3(Llama):
     defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "max_seq_len": 32768, "head_dim": 128}
     windowed = False
 
-    def block(self, config: ModelSection) -> nn.Module:
-        """One layer."""
-        return LlamaBlock(config, self.hidden_dim(config), head_norm=True)
+    def attention(self, config: ModelSection) -> Attention:
+        """As ``Llama.attention``."""
+        return Attention(config, head_norm=True)
 
 
 FAMILY = Qwen3()
