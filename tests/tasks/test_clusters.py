@@ -8,19 +8,23 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.pools import SOURCE_ROOT
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.paths import temporary_beside
-from atoll.providers.base import NodeRequest
+from atoll.providers import registry
+from atoll.providers.base import Allocation, Node, NodePlan, NodeRequest, Offer, Plan, Provider
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.clusters import UnknownCluster
-from atoll.tasks.placing import accelerators_text, decide
+from atoll.tasks.placing import accelerators_text, decide, decide_any
+from atoll.tasks.requests import Options, task_request
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
+from atoll.tasks.task import Task
 
 RUNNING = JobRow(3, None, "", "me", JobSpec(), JobStatus.RUNNING, "", None, 0.0)
 
@@ -120,6 +124,80 @@ def test_what_cannot_be() -> None:
         decide("t", None, NodeRequest(accelerators=(("H10O", 8),)))
     with pytest.raises(ConfigError, match=r"2 × L4:2 can't be had: this machine has no GPU.*--no-simulate"):
         decide("t", None, NodeRequest(num_nodes=2, accelerators=(("L4", 2),), simulate=False))
+
+
+class Rented(Provider):
+    """``rented/PRICE`` and ``rented/PRICE/missing``: a machine for that many dollars an hour."""
+
+    kind = "rented"
+    form = "rented/PRICE"
+
+    def __init__(self, name: str) -> None:
+        self.place = f"rented/{name}"
+
+    @classmethod
+    def resolve(cls, name: str) -> Rented:
+        return cls(name)
+
+    def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
+        _, price, *missing = self.place.split("/")
+        if price == "full":
+            raise ProvisionError(f"{self.place}: nothing is left")
+        nodes = tuple(NodePlan(node, "", 1) for node in range(request.num_nodes))
+        instance = request.resources.get("instance_type", "small")
+        offer = Offer(infra=self.place, instance_type=instance, price=float(price), missing="".join(missing))
+        return Plan("rented", nodes, allocation=allocation or Allocation(infra=self.place), offer=offer)
+
+    def launch_agents(self, *_: object) -> Iterator[Node]:
+        raise ProvisionError("not here")
+
+
+def test_of_several_alternatives_the_cheapest_that_is_set_up_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._registered, "rented", Rented)
+    wanted = [NodeRequest(infra=f"rented/{name}", num_nodes=2) for name in ("full", "3", "1/keys", "2")]
+    made = decide_any("t", None, wanted)
+    assert (made.cluster.infra, made.hourly_cost) == ("rented/2", 4.0)
+    assert [each.cluster.infra for each in made.others] == ["rented/3", "rented/1/keys"]
+    assert made.lines == ("rented/full: nothing is left",)
+    assert decide_any("t", None, wanted, in_order=True).cluster.infra == "rented/3"
+    assert decide_any("t", have(infra="rented/3"), wanted).cluster.infra == "rented/3"
+    with pytest.raises(ConfigError, match="none of the task's alternatives can be had"):
+        decide_any("t", None, [wanted[0], wanted[0]])
+    with pytest.raises(ProvisionError, match="nothing is left"):
+        decide_any("t", None, wanted[:1])
+
+
+def test_what_else_a_task_asks_of_its_nodes_reaches_the_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._registered, "rented", Rented)
+    task = Task(run="true", resources={"use_spot": True, "instance_type": "large", "cpus": 2, "autostop": 5})
+    request = task_request(task, Options(infra="rented/1")).resources
+    assert request.resources == {"use_spot": True, "instance_type": "large"}
+    made = decide("t", None, request)
+    assert made.offer is not None
+    assert made.offer.instance_type == "large"
+    again = ClusterSpec.from_json(json.loads(json.dumps(made.cluster.to_json()))).request()
+    assert (again.resources, again.cpus, again.infra) == (request.resources, "2", "rented/1")
+
+
+def test_alternatives_of_a_task() -> None:
+    task = Task(
+        run="true",
+        resources={
+            "accelerators": ["L4", "T4"],
+            "any_of": [{"infra": "ssh/a"}, {"infra": "ssh/b", "use_spot": True}, {"infra": "ssh/a"}],
+        },
+    )
+
+    def places(infra: str | None = None) -> list[tuple[str | None, bool]]:
+        request = task_request(task, Options(infra=infra))
+        assert not request.in_order
+        wanted = [request.resources, *request.others]
+        assert {each.accelerators for each in wanted} == {(("L4", 1), ("T4", 1))}
+        return [(each.infra, bool(each.resources)) for each in wanted]
+
+    assert places() == [("ssh/a", False), ("ssh/b", True)]
+    assert places("ssh") == [("ssh/a", False), ("ssh/b", True)]
+    assert places("ssh/b") == [("ssh/b", True)]
 
 
 # ------------------------------------------------------------------------------------------------------ records

@@ -81,6 +81,8 @@ class NodeRequest:
         accelerators: kinds that would do, of each node, the preferred one first. Empty for none; None takes what is
             there.
         cpus, memory: of each node, as text (``8+``, ``32GB``), or None.
+        resources: what else is asked of each node, by the keys of a task file (``use_spot``, ``instance_type``,
+            ``disk_size``, ``image_id``, …), as JSON values. A provider honours a key, or names it in ``lacks``.
         workers_per_node: processes of each node; ``"auto"`` and ``"gpu"`` are one for each accelerator.
         simulate: may accelerators that are lacking be simulated, where the provider can?
         supervised_here: its driver lives in this machine's process, whatever the provider would choose.
@@ -95,6 +97,7 @@ class NodeRequest:
     accelerators: tuple[Accelerators, ...] | None = ()
     cpus: str | None = None
     memory: str | None = None
+    resources: Mapping[str, Any] = field(default_factory=dict)
     workers_per_node: int | str = 1
     simulate: bool = True
     supervised_here: bool = False
@@ -312,11 +315,45 @@ class NodePlan:
         return [*(self.bundle_path(bundle) for bundle in self.bundles), *self.packages]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a node is rented as, and what that costs.
+
+    Attributes:
+        infra: where exactly, such as ``aws/us-east-1``.
+        instance_type: the machine's.
+        use_spot: is it a spot machine?
+        price, spot_price: of one node for an hour in US dollars, on demand and as a spot machine; None: not known, or
+            not to be had.
+        missing: what has to be set up before it can be rented, as a clause; empty where nothing is.
+    """
+
+    infra: str
+    instance_type: str = ""
+    use_spot: bool = False
+    price: float | None = None
+    spot_price: float | None = None
+    missing: str = ""
+
+    @property
+    def hourly_cost(self) -> float | None:
+        """Of one node as it is rented, in US dollars."""
+        return self.spot_price if self.use_spot else self.price
+
+    def __str__(self) -> str:
+        prices = ((self.price, ""), (self.spot_price, " as spot"))
+        if self.use_spot:
+            prices = ((self.spot_price, " as spot"), (self.price, " on demand"))
+        said = ", ".join(f"${price:.2f} an hour{how}" for price, how in prices if price is not None)
+        return f"{self.infra}: {self.instance_type or 'machines'}, {f'each {said}' if said else 'price unknown'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a request would get, or has got. ``lines`` are for the user: each thing that differs from what was asked.
 
-    ``accelerator`` and ``num_accelerators`` are what every node has of the chosen kind.
+    ``accelerator`` and ``num_accelerators`` are what every node has of the chosen kind; ``offer`` what it is rented as,
+    None of machines that are there already.
     """
 
     provider: str
@@ -327,6 +364,13 @@ class Plan:
     accelerator: str | None = None
     num_accelerators: int = 0
     allocation: Allocation = field(default_factory=Allocation)
+    offer: Offer | None = None
+
+    @property
+    def hourly_cost(self) -> float | None:
+        """Of all nodes, in US dollars; None where it is not known, or nothing is rented."""
+        each = None if self.offer is None else self.offer.hourly_cost
+        return None if each is None else each * len(self.nodes)
 
     @property
     def world_size(self) -> int:
@@ -345,6 +389,10 @@ class Plan:
             if self.simulated and node.accelerator:
                 what += " (simulated)"
             rows.append(f"  node {node.node}  {node.addr}  {node.num_ranks} ranks  {what}")
+        if self.offer is not None:
+            rows.append(f"  {self.offer}")
+            rows += [f"  ${self.hourly_cost:.2f} an hour in all"] if self.hourly_cost is not None else []
+            rows += [f"  it can't be started yet: {self.offer.missing}"] if self.offer.missing else []
         return "\n".join([*rows, *self.lines])
 
 
@@ -464,7 +512,8 @@ class Provider(abc.ABC):
     """A place where nodes come from. A new one says ``kind``, ``plan`` and ``launch_agents``, and what else differs.
 
     Attributes:
-        kind: what its infras begin with; ``form``: how one is written, and ``expected`` says it in words.
+        kind: what its infras begin with; ``form``: how one is written, and ``expected`` says it in words. What may be
+            left out is in brackets.
         undeclared: how to declare one, where none is.
         lacks: settings of a task's resources that it can't honour, and why.
         is_elsewhere: its nodes are on other machines.
@@ -496,6 +545,11 @@ class Provider(abc.ABC):
     def declared(cls) -> list[str]:
         """Infras of it that the user can name without further ado."""
         return [cls.form]
+
+    @classmethod
+    def has_form(cls, name: str) -> bool:
+        """Is ``KIND/NAME`` written as its infras are? An empty name means none."""
+        return "[/" in cls.form or ("/" in cls.form) == bool(name)
 
     @classmethod
     def resolve(cls, name: str) -> Provider:

@@ -1,12 +1,14 @@
 """Which provider an infra means: ``local``, ``ssh/NAME``, and any other whose file lies beside this one.
 
 A provider is a module of this package, or a file ``ATOLL_HOME/providers/KIND.py``, that has a ``Provider`` in
-``PROVIDER``; of a package it is the module ``provider``. Nothing else names an infra.
+``PROVIDER``; of a package it is the module ``provider``. A package whose infras begin with other words, too, lists
+those in ``KINDS``, and its module ``provider`` has a provider for each in ``PROVIDERS``. Nothing else names an infra.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -45,7 +47,7 @@ def resolve(infra: str) -> Provider:
 def unknown(infra: str) -> str:
     """What is said of an infra that is none."""
     meant = [each for each in declared() if each.partition("/")[2] == infra]
-    hint = f": did you mean {meant[0]}?" if meant else nearest(infra, declared())
+    hint = f": did you mean {meant[0]}?" if meant else nearest(infra, [*declared(), *kinds()])
     return f"--infra {infra}: no such infra{hint or f'; this version knows {_forms()}'}"
 
 
@@ -87,9 +89,7 @@ def wrong_form(infra: str) -> str | None:
     """What is expected instead of an infra of a known kind that is not written as those are, if it is none."""
     kind, _, name = infra.partition("/")
     provider = _find(kind)
-    if provider is None or ("/" in provider.form) == bool(name):
-        return None
-    return provider.expected
+    return None if provider is None or provider.has_form(name) else provider.expected
 
 
 def lacking(infra: str, settings: tuple[str, ...]) -> list[str]:
@@ -100,7 +100,7 @@ def lacking(infra: str, settings: tuple[str, ...]) -> list[str]:
 
 def declared() -> list[str]:
     """Every infra that the user can name without further ado: ``local``, and groups of ``config.toml``."""
-    return [infra for kind in _kinds() for infra in _known(kind).declared()]
+    return [infra for kind in kinds() for infra in _known(kind).declared()]
 
 
 def examine(infra: str) -> list[tuple[bool, str]]:
@@ -118,7 +118,7 @@ def examine(infra: str) -> list[tuple[bool, str]]:
 
 def undeclared() -> list[str]:
     """How to declare an infra of each kind of which none is."""
-    return [line for kind in _kinds() if (line := _known(kind).undeclared) and not _known(kind).declared()]
+    return [line for kind in kinds() if (line := _known(kind).undeclared) and not _known(kind).declared()]
 
 
 def kept(*, stay: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -148,16 +148,25 @@ def close_idle() -> None:
 
 
 def _forms() -> str:
-    *others, last = (_known(kind).form for kind in _kinds())
+    *others, last = (_known(kind).form for kind in kinds())
     return f"{', '.join(others)} and {last}"
 
 
-def _kinds() -> list[str]:
+def kinds() -> list[str]:
+    """What an infra can begin with."""
+    own = [path.stem for path in sorted((atoll_home() / "providers").glob("*.py"))]
+    also = [kind for words in _beside().values() for kind in words]
+    return list(dict.fromkeys([DEFAULT, *_beside(), *own, *_registered, *also]))
+
+
+@functools.cache
+def _beside() -> dict[str, tuple[str, ...]]:
+    """The providers of this package, and of each the further words that its infras begin with."""
     import atoll.providers as package
 
-    beside = [each.name for each in pkgutil.iter_modules(package.__path__) if each.name not in _BESIDE]
-    own = [path.stem for path in sorted((atoll_home() / "providers").glob("*.py"))]
-    return list(dict.fromkeys([DEFAULT, *beside, *own, *_registered]))
+    found = [each for each in pkgutil.iter_modules(package.__path__) if each.name not in _BESIDE]
+    modules = {each.name: importlib.import_module(f"{package.__name__}.{each.name}") for each in found if each.ispkg}
+    return {each.name: getattr(modules.get(each.name), "KINDS", ()) for each in found}
 
 
 def _known(kind: str) -> type[Provider]:
@@ -181,6 +190,10 @@ def _find(kind: str) -> type[Provider] | None:
         if hasattr(module, "PROVIDER"):
             provider: type[Provider] = module.PROVIDER
             return provider
+    package = next((name for name, words in _beside().items() if kind in words), None)
+    if package is not None:
+        found: type[Provider] = importlib.import_module(f"atoll.providers.{package}.provider").PROVIDERS[kind]
+        return found
     return _own(kind)
 
 

@@ -15,7 +15,7 @@ from atoll.images.interpreters import user_path
 from atoll.providers import registry
 from atoll.tasks import clusters, lifecycle, placing, reaper, record
 from atoll.tasks.jobs import Job
-from atoll.tasks.placing import Decision, accelerators_text, decide
+from atoll.tasks.placing import Decision, accelerators_text, decide_any
 from atoll.tasks.requests import JobRequest, Options
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus
 
@@ -90,6 +90,21 @@ def announcement(requests: Sequence[JobRequest], decisions: Sequence[Decision]) 
         if len(requests) > 1:
             lines.append(f"Task {number} of {len(requests)}: {request.name or 'unnamed'}")
         lines += [_cluster_text(request, decision), *decision.lines, *request.notes(decision.cluster.infra)]
+        lines += _offer_lines(decision)
+    return lines
+
+
+def _offer_lines(decision: Decision) -> list[str]:
+    """What a new cluster costs, and what else would do."""
+    lines = []
+    for each in (decision, *decision.others):
+        start = "" if each is decision else "or "
+        if each.offer is None:
+            lines += [] if each is decision else [f"{start}{each.cluster.infra}"]
+            continue
+        cost = "" if each.hourly_cost is None else f"; ${each.hourly_cost:.2f} an hour in all"
+        missing = f". It can't be started yet: {each.offer.missing}" if each.offer.missing else ""
+        lines.append(f"{start}{each.offer}{cost}{missing}")
     return lines
 
 
@@ -124,7 +139,8 @@ def decide_cluster(requests: Sequence[JobRequest], name: str, options: Options) 
     busy = [] if have is None or options.as_it_is else clusters.unfinished(have)
     decisions = []
     for request in requests:
-        decision = decide(name, have, request.resources, busy)
+        wanted = (request.resources, *request.others)
+        decision = decide_any(name, have, wanted, busy, in_order=request.in_order)
         if options.as_it_is and decision.changed:
             missing = decision.lines[0].partition(": ")[2]
             raise ConfigError(

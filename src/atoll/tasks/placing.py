@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.providers import registry
-from atoll.providers.base import DEFAULT, Accelerators, AcceleratorsLacking, NodeRequest, wait_until_ready
+from atoll.providers.base import DEFAULT, Accelerators, AcceleratorsLacking, NodeRequest, Offer, wait_until_ready
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
@@ -26,6 +26,8 @@ class Decision:
         accelerator, num_accelerators: what the job uses of each node.
         lines: what the user is told about it.
         changed: does the record have to be written?
+        offer: what a new cluster's nodes are rented as, None where they are not.
+        others: what else would do, the better first.
     """
 
     cluster: ClusterSpec
@@ -33,6 +35,44 @@ class Decision:
     num_accelerators: int
     lines: tuple[str, ...]
     changed: bool
+    offer: Offer | None = None
+    others: tuple[Decision, ...] = ()
+
+    @property
+    def hourly_cost(self) -> float | None:
+        """Of the new cluster, in US dollars; None where it is not known, or nothing is rented."""
+        each = None if self.offer is None else self.offer.hourly_cost
+        return None if each is None else each * self.cluster.num_nodes
+
+
+def decide_any(
+    name: str,
+    have: ClusterSpec | None,
+    requests: Sequence[NodeRequest],
+    busy: Sequence[JobRow] = (),
+    *,
+    in_order: bool = False,
+) -> Decision:
+    """``decide`` for the best of several requests: for a new cluster what is set up and cheapest, or comes first.
+
+    Raises:
+        ConfigError, ProvisionError: as ``decide``; of several, each says why it can't be had.
+    """
+    if have is not None and have.status is not ClusterStatus.DOWN:
+        fitting = (each for each in requests if registry.fits(each.infra, have.infra))
+        return decide(name, have, next(fitting, requests[0]), busy)
+    found, refused = [], []
+    for request in requests:
+        try:
+            found.append(decide(name, have, request, busy))
+        except (ConfigError, ProvisionError) as error:
+            if len(requests) == 1:
+                raise
+            refused.append(f"{request.infra or DEFAULT}: {str(error).removeprefix(f'{request.infra}: ')}")
+    if not found:
+        raise ConfigError("none of the task's alternatives can be had:\n" + "\n".join(refused))
+    found.sort(key=lambda each: (bool(each.offer and each.offer.missing), 0 if in_order else each.hourly_cost or 0))
+    return dataclasses.replace(found[0], others=tuple(found[1:]), lines=(*refused, *found[0].lines))
 
 
 def decide(name: str, have: ClusterSpec | None, request: NodeRequest, busy: Sequence[JobRow] = ()) -> Decision:
@@ -81,7 +121,7 @@ def decide(name: str, have: ClusterSpec | None, request: NodeRequest, busy: Sequ
     )
     if wanted is None or chosen:  # the cluster keeps what it has
         kinds = ((have.accelerator, have.num_accelerators),) if have.accelerator else ()
-    cluster = _planned(grown, dataclasses.replace(request, accelerators=kinds))
+    cluster, _ = _planned(grown, dataclasses.replace(request, accelerators=kinds, resources=have.resources))
     if wanted is not None and chosen is None:
         wanted = (cluster.accelerator or wanted[0], cluster.num_accelerators)
     notes = () if wanted is None else cluster.notes  # of accelerators that this job doesn't use
@@ -103,16 +143,20 @@ def _new(name: str, have: ClusterSpec | None, request: NodeRequest) -> Decision:
         num_nodes=request.num_nodes,
         cpus=request.cpus,
         memory_gb=request.memory,
+        resources=request.resources,
         created_s=time.time(),
     )
-    cluster = _planned(made, request)
+    cluster, offer = _planned(made, request)
     again = () if have is None else (f"cluster {name} was down and is created again; its old jobs' logs are kept",)
     mine = (cluster.accelerator, cluster.num_accelerators) if cluster.accelerator else None
-    return _decision(cluster, mine, (*again, *cluster.notes))
+    return dataclasses.replace(_decision(cluster, mine, (*again, *cluster.notes)), offer=offer)
 
 
-def _planned(cluster: ClusterSpec, request: NodeRequest) -> ClusterSpec:
-    """The cluster with what its infra has for a request; its notes say what differs from what was requested."""
+def _planned(cluster: ClusterSpec, request: NodeRequest) -> tuple[ClusterSpec, Offer | None]:
+    """The cluster with what its infra has for a request; its notes say what differs from what was requested.
+
+    And what its nodes are rented as.
+    """
     files_in = request.files_in or cluster.allocation.files_in
     request = dataclasses.replace(request, id=cluster.name, num_nodes=cluster.num_nodes, files_in=files_in)
     try:
@@ -122,7 +166,7 @@ def _planned(cluster: ClusterSpec, request: NodeRequest) -> ClusterSpec:
         raise ConfigError(
             f"{error.requested} {error.reason}{step if error.can_simulate else '; --gpus none requests none'}"
         ) from None
-    return dataclasses.replace(
+    planned = dataclasses.replace(
         cluster,
         accelerator=plan.accelerator if plan.num_accelerators else None,
         num_accelerators=plan.num_accelerators,
@@ -130,6 +174,7 @@ def _planned(cluster: ClusterSpec, request: NodeRequest) -> ClusterSpec:
         notes=plan.lines,
         allocation=plan.allocation,
     )
+    return planned, plan.offer
 
 
 def provision(

@@ -17,7 +17,7 @@ from atoll.core.paths import user_name
 from atoll.core.secrets import is_secret
 from atoll.providers import registry
 from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import DEFAULT, Accelerators, NodeRequest
+from atoll.providers.base import Accelerators, NodeRequest
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.spec import ClusterSpec, JobSpec, is_none
 
@@ -32,7 +32,8 @@ class JobRequest:
     """A job that is to be launched: what it needs, and how it is made for the cluster that it gets.
 
     Attributes:
-        resources: nodes and accelerators.
+        resources: nodes, and what is asked of each; ``others`` would do as well: the cheapest of them all is taken, or
+            where it is ``in_order`` the first that can be had.
         workdir, mounts: what is copied to every node; ``excluded`` is a folder in the workdir that is not.
         packages: requirements that its Python has on hosts; installed where they are missing.
         make: the job for a cluster, and its secrets apart.
@@ -42,6 +43,8 @@ class JobRequest:
     """
 
     resources: NodeRequest
+    others: tuple[NodeRequest, ...] = ()
+    in_order: bool = False
     make: Callable[[ClusterSpec], tuple[JobSpec, Mapping[str, str]]]
     workdir: str | Mapping[str, str] | None = None
     excluded: str | None = None
@@ -132,10 +135,7 @@ def task_request(task: Task, options: Options) -> JobRequest:
     for name in options.variants[0] if options.variants else ():
         if name in task.secrets:
             raise _swept_secret(name)
-    stated = task.resources.infra or ""  # a task written for a cloud runs here too, with a note
-    infra = options.infra or (stated if registry.is_known(stated) else None)
-    choices = task.resources.choices()
-    able = [each for each in choices if registry.fits(each.infra, infra or DEFAULT)] or choices[:1]
+    first, *others = _alternatives(task, options)
     autostop = task.resources.autostop
 
     def make(cluster: ClusterSpec) -> tuple[JobSpec, Mapping[str, str]]:
@@ -144,14 +144,9 @@ def task_request(task: Task, options: Options) -> JobRequest:
         return replace(spec, restarts=restarts, strict=options.strict), secrets
 
     return JobRequest(
-        resources=NodeRequest(
-            num_nodes=task.num_nodes,
-            infra=infra,
-            accelerators=tuple((kind.name, kind.num_accelerators) for each in able for kind in each.requested[:1]),
-            cpus=able[0].cpus,
-            memory=able[0].memory,
-            simulate=options.simulate,
-        ),
+        resources=first,
+        others=tuple(others),
+        in_order=task.resources.ordered is not None,
         make=make,
         workdir=task.resolved_workdir(),
         mounts={} if options.as_it_is else task.resolved_mounts(),
@@ -159,6 +154,32 @@ def task_request(task: Task, options: Options) -> JobRequest:
         autostop=None if autostop is None else (autostop.idle_minutes, autostop.down),
         name=task.name,
     )
+
+
+def _alternatives(task: Task, options: Options) -> list[NodeRequest]:
+    """What would do for a task, the preferred first. Choices that differ in their accelerators alone are one."""
+    infra, choices = options.infra, task.resources.choices()
+    able = choices
+    if infra is not None:  # it may say less than the task, or more
+        able = [each for each in choices if registry.fits(each.infra, infra) or registry.fits(infra, each.infra or "")]
+    found: dict[tuple[str | None, str], NodeRequest] = {}
+    for each in able or choices[:1]:
+        is_closer = infra is None or (each.infra is not None and registry.fits(infra, each.infra))
+        place = each.infra if is_closer else infra
+        if place is not None and infra is None and not registry.is_known(place):
+            place = None  # a task written for a cloud that this version does not know runs here, with a note
+        key = place, repr((each.cpus, each.memory, each.others))
+        request = found.get(key) or NodeRequest(
+            num_nodes=task.num_nodes,
+            infra=place,
+            cpus=each.cpus,
+            memory=each.memory,
+            resources=each.others,
+            simulate=options.simulate,
+        )
+        kinds = tuple((kind.name, kind.num_accelerators) for kind in each.requested)
+        found[key] = replace(request, accelerators=(*(request.accelerators or ()), *kinds))
+    return list(found.values())
 
 
 def accelerators_of(gpus: str | None) -> tuple[Accelerators, ...]:

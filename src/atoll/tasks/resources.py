@@ -258,6 +258,7 @@ class _Alternative(Section):
 
 
 _PARTS = ("cloud", "region", "zone")
+_APART = ("infra", "cpus", "memory", "accelerators", "autostop", "job_recovery", "any_of", "ordered")
 
 
 # --------------------------------------------------------------------------------------------------- Resources
@@ -308,6 +309,11 @@ class Resources(_Alternative):
     def config(self) -> dict[str, Any]:
         """The keys that were given, in canonical form, as in a task file."""
         return {key: value for key, value in self.model_dump(exclude_unset=True).items() if value is not None}
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """``config`` without what a ``NodeRequest`` has apart, as JSON values."""
+        return {key: value for key, value in self.config.items() if key not in _APART}
 
     @property
     def requested(self) -> list[AcceleratorRequest]:

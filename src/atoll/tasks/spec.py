@@ -217,7 +217,7 @@ class ClusterSpec:
         num_nodes: nodes it has.
         accelerator, num_accelerators: of each node, or None and 0.
         simulated: they are not there.
-        cpus, memory_gb: what was asked for each node, as text, for display.
+        cpus, memory_gb: what was asked for each node, as text; ``resources`` what else, as ``NodeRequest`` has it.
         allocation: what the provider has given: its nodes, and where the supervisor runs.
         status: up, stopped or down.
         created_s: when it was made, or started after a stop; in seconds since 1970.
@@ -235,6 +235,7 @@ class ClusterSpec:
     simulated: bool = False
     cpus: str | None = None
     memory_gb: str | None = None
+    resources: Mapping[str, Any] = field(default_factory=dict)
     allocation: Allocation = field(default_factory=Allocation)
     status: ClusterStatus = ClusterStatus.UP
     created_s: float = 0.0
@@ -250,8 +251,16 @@ class ClusterSpec:
     def request(self) -> NodeRequest:
         """What it asks of its provider."""
         wanted = ((self.accelerator, self.num_accelerators),) if self.accelerator and self.num_accelerators else ()
-        files_in = self.allocation.files_in
-        return NodeRequest(id=self.name, num_nodes=self.num_nodes, accelerators=wanted, files_in=files_in)
+        return NodeRequest(
+            id=self.name,
+            infra=self.infra,
+            num_nodes=self.num_nodes,
+            accelerators=wanted,
+            cpus=self.cpus,
+            memory=self.memory_gb,
+            resources=self.resources,
+            files_in=self.allocation.files_in,
+        )
 
     @property
     def is_set_up(self) -> bool:
@@ -292,6 +301,7 @@ _RECORD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("accelerator", "cpus", "memory_gb"), _TEXT),
     **dict.fromkeys(("num_nodes", "num_accelerators"), int),
     **dict.fromkeys(("simulated", "autodown"), bool),
+    "resources": dict,
     **dict.fromkeys(("setup_done", "notes"), _LIST),
     **dict.fromkeys(("created_s", "autostop_set_s"), (int, float)),
     "autostop_minutes": (int, type(None)),
