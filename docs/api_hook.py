@@ -21,11 +21,12 @@ PAGES = {
     "InstanceInfo report latest_checkpoint shard DistributedSampler",
     "api-pools": "ComputePool Image named_pools LogLine integrations events",
     "api-providers": "Local SSH Slurm Accelerator NVIDIA",
-    "api-tasks": "Task Resources launch exec Job JobStatus status queue tail_logs cancel stop start autostop down "
-    "ClusterStatus",
-    "api-errors": "AtollError ConfigError UsageError UnknownCluster ProvisionError ImageError RemoteError "
-    "RemoteTraceback WorkerDied NodeLost HangError CallTimeout PoolClosed NeverDispatched SerializationError "
-    "CheckpointError NonFiniteError",
+    "api-tasks": "Task Resources launch exec get stream_and_get Job LaunchedJob RequestId ClusterHandle Record "
+    "JobStatus status queue job_status tail_logs download_logs cancel stop start autostop down ClusterStatus "
+    "StatusRefreshMode",
+    "api-errors": "AtollError ConfigError UsageError UnknownCluster ClusterNotUp exceptions ProvisionError ImageError "
+    "RemoteError RemoteTraceback WorkerDied NodeLost HangError CallTimeout PoolClosed NeverDispatched "
+    "SerializationError CheckpointError NonFiniteError",
 }
 # Members that modules of the package call on each other.
 INTERNAL = ("settle", "settle_streams", "submit_call", "place")

@@ -22,8 +22,9 @@ import pytest
 import atoll as sky
 from atoll.cli.main import main
 from atoll.core.errors import AtollError
-from atoll.tasks import api, record
+from atoll.tasks import launches, record
 from atoll.tasks.entrypoint import load_tasks
+from atoll.tasks.jobs import Job
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, JobSpec, JobStatus
 from atoll.tasks.variables import read_env_file
@@ -326,7 +327,7 @@ def test_state_folders(place: Path, num_cases: int) -> None:
 
 @sizes
 def test_python_calls(place: Path, num_cases: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "launch_jobs", lambda *_, **__: [None])
+    monkeypatch.setattr(launches, "launch", lambda *_, **__: [Job("c", 1)])
     task = sky.Task(run="true")
     targets: list[tuple[Any, dict[str, Any]]] = [
         *(

@@ -56,28 +56,31 @@ _WHERE = {
     "Task": "atoll.tasks.task",
     "Resources": "atoll.tasks.resources",
     "Job": "atoll.tasks.jobs",
-    "launch": "atoll.tasks.api",
-    "exec": "atoll.tasks.api",
-    "status": "atoll.tasks.api",
-    "queue": "atoll.tasks.api",
-    "cancel": "atoll.tasks.api",
-    "stop": "atoll.tasks.lifecycle",
-    "start": "atoll.tasks.lifecycle",
-    "down": "atoll.tasks.lifecycle",
-    "autostop": "atoll.tasks.api",
-    "tail_logs": "atoll.tasks.api",
+    **dict.fromkeys(
+        ("launch", "exec", "get", "stream_and_get", "LaunchedJob", "RequestId", "ClusterHandle", "Record"),
+        "atoll.tasks.sdk",
+    ),
+    **dict.fromkeys(
+        ("status", "queue", "job_status", "tail_logs", "download_logs", "StatusRefreshMode"), "atoll.tasks.sdk"
+    ),
+    **dict.fromkeys(("cancel", "stop", "start", "down", "autostop"), "atoll.tasks.sdk"),
     "UnknownCluster": "atoll.tasks.clusters",
+    "ClusterNotUp": "atoll.tasks.clusters",
     "JobStatus": "atoll.tasks.spec",
     "ClusterStatus": "atoll.tasks.spec",
     "InstanceInfo": "atoll.functions.info",
     "instance_info": "atoll.functions.info",
 }
 
-__all__ = ["__version__", *sorted({*_WHERE, "integrations", "events"})]
+__all__ = ["__version__", *sorted({*_WHERE, "integrations", "events", "exceptions"})]
 
 
 # Submodules that are part of the surface.
-_MODULES = {"integrations": "atoll.functions.integrations", "events": "atoll.core.events"}
+_MODULES = {
+    "integrations": "atoll.functions.integrations",
+    "events": "atoll.core.events",
+    "exceptions": "atoll.tasks.exceptions",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -680,19 +680,19 @@ def test_from_python(tmp_path: Path) -> None:
     assert not slow.wait(0.05).ended
     slow.cancel()
     assert slow.wait(60) is sky.JobStatus.CANCELLED
-    assert [row.id for row in sky.queue("t")] == [3, 2, 1]
+    assert [row.id for row in sky.get(sky.queue("t"))] == [3, 2, 1]
     chunks: list[bytes] = []
     assert sky.tail_logs("t", 2, output_stream=chunks.append) == 100
     assert b"exited with code 7" in b"".join(chunks)
-    assert [each.name for each in sky.status()] == ["t"]
+    assert [each.name for each in sky.get(sky.status())] == ["t"]
     with pytest.raises(sky.ConfigError, match="no cluster 'tt'"):
         sky.exec(task, "tt")
     sky.autostop("t", 10)
-    assert sky.status("t")[0].autostop_minutes == 10
+    assert sky.get(sky.status("t"))[0].autostop_minutes == 10
     sky.stop("t")
     sky.start("t")
     sky.down("t")
-    assert sky.status() == []
+    assert sky.get(sky.status()) == []
 
 
 # ------------------------------------------------------------------------------------- what one of them can't spoil
@@ -954,7 +954,7 @@ def test_exec_and_ssh_take_a_script_as_one_word(atoll: Atoll) -> None:
     code, out, _ = atoll("exec", "t", "--dryrun", "false")
     assert (code, out.splitlines()[-1]) == (0, "nothing was started (--dryrun)")
     assert atoll("exec", "t", "--dryrun", "--num-nodes", "3", "false")[0] == 2
-    assert len(sky.queue("t")) == 1
+    assert len(sky.get(sky.queue("t"))) == 1
     assert ssh("t", "--", "echo a | wc -c") == (0, "2\n")
 
 
@@ -967,7 +967,7 @@ def test_python_is_told_what_a_task_is(tmp_path: Path) -> None:
         sky.Task(run="a\0b")
     job = sky.launch(sky.Task(run="true", secrets={"API_TOKEN": "hidden-value"}), "t")
     job.wait(60)
-    said = f"{sky.queue('t')} {sky.status()}"
+    said = f"{sky.get(sky.queue('t'))} {sky.get(sky.status())}"
     assert "base_env" not in said
     assert "hidden-value" not in said
     assert "PATH" not in said

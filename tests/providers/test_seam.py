@@ -193,7 +193,7 @@ def test_nodes_that_never_come_are_no_cluster(fake: Script) -> None:
         launched("true")
     with pytest.raises(ProvisionError, match="fake gave no nodes: its quota is used up"):
         sky.ComputePool(registry.resolve("fake")).up()
-    assert sky.status() == []
+    assert sky.get(sky.status()) == []
 
 
 def test_a_job_between_attempts_waits_for_nodes_and_goes_by_their_new_addresses(fake: Script, node: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from atoll.tasks import api, record, supervisor
+from atoll.tasks import api, record, sdk, supervisor
 from atoll.tasks.control import LocalControl
 from atoll.tasks.logs import Follower, JobLog, LogFile, Prefixer, only_rank, tail_start
 from atoll.tasks.spec import JobSpec, JobStatus
@@ -324,5 +324,5 @@ def test_tail_logs_does_not_cut_a_character(
             return JobStatus.SUCCEEDED
 
     monkeypatch.setattr(api, "job", lambda name, job_id: Logged())
-    assert api.tail_logs("c") == 0
+    assert sdk.tail_logs("c") == 0
     assert capsys.readouterr().out == "größer 🙂\n"

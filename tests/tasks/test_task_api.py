@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, UsageError
-from atoll.tasks.api import launch
 from atoll.tasks.entrypoint import load_command, load_entrypoint, load_tasks
 from atoll.tasks.resources import Resources
+from atoll.tasks.sdk import launch
 from atoll.tasks.spec import JobSpec
 from atoll.tasks.task import Task, fixed_ports
 

@@ -17,6 +17,7 @@ from atoll.cli.run import RUN_NAME
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import command_line
+from atoll.tasks.listing import cluster_row, job_row, resources_text
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def status(
         rows = list(zip(found, threads.map(lambda each: _unfinished(each, refresh), found), strict=True))
     if as_json:
         bad = [{"name": name, "status": _DAMAGED, "error": str(error)} for name, error in damaged.items()]
-        shown.print_json([*(shown.cluster_row(each, jobs) for each, jobs in rows), *bad])
+        shown.print_json([*(cluster_row(each, jobs) for each, jobs in rows), *bad])
     else:
         _print_status(rows, damaged, refresh)
         if hidden:
@@ -116,7 +117,7 @@ def _print_status(
             (
                 each.name,
                 each.infra,
-                shown.resources_text(each.num_nodes, each.accelerator, each.num_accelerators, each.simulated),
+                resources_text(each.num_nodes, each.accelerator, each.num_accelerators, each.simulated),
                 each.status.value,
                 _autostop_text(each),
                 "?" if jobs is None else _jobs_text(jobs),
@@ -180,7 +181,7 @@ def queue(
         with problems.reported(name):
             found[name] = answer()
     if as_json:
-        shown.print_json([{"cluster": name, **shown.job_row(row)} for name, rows in found.items() for row in rows])
+        shown.print_json([{"cluster": name, **job_row(row)} for name, rows in found.items() for row in rows])
     elif found:
         _print_queues(found, everything, skip_finished, titled=len(found) > 1 or not names)
     elif not names:
@@ -234,7 +235,7 @@ def logs(
         if as_json:
             log = {} if only_status else {"log": job.logs(follow=follow, tail=tail, rank=rank)}
             row = job.row()
-            shown.print_json({"cluster": name, **shown.job_row(row), **log})
+            shown.print_json({"cluster": name, **job_row(row), **log})
         else:
             print(f"Job {job.id}: {row.status}" + (f", {row.reason}" if row.reason else ""))
         raise typer.Exit(row.status.exit_code)

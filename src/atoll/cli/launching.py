@@ -17,6 +17,7 @@ from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.errors import ConfigError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import command_line
+from atoll.tasks.listing import job_row
 from atoll.tasks.spec import ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
@@ -312,5 +313,5 @@ class _Command:
         if self.sweep:
             shown.print_json(shown.sweep_rows(jobs))
             return
-        rows: list[dict[str, Any]] = [{"cluster": job.cluster, **shown.job_row(job.row())} for job in jobs]
+        rows: list[dict[str, Any]] = [{"cluster": job.cluster, **job_row(job.row())} for job in jobs]
         shown.print_json(rows[0] if len(rows) == 1 else rows)

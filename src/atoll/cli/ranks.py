@@ -7,7 +7,8 @@ import re
 import sys
 from collections.abc import Collection, Iterator
 
-from atoll.cli.shown import LogWriter, prefix_of
+from atoll.cli.shown import LogWriter
+from atoll.tasks.logs import prefix_of
 
 _LINES = re.compile(rb"[^\n]*\n")
 _RANK = re.compile(rb"^\([^ ]+, rank=(\d+), ")

@@ -12,16 +12,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import command_line
+from atoll.tasks.listing import fields, job_row, resources_text
+from atoll.tasks.logs import PREFIX
 from atoll.tasks.schedule import TURN
-from atoll.tasks.spec import ClusterSpec, JobStatus
+from atoll.tasks.spec import JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
     from atoll.tasks.placing import Decision
     from atoll.tasks.rows import EventRow, JobRow
 
-# What the supervisor puts before each line of a process, and its own last words.
-_PREFIX = re.compile(rb"^\((?:[^()\n]{0,120}[ ,])?pid=\d+(?:, ip=[^()\n]{1,60})?\) ", re.M)
 _BEGIN = b"Waiting for task resources"  # the last of a job's own lines before it starts
 _GOOD = re.compile(r"^✓.*$".encode(), re.M)
 _BAD = re.compile(r"^(?:✗|ERROR:).*$".encode(), re.M)
@@ -104,12 +104,6 @@ def ago(time_s: float | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- job logs
-def prefix_of(line: bytes) -> bytes | None:
-    """What a line of a process begins with in a job's log; None for one of the launcher's own."""
-    found = _PREFIX.match(line)
-    return None if found is None else found[0]
-
-
 class LogWriter:
     """Writes a job's log to a stream; on a terminal with prefixes and last words in colour."""
 
@@ -134,7 +128,7 @@ class LogWriter:
 
 
 def _coloured(data: bytes) -> bytes:
-    for pattern, colour in ((_PREFIX, _CYAN), (_GOOD, _GREEN), (_BAD, _RED)):
+    for pattern, colour in ((PREFIX, _CYAN), (_GOOD, _GREEN), (_BAD, _RED)):
         data = pattern.sub(b"\033[%sm\\g<0>\033[0m" % colour.encode(), data)
     return data
 
@@ -188,7 +182,7 @@ class _Start:
         self._held += data
         while not self._begins and b"\n" in self._held:
             line, _, rest = self._held.partition(b"\n")
-            if _PREFIX.match(line) or _BAD.match(line):
+            if PREFIX.match(line) or _BAD.match(line):
                 break
             self._held, self._begins, self._any_shown = rest, line.startswith(_BEGIN), True
             print(paint("├──", _DIM, self._stream), line.decode(errors="replace"), file=self._stream, flush=True)
@@ -212,59 +206,15 @@ class _Start:
 
 
 # ----------------------------------------------------------------------------------------------------- records
-def resources_text(num_nodes: int, accelerator: str | None, num: int, simulated: bool) -> str:
-    """``2x (L4:4, simulated)``, or ``1x (CPU)``."""
-    what = f"{accelerator}:{num}" + (", simulated" if simulated else "") if accelerator and num else "CPU"
-    return f"{num_nodes}x ({what})"
-
-
-def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> dict[str, Any]:
-    """What ``atoll status -o json`` says of a cluster."""
-    return {
-        "name": cluster.name,
-        "status": cluster.status.value,
-        **_fields(cluster, "infra", "num_nodes", "accelerator", "num_accelerators", "simulated", "cpus"),
-        "memory": cluster.memory_gb,
-        **_fields(cluster, "autostop_minutes", "autodown"),
-        "launched_at": cluster.created_s,
-        "supervised_from": "here" if cluster.allocation.supervised_here else cluster.allocation.head.name,
-        "num_unfinished_jobs": None if unfinished is None else len(unfinished),
-        "notes": list(cluster.notes),
-    }
-
-
 def decision_row(decision: Decision) -> dict[str, Any]:
     """What ``--dryrun -o json`` says of a task."""
     return {
         "cluster": decision.cluster.name,
-        **_fields(decision.cluster, "infra", "num_nodes"),
-        **_fields(decision, "accelerator", "num_accelerators"),
+        **fields(decision.cluster, "infra", "num_nodes"),
+        **fields(decision, "accelerator", "num_accelerators"),
         "simulated": decision.cluster.simulated,
         "notes": list(decision.lines),
     }
-
-
-def job_row(row: JobRow) -> dict[str, Any]:
-    """What ``atoll queue -o json`` says of a job; never the values of its variables."""
-    return {
-        "job_id": row.id,
-        "job_name": row.name,
-        **_fields(row, "task_id", "user"),
-        "status": row.status.value,
-        "reason": row.reason,
-        "exit_code": 0 if row.status is JobStatus.SUCCEEDED else row.exit_code,
-        "submitted_at": row.submitted_s,
-        "start_at": row.started_s,
-        "end_at": row.ended_s,
-        "restarts": row.restarts,
-        **_fields(row.spec, "num_nodes", "accelerator", "num_accelerators", "simulated", "group"),
-        "labels": dict(row.spec.labels),
-        "after": row.spec.after,
-    }
-
-
-def _fields(record: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
 
 
 def print_jobs(rows: Sequence[JobRow]) -> None:
@@ -313,7 +263,7 @@ def sweep_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 def last_result(log: str) -> Any:
     """The last line of a log that is a JSON object, as an object; else the last line that a process wrote."""
-    prefix = re.compile(_PREFIX.pattern.decode())
+    prefix = re.compile(PREFIX.pattern.decode())
     lines = [line[found.end() :] for line in log.splitlines() if (found := prefix.match(line)) is not None]
     for line in reversed(lines):
         if line.lstrip().startswith("{"):

@@ -23,6 +23,7 @@ from atoll.core.paths import current_folder
 from atoll.core.validation import command_line
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT, NodeRequest
+from atoll.tasks.logs import prefix_of
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, JobStatus, Restarts
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class TrainJob:
             nonlocal rest
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                prefix = shown.prefix_of(line) or b""
+                prefix = prefix_of(line) or b""
                 if prefix and line.startswith(_RESULT, len(prefix)):
                     self.result = json.loads(line[len(prefix) :])["result"]
                 else:

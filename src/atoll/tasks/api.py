@@ -1,19 +1,16 @@
-"""The Python face of tasks: ``launch`` and ``exec`` give a ``Job``; the other functions look after clusters."""
+"""The operations behind the commands, the Python SDK (``sdk``) and the dashboard."""
 
 from __future__ import annotations
 
-import codecs
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, UsageError
 from atoll.core.validation import checks_arguments
-from atoll.tasks import clusters, lifecycle
+from atoll.tasks import clusters, launches, lifecycle
 from atoll.tasks.jobs import Job, find_job
-from atoll.tasks.launches import launch as launch_jobs
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.logs import RUN_LOG
 from atoll.tasks.requests import Options, task_request
@@ -31,18 +28,52 @@ __all__ = [
     "exec",
     "job",
     "launch",
+    "plan",
     "queue",
     "status",
     "sync_down_logs",
-    "tail_logs",
 ]
 
 
-@checks_arguments
-def launch(
-    task: Task,
-    cluster_name: str | None = None,
+def launch(task: Task, cluster_name: str | None = None, **how: Any) -> Job:
+    """Start a task on a cluster, which is made, reused or resized for it; ``how`` as in ``sky.launch``.
+
+    Raises:
+        ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
+    """
+    options = _options("launch", task, **how)
+    return launches.launch([task_request(task, options)], cluster_name or clusters.fresh_name(), options)[0]
+
+
+def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = silent) -> Job:
+    """Start a task on a cluster that is up: copies its workdir, skips its setup and file_mounts.
+
+    Raises:
+        UnknownCluster: there is no such cluster.
+        ConfigError: the cluster is not up, or has less than the task needs.
+    """
+    options = _options("exec", task, as_it_is=True, strict=strict, on_line=on_line)
+    return launches.launch([task_request(task, options)], cluster_name, options)[0]
+
+
+def plan(task: Task, cluster_name: str | None = None, *, as_it_is: bool = False, **how: Any) -> str:
+    """Decide and tell where ``launch``, or ``exec`` (``as_it_is``), would run a task; the cluster's name.
+
+    Raises:
+        ConfigError: as ``launch``.
+    """
+    options = _options("exec" if as_it_is else "launch", task, as_it_is=as_it_is, **how)
+    name, requests = cluster_name or clusters.fresh_name(), [task_request(task, options)]
+    for line in launches.announcement(requests, launches.plan(requests, name, options)):
+        options.say(line)
+    return name
+
+
+def _options(
+    command: str,
+    task: object,
     *,
+    as_it_is: bool = False,
     infra: str | None = None,
     idle_minutes_to_autostop: int | None = None,
     down: bool = False,
@@ -51,29 +82,11 @@ def launch(
     simulate: bool = True,
     strict: bool = False,
     on_line: Say = silent,
-) -> Job:
-    """Start a task on a cluster, which is made, reused or resized for it.
-
-    Args:
-        task: a ``sky.Task``.
-        cluster_name: of the cluster; a new name by default.
-        infra: where: ``local`` (the default), ``ssh/NAME`` or ``slurm/NAME``.
-        idle_minutes_to_autostop: stop the cluster after this many minutes without a job.
-        down: remove it instead of stopping it; without minutes, right after its last job.
-        no_setup: skip the task's setup.
-        fast: skip setup if the cluster is up and already set up.
-        simulate: run on CPU what requests accelerators that this machine lacks.
-        strict: a script ends at its first command that fails.
-        on_line: called with each line that ``atoll launch`` would print.
-
-    Returns:
-        the job; it outlives this process.
-
-    Raises:
-        ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
-    """
-    _check_task("launch", task)
-    options = Options(
+) -> Options:
+    _check_task(command, task)
+    return Options(
+        command=command,
+        as_it_is=as_it_is,
         infra=infra,
         simulate=simulate,
         setup=not no_setup,
@@ -83,20 +96,6 @@ def launch(
         down=down,
         say=on_line,
     )
-    return launch_jobs([task_request(task, options)], cluster_name or clusters.fresh_name(), options)[0]
-
-
-@checks_arguments
-def exec(task: Task, cluster_name: str, *, strict: bool = False, on_line: Say = silent) -> Job:
-    """Start a task on a cluster that is up: copies its workdir, skips its setup and file_mounts.
-
-    Raises:
-        UnknownCluster: there is no such cluster.
-        ConfigError: the cluster is not up, or has less than the task needs.
-    """
-    _check_task("exec", task)
-    options = Options(command="exec", as_it_is=True, strict=strict, say=on_line)
-    return launch_jobs([task_request(task, options)], cluster_name, options)[0]
 
 
 def _check_task(call: str, task: object) -> None:
@@ -197,33 +196,6 @@ def cancel(cluster_name: str, job_ids: Sequence[int] | None = None, *, all: bool
     while chosen and (before := going[chosen[0]].spec.after) in going:
         chosen.insert(0, before)
     return clusters.control_of(cluster).cancel(chosen) if chosen else []
-
-
-@checks_arguments
-def tail_logs(
-    cluster_name: str,
-    job_id: int | None = None,
-    follow: bool = True,
-    *,
-    tail: int = 0,
-    rank: int | None = None,
-    output_stream: Callable[[bytes], None] | None = None,
-) -> int:
-    """Write a job's log, the newest job's by default, to ``output_stream`` or to standard output.
-
-    Returns:
-        the job's status as an exit code, 0, 100, 101 or 103: succeeded, failed, not finished, cancelled.
-
-    Raises:
-        UnknownCluster: there is no such cluster or job.
-    """
-    text = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a block may end inside a character
-
-    def write_out(data: bytes) -> None:
-        sys.stdout.write(text.decode(data))
-        sys.stdout.flush()
-
-    return job(cluster_name, job_id).follow(output_stream or write_out, follow=follow, tail=tail, rank=rank).exit_code
 
 
 @checks_arguments

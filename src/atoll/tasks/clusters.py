@@ -38,6 +38,10 @@ class UnknownCluster(ConfigError, LookupError):
     """No cluster, or no job, of that name; the message says the nearest one or how to make it."""
 
 
+class ClusterNotUp(ConfigError):
+    """The cluster is stopped; the message says how to start it."""
+
+
 # ------------------------------------------------------------------------------------------------------- names
 def check_name(name: str) -> str:
     """A cluster's name.

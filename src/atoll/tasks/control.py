@@ -178,6 +178,7 @@ class LocalControl:
         start: int = 0,
         skip_bytes: int = 0,
         after: int = 0,
+        hang_up: int | None = None,
     ) -> JobStatus:
         """Writes a job's log, until the job has ended.
 
@@ -191,6 +192,7 @@ class LocalControl:
             start: begin at this byte of the log, where ``tail`` does not say it,
             skip_bytes: and behind so many bytes of what would be written from there.
             after: the number of the last event that is known.
+            hang_up: a descriptor whose hang-up ends it with ``BrokenPipeError``.
 
         Returns:
             The job's status.
@@ -213,7 +215,8 @@ class LocalControl:
             args = (job_id, seen.write, None if on_event is None else seen.on_event)
             look = StallReporter(self._folder, job, self._note).look
             try:
-                status = self._client.ask("follow", args, {**how, **seen.so_far}, look, hang_up=self._hang_up)
+                end = self._hang_up if hang_up is None else hang_up
+                status = self._client.ask("follow", args, {**how, **seen.so_far}, look, hang_up=end)
             except StreamLost:
                 status = self.job(job_id).status
         with Follower(path, seen.write, only) as follower:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from signal import SIGTERM
 from typing import TYPE_CHECKING
 
-from atoll.core.errors import ProvisionError
+from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.tasks import clusters
 from atoll.tasks.clusters import UnknownCluster
@@ -19,8 +22,11 @@ if TYPE_CHECKING:
     from atoll.tasks.remote_control import RemoteControl
     from atoll.tasks.rows import EventRow, JobRow
 
+_PIECES_AHEAD = 16  # of a log, before whoever reads it takes them
+_FULL_S = 0.1
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Job:
     """A job of a cluster.
 
@@ -76,19 +82,74 @@ class Job:
         tail: int = 0,
         rank: int | None = None,
         on_event: Callable[[EventRow], object] | None = None,
+        hang_up: int | None = None,
     ) -> JobStatus:
         """Hand its log to ``write`` as it comes; returns its status at the end.
 
-        ``on_event`` gets each event of the job, such as a new status, once the log up to it was handed on.
+        ``on_event`` gets each event of the job, such as a new status, once the log up to it was handed on. The hang-up
+        of the descriptor ``hang_up`` ends the wait.
 
         Raises:
             UnknownCluster: it does not exist (any more).
             ConfigError: it has no such rank.
+            BrokenPipeError: ``hang_up`` was hung up.
         """
         cluster = clusters.load(self.cluster)
         _check_number(cluster, self.id)
         control = clusters.control_of(cluster)
-        return control.follow(self.id, write, on_event, follow=follow, tail=tail, rank=rank)
+        return control.follow(self.id, write, on_event, follow=follow, tail=tail, rank=rank, hang_up=hang_up)
+
+    def pieces(
+        self, *, follow: bool = True, tail: int = 0, rank: int | None = None, idle_s: float | None = None
+    ) -> Generator[bytes, None, None]:
+        """Its log in pieces as it comes, read by a thread of its own; closing the generator ends that.
+
+        Args:
+            follow, tail, rank: as in ``logs``.
+            idle_s: an empty piece comes where nothing else has for so long.
+
+        Raises:
+            AtollError, OSError: as ``follow``.
+        """
+        waiting: queue.Queue[bytes | Exception | None] = queue.Queue(_PIECES_AHEAD)
+        closed = threading.Event()
+        reader, writer = os.pipe()
+
+        def hand_on(piece: bytes | Exception | None) -> None:
+            while not closed.is_set():
+                with contextlib.suppress(queue.Full):
+                    waiting.put(piece, timeout=_FULL_S)
+                    return
+            raise BrokenPipeError
+
+        def read() -> None:
+            with contextlib.suppress(BrokenPipeError):  # nobody reads any more
+                try:
+                    self.follow(hand_on, follow=follow, tail=tail, rank=rank, hang_up=writer)
+                except BrokenPipeError:
+                    raise
+                except (AtollError, OSError) as error:
+                    hand_on(error)
+                hand_on(None)
+
+        thread = threading.Thread(target=read, name=f"log of job {self.id}", daemon=True)
+        thread.start()
+        try:
+            while True:
+                try:
+                    piece = waiting.get(timeout=idle_s)
+                except queue.Empty:
+                    piece = b""
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            closed.set()
+            os.close(reader)
+            thread.join()
+            os.close(writer)
 
     def cancel(self, number: int = SIGTERM) -> None:
         """Ask it to end, with this signal to its processes; ``wait`` tells when it has."""

@@ -135,7 +135,7 @@ def decide_cluster(requests: Sequence[JobRequest], name: str, options: Options) 
     """For each request, what the cluster is for it and those before."""
     have = clusters.up_or_stopped(name) if options.as_it_is else clusters.find(name)
     if options.as_it_is and have is not None and have.status is ClusterStatus.STOPPED:
-        raise ConfigError(f"cluster {name} is stopped; `{command_line('atoll', 'start', name)}` restarts it")
+        raise clusters.ClusterNotUp(f"cluster {name} is stopped; `{command_line('atoll', 'start', name)}` restarts it")
     busy = [] if have is None or options.as_it_is else clusters.unfinished(have)
     decisions = []
     for request in requests:

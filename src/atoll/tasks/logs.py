@@ -23,6 +23,8 @@ _OVERDRAWN = re.compile(rb"^[^\n]*\r", re.M)
 _LINE_ENDS = re.compile(rb"\r+\n")
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
+# What stands before each line of a process.
+PREFIX = re.compile(rb"^\((?:[^()\n]{0,120}[ ,])?pid=\d+(?:, ip=[^()\n]{1,60})?\) ", re.M)
 _BLOCK_BYTES = 1 << 20
 
 
@@ -279,6 +281,12 @@ class JobLog:
 
 
 # ------------------------------------------------------------------------------------------------- reading
+
+
+def prefix_of(line: bytes) -> bytes | None:
+    """What a line of a process begins with in a job's log; None for one of the launcher's own."""
+    found = PREFIX.match(line)
+    return None if found is None else found[0]
 
 
 def only_rank(rank: int, *, several: bool) -> re.Pattern[bytes]:

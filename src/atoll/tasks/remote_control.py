@@ -83,13 +83,14 @@ class RemoteControl:
         follow: bool = True,
         tail: int = 0,
         rank: int | None = None,
+        hang_up: int | None = None,
     ) -> JobStatus:
         """Writes a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
         start = self.position_of_tail(job_id, tail, rank) if tail else 0
         seen = FollowPosition(write, on_event)
         args = (job_id, seen.write, None if on_event is None else seen.on_event)
         how = {"follow": follow, "rank": rank, "start": start}
-        status: JobStatus = self.call("follow", args, lambda: {**how, **seen.so_far}, None)
+        status: JobStatus = self.call("follow", args, lambda: {**how, **seen.so_far}, None, hang_up)
         return status
 
     def wait(self, job_id: int, limit_s: float | None = None) -> JobStatus:
@@ -108,6 +109,7 @@ class RemoteControl:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         answer_s: float | None = _ANSWER_S,
+        hang_up: int | None = None,
     ) -> Any:
         """Asks for something, again where the connection is lost and that may be.
 
@@ -115,13 +117,14 @@ class RemoteControl:
             operation, args: what, as ``LocalControl`` has it.
             kwargs: further arguments, or what gives those of each try.
             answer_s: it is answered within this time.
+            hang_up: a descriptor whose hang-up ends the wait with ``BrokenPipeError``.
         """
         patience_s = self._patience_s if operation in _MAY_WAIT else 0.0
         lost = _Reconnection(self._cluster, self._head, patience_s, answer_s)
         while True:
             try:
                 now = kwargs() if callable(kwargs) else kwargs
-                return self._client.ask(operation, args, now, lost.silent, on_hello=lost.reconnected)
+                return self._client.ask(operation, args, now, lost.silent, on_hello=lost.reconnected, hang_up=hang_up)
             except StreamLost as error:
                 lost.wait(str(error))
             except TimeoutError:

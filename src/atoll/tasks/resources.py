@@ -334,6 +334,10 @@ class Resources(_Alternative):
                 kept[key] = [{name: part[name] for name in part if name not in changes} for part in kept[key]]
         return Resources.from_config({**kept, **changes})
 
+    def copy(self, **override: Any) -> Resources:
+        """The same with other values of some keys, also in its alternatives."""
+        return self.changed(check_changes(override, Document("Resources")))
+
     def choices(self) -> list[Resources]:
         """Every alternative with one kind of accelerator or none, the preferred first."""
         base = self.config

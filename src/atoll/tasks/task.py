@@ -356,6 +356,21 @@ class Task:
             )
         return self
 
+    def set_resources_override(self, override: Mapping[str, Any]) -> Task:
+        """Change some keys of its resources, also in their alternatives. Returns the task."""
+        self.resources = self.resources.copy(**override)
+        return self
+
+    def set_file_mounts(self, file_mounts: Mapping[str, Any] | None) -> Task:
+        """Set what is copied to the nodes besides the workdir: targets and their sources. Returns the task."""
+        checked = check(TaskSection, {"file_mounts": None if file_mounts is None else dict(file_mounts)}, _HERE)
+        self.file_mounts = checked.get("file_mounts", {})
+        return self
+
+    def update_file_mounts(self, file_mounts: Mapping[str, Any]) -> Task:
+        """Add to what is copied to the nodes, or replace parts of it. Returns the task."""
+        return self.set_file_mounts({**self.file_mounts, **file_mounts})
+
     def resolved_workdir(self) -> str | dict[str, str] | None:
         """``workdir`` with its ``$NAME`` replaced."""
         resolved: str | dict[str, str] | None = substitute(self.workdir, self.variables)
