@@ -32,9 +32,16 @@ class Unheard(Sink):
     def done(self, results: dict[int, Frame], failures: list[Failure], error: BaseException | None) -> None: ...
 
 
-def call_of(*, everywhere: bool = True, retries: int = 0, timeout_s: float | None = None, digest: str = "f") -> Call:
+def call_of(
+    *,
+    everywhere: bool = True,
+    retries: int = 0,
+    timeout_s: float | None = None,
+    digest: str = "f",
+    fresh: bool = False,
+) -> Call:
     function = Shipped(digest, Encoded({"head": 0}), True, True)
-    return Call(Request(function, Encoded({"head": 0}), everywhere, "f", timeout_s, retries), Unheard())
+    return Call(Request(function, Encoded({"head": 0}), everywhere, "f", timeout_s, retries, fresh=fresh), Unheard())
 
 
 @dataclass(eq=False)
@@ -47,6 +54,7 @@ class Process:
     listens: bool = True
     interrupted: bool = False
     dying: bool = False
+    has_framework: bool = False
 
 
 @dataclass(eq=False)
@@ -102,6 +110,7 @@ class World:
                     if process is not None:
                         assert process.call == 0, "a rank runs one call at a time"
                         assert process.up, "a call goes to a rank that said it is there"
+                        assert not (call.request.fresh and process.has_framework), "it needs one that has not used any"
                         process.call, process.streams, process.interrupted = call.number, False, False
                     if call.whole_gang:
                         assert header.broadcast
@@ -183,6 +192,7 @@ class World:
         if kind == frames.ERROR and not fields.get("cancelled"):
             self.will_fail(rank)
         number, self.processes[rank].call = self.processes[rank].call, 0
+        self.processes[rank].has_framework = flags & frames.HAS_FRAMEWORK != 0
         fds: tuple[int, ...] = ()
         if not fields.get("cancelled"):
             self.num_files += 1
@@ -251,7 +261,11 @@ def step(world: World, rng: random.Random) -> None:
     elif what < 0.14:
         limit = rng.choice([None, None, 0.5, 3.0])
         world.submit(
-            everywhere=rng.random() < 0.5, retries=rng.choice([0, 0, 2]), timeout_s=limit, digest=rng.choice("fgh")
+            everywhere=rng.random() < 0.5,
+            retries=rng.choice([0, 0, 2]),
+            timeout_s=limit,
+            digest=rng.choice("fgh"),
+            fresh=rng.random() < 0.2,
         )
     elif what < 0.18 and world.calls:
         world.cancel(rng.choice(world.calls))
@@ -298,7 +312,8 @@ def rank_step(world: World, rng: random.Random, rank: int, process: Process) -> 
         world.returns(rank, kind=frames.ERROR)
     elif what < 0.9:
         spent = frames.SPENT if rng.random() < 0.05 else 0
-        world.returns(rank, flags=rng.choice([0, frames.KEPT]) | frames.HAS_TORCH | spent)
+        loaded = rng.choice([frames.HAS_TORCH, frames.HAS_FRAMEWORK])
+        world.returns(rank, flags=rng.choice([0, frames.KEPT]) | loaded | spent)
         process.dying = process.dying or spent != 0
 
 
@@ -500,6 +515,29 @@ def test_a_group_is_made_when_every_rank_asks_and_not_without_one_that_ended() -
     assert answers() == [(0, False)], "it waits, and needs to be told"
     world.says(1, frames.WANT_GROUP)
     assert answers() == [(0, False), (1, False)]
+
+
+def test_what_each_rank_offers_goes_to_all_of_them_in_their_order() -> None:
+    world = up(0, 0)
+    world.submit()
+    world.says(1, frames.WANT_GROUP, {"offer": "b"})
+    world.says(0, frames.WANT_GROUP, {"offer": "a"})
+    answers = [each.fields for each in of_kind(world.actions, m.Send) if each.kind == frames.GROUP]
+    assert answers == [{"go": True, "offers": ["a", "b"]}] * 2
+
+
+def test_a_call_that_needs_fresh_ranks_has_used_ones_replaced() -> None:
+    world = up(0, 0)
+    world.submit()
+    world.returns(0, flags=frames.HAS_FRAMEWORK)
+    world.returns(1)
+    world.actions.clear()
+    call = world.submit(fresh=True)
+    assert of_kind(world.actions, m.Kill) == [m.Kill(0, None)]
+    assert call not in world.starts
+    world.exits(0)
+    world.hello(0)
+    assert sorted(world.starts[call]) == [(0,), (1,)], "what they lack differs"
 
 
 def test_timeouts_count_from_the_start() -> None:

@@ -428,7 +428,8 @@ class ComputePool:
             path = self._imports.current if sys.path == self._imports.seen else self._imports.now()
         job_id = f"{random_bits(48):012x}"
         name: str = getattr(raw, "__qualname__", None) or name_of(raw)
-        request = Request(shipped, arguments, whole_gang, name, timeout, retries, path, job_id)
+        fresh: bool = getattr(raw, "__atoll_fresh__", False)
+        request = Request(shipped, arguments, whole_gang, name, timeout, retries, path, job_id, fresh)
         future: CallFuture[Any] = CallFuture(backend, request, self._node_of)
         if start is not None:
             start(future.call)

@@ -39,7 +39,10 @@ def new_job_id() -> str:
 
 @dataclass(slots=True)
 class Request:
-    """What a caller asks of a gang; knows nothing of ranks."""
+    """What a caller asks of a gang; knows nothing of ranks.
+
+    ``fresh``: it needs ranks in which no framework is loaded that can be set up only before its first use.
+    """
 
     function: Shipped
     arguments: Encoded
@@ -49,6 +52,7 @@ class Request:
     retries: int = 0
     path: tuple[str, ...] | None = None
     job_id: str = field(default_factory=new_job_id)
+    fresh: bool = False
 
     @property
     def encoded(self) -> tuple[Encoded, Encoded]:
@@ -138,7 +142,7 @@ class Call:
         self.results = {}
         self.failures = []
         self.ended = set()
-        self.wants_group: set[int] = set()
+        self.wants_group: dict[int, str] = {}  # what each that asked offers to the others
         self.progress: dict[int, Sight] = {}  # by rank: what it looked like when it was last looked at
         self.no_group = self.streaming = self.stopping = False
         self.number = number
@@ -161,16 +165,17 @@ class Call:
         text = str(error or self.failures[0].error or "")
         return text or (f"rank {self.failures[0].rank} raised" if self.failures else None)
 
-    def ask_group(self, rank: int) -> tuple[Sequence[int], bool]:
-        """A rank asks whether all will make a process group: which ranks to answer now, and what."""
-        self.wants_group.add(rank)
-        if self.no_group or self.ended - self.wants_group:
+    def ask_group(self, rank: int, offer: str) -> tuple[Sequence[int], list[str] | None]:
+        """A rank asks whether all will make a group: which ranks to answer now, and with what offers of all of them."""
+        self.wants_group[rank] = offer
+        if self.no_group or self.ended - self.wants_group.keys():
             self.no_group = True
-            return [rank], False
+            return [rank], None
         if len(self.wants_group) < len(self.ranks):
-            return [], False
+            return [], None
+        offers = [self.wants_group[each] for each in self.ranks]
         self.wants_group.clear()  # a decorated function may ask again
-        return self.ranks, True
+        return self.ranks, offers
 
     def end_rank(self, rank: int) -> list[int]:
         """Mark a rank as through with it; returns the ranks that wait for a group that it will not join."""

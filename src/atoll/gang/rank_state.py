@@ -36,6 +36,7 @@ class RankState:
     pid: int = 0
     port: int = 0
     has_torch: bool = False
+    has_framework: bool = False
     starts: int = 0
     early_deaths: int = 0
     functions: dict[str, None] = field(default_factory=dict)

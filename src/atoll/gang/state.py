@@ -175,6 +175,11 @@ class GangState:
                         break
             if len(chosen) < (len(self.ranks) if call.whole_gang else 1):
                 return
+            if call.request.fresh and (used := [rank for rank in chosen if rank.has_framework]):
+                for rank in used:
+                    rank.phase = Phase.ENDING
+                    self._actions.append(m.Kill(rank.rank, None))
+                return
             self._start(call, chosen)
 
     def _start(self, call: Call, ranks: list[RankState]) -> None:
@@ -239,8 +244,9 @@ class GangState:
             kind = frames.CLOSE if fields is None else frames.CREDIT
             self._actions.append(m.Send(rank, kind, call.number, fields))
 
-    def _answer_group(self, call: Call, ranks: Sequence[int], go: bool) -> None:
-        self._actions += [m.Send(rank, frames.GROUP, call.number, {"go": go}) for rank in ranks]
+    def _answer_group(self, call: Call, ranks: Sequence[int], offers: list[str] | None) -> None:
+        fields = {"go": offers is not None} | ({"offers": offers} if offers and any(offers) else {})
+        self._actions += [m.Send(rank, frames.GROUP, call.number, fields) for rank in ranks]
 
     # -- calls: their end ---------------------------------------------------------------------------------------------
 
@@ -294,7 +300,7 @@ class GangState:
     def _rank_ended(self, call: Call, rank: int) -> None:
         """The rank is through with the call."""
         if waiting := call.end_rank(rank):
-            self._answer_group(call, waiting, False)
+            self._answer_group(call, waiting, None)
         if len(call.ended) == len(call.ranks):
             self._end(call, call.error)
 
@@ -343,7 +349,7 @@ class GangState:
 
     def _on_want_group(self, frame: Frame) -> None:
         if (call := self.ranks[frame.rank].running) is not None and frame.call == call.number:
-            self._answer_group(call, *call.ask_group(frame.rank))
+            self._answer_group(call, *call.ask_group(frame.rank, frame.meta.get("offer", "")))
 
     def _on_value(self, frame: Frame) -> None:
         call = self.ranks[frame.rank].running
@@ -363,6 +369,7 @@ class GangState:
             return
         rank.call = None
         rank.has_torch = flags & frames.HAS_TORCH != 0
+        rank.has_framework = flags & frames.HAS_FRAMEWORK != 0
         if rank.printed:
             rank.printed = False
             self._actions.append(m.FlushLog(number))
@@ -395,7 +402,7 @@ class GangState:
 
     def _on_hello(self, frame: Frame) -> None:
         rank = self.ranks[frame.rank]
-        rank.phase, rank.port, rank.has_torch = Phase.READY, frame.meta["port"], False
+        rank.phase, rank.port, rank.has_torch, rank.has_framework = Phase.READY, frame.meta["port"], False, False
         rank.functions, rank.path = {}, self._path
         self.nodes[rank.node].restarts = 0
         self._timers.pop((rank, "up"), None)

@@ -25,10 +25,12 @@ VERSION: Final = 4
 HEADER: Final = struct.Struct("<IBBHIQ")
 FLAGS_AT: Final = 5
 EVERY: Final = 0xFFFFFFFF  # as the rank of TERM and KILL: all of them
-# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again.
+# Flags of RESULT and ERROR: the rank still holds the arguments' memory; torch is loaded in it; it can't be used again;
+# a framework is loaded that can be set up only before its first use.
 KEPT: Final = 2
 HAS_TORCH: Final = 4
 SPENT: Final = 8
+HAS_FRAMEWORK: Final = 16
 _LENGTH: Final = struct.Struct("<I")
 _SMALLEST: Final = HEADER.size + _LENGTH.size
 _MAX_FDS: Final = 64
@@ -75,7 +77,7 @@ CALL: Final = _kind(
 )  # fmt: skip
 CREDIT: Final = _kind(12, "CREDIT", "driver → rank", "num")
 CLOSE: Final = _kind(13, "CLOSE", "driver → rank")
-GROUP: Final = _kind(14, "GROUP", "driver → rank", "go")
+GROUP: Final = _kind(14, "GROUP", "driver → rank", "go", "offers")
 TO_RANK: Final = frozenset((CALL, CREDIT, CLOSE, GROUP))
 # What a rank says, the same way.
 HELLO: Final = _kind(20, "HELLO", "rank → driver", "port")
@@ -84,7 +86,7 @@ ERROR: Final = _kind(22, "ERROR", "rank → driver", "payload", "notes", "cancel
 VALUE: Final = _kind(23, "VALUE", "rank → driver", "payload", "notes", "end")
 STREAM: Final = _kind(24, "STREAM", "rank → driver")
 REPORT: Final = _kind(25, "REPORT", "rank → driver", "payload", "notes", "checkpoint")
-WANT_GROUP: Final = _kind(26, "WANT_GROUP", "rank → driver")
+WANT_GROUP: Final = _kind(26, "WANT_GROUP", "rank → driver", "offer")
 FROM_RANK: Final = frozenset(KINDS) & frozenset(range(HELLO, WANT_GROUP + 1))
 # What an agent says.
 AGENT: Final = _kind(30, "AGENT", "agent → driver", "version", "pid", "place", "ended")

@@ -96,12 +96,12 @@ class Worker(DriverChannel):
         self._clean_up()
 
     def _call(self, header: CallHeader, frame: Frame) -> tuple[bytearray, list[int]]:
-        function, arguments, mappings = self._unpack(header, frame)
-        args, kwargs = arguments
-        del arguments
         from atoll.worker import process_group  # a rank starts without it
 
         process_group.before_call(self, header.all_have_torch)
+        function, arguments, mappings = self._unpack(header, frame)
+        args, kwargs = arguments
+        del arguments
         result = _settle(function(*args, **kwargs))
         if is_stream(result):
             send_stream(self, result)
@@ -112,18 +112,21 @@ class Worker(DriverChannel):
         else:
             data, fds = self.encode(frames.RESULT, dumps(result, what="the result"))
         del result, args, kwargs, function
+        for action in self.before_result:
+            action()
         kept = any(mapping() is not None for mapping in mappings)
-        data[frames.FLAGS_AT] |= frames.KEPT * kept | frames.HAS_TORCH * ("torch" in sys.modules)
+        data[frames.FLAGS_AT] |= frames.KEPT * kept | _loaded()
         return data, fds
 
     def _failure(self, error: BaseException) -> tuple[bytearray, list[int]]:
         from atoll.wire.exceptions import pack_exception
 
         data, fds = self.encode(frames.ERROR, pack_exception(error))
-        data[frames.FLAGS_AT] |= frames.KEPT | frames.HAS_TORCH * ("torch" in sys.modules)
+        data[frames.FLAGS_AT] |= frames.KEPT | _loaded()
         return data, fds
 
     def _clean_up(self) -> None:
+        self.before_result.clear()
         while self.at_end:
             action = self.at_end.pop()
             try:
@@ -156,6 +159,10 @@ class Worker(DriverChannel):
                 NODE_RANK=str(setup["node"]),
                 MASTER_ADDR=addr,
                 MASTER_PORT=str(port),
+                JAX_COORDINATOR_ADDRESS=f"{addr}:{port + 1}",
+                JAX_NUM_PROCESSES=str(world),
+                JAX_PROCESS_ID=str(rank),
+                JAX_LOCAL_DEVICE_COUNT=str(max(local_world, setup["accelerators"] if broadcast else 1)),
             )
         set_current(
             None,
@@ -233,6 +240,13 @@ class Worker(DriverChannel):
             again.start()
         else:
             raise Cancelled
+
+
+def _loaded() -> int:
+    """Flags that say what is loaded in this process."""
+    modules = sys.modules
+    framework = "jax" in modules or "keras" in modules or "tensorflow" in modules
+    return frames.HAS_TORCH * ("torch" in modules) | frames.HAS_FRAMEWORK * framework
 
 
 def _importing(frame: FrameType | None) -> bool:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from atoll.wire import frames
 from atoll.wire.codec import Payload
 from atoll.wire.frames import Frame, Parser, close_all, pack, send_all
 from atoll.wire.payloads import Arena
@@ -26,16 +27,18 @@ class DriverChannel:
         setup: what the rank was started with.
         call: the number of the call it runs, 0 between calls; ``broadcast`` says whether all ranks run it.
         spent: something half-done in this process can't be undone: a fresh one has to take over.
+        before_result: run when the function has returned, before its result is sent; not where it raised.
         at_end: run after the result is on its way, newest first.
-        port_socket: holds the port that rank 0 of a call serves a store on.
+        port_socket: holds the port that rank 0 of a call serves a store on; the next one is held for JAX.
     """
 
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
         self.setup = setup
         self.call = 0
         self.broadcast = self.spent = False
+        self.before_result: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
-        self.port_socket = _reserve_port(setup["addr"])
+        self.port_socket, self._jax_socket = _reserve_ports(setup["addr"])
         self.port: int = self.port_socket.getsockname()[1]
         self._sock = sock
         self._parser = Parser()
@@ -52,6 +55,17 @@ class DriverChannel:
                 os._exit(0)
             self._frames += frames_
         return self._frames.popleft()
+
+    def agree(self, offer: str = "") -> list[str] | None:
+        """Wait until every rank of the call asks this; what each offers, by rank. None if one returned without asking.
+
+        Empty where nobody offers anything.
+        """
+        self.send(frames.WANT_GROUP, {"offer": offer} if offer else None)
+        while True:
+            frame = self.next_frame()
+            if frame.kind == frames.GROUP and frame.call == self.call:
+                return frame.meta.get("offers", []) if frame.meta["go"] else None
 
     def frame_waiting(self) -> bool:
         """Is there a frame to read just now?"""
@@ -94,8 +108,19 @@ class DriverChannel:
             raise Cancelled
 
 
-def _reserve_port(addr: str) -> socket.socket:
-    """A port of our own, bound but not listening: nobody can connect before a store is made on it."""
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reserved.bind((addr, 0))
-    return reserved
+def _reserve_ports(addr: str) -> tuple[socket.socket, socket.socket]:
+    """Two neighbouring ports of our own, bound but not listening: nobody can connect before a store is made on one.
+
+    gRPC, which JAX's coordinator is made of, may bind the second one as well.
+    """
+    while True:
+        first, second = (socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(2))
+        first.bind((addr, 0))
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            second.bind((addr, first.getsockname()[1] + 1))
+        except (OSError, OverflowError):  # it is taken, or there is none
+            first.close()
+            second.close()
+        else:
+            return first, second

@@ -21,6 +21,7 @@ class Chunk:
     def __init__(self, function: Any, name: str) -> None:
         self.function: Callable[..., Any] = function
         self.__qualname__ = name
+        self.__atoll_fresh__: bool = getattr(function, "__atoll_fresh__", False)
 
     def __call__(self, items: list[tuple[Any, ...]]) -> ChunkResult:
         started = time.perf_counter()

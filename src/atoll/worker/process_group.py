@@ -19,7 +19,6 @@ from typing import Any
 
 from atoll.core import context
 from atoll.core.errors import ConfigError
-from atoll.wire import frames
 from atoll.worker import isolation
 from atoll.worker.channel import DriverChannel
 
@@ -54,9 +53,11 @@ def before_call(worker: DriverChannel, all_have_torch: bool) -> None:
         import torch  # noqa: F401 - some ranks have it from an earlier call: all must come to the same answer
 
 
-def disarm() -> None:
-    """Importing torch makes no group in this call."""
+def disarm() -> DriverChannel:
+    """Importing torch makes no group in this call; returns the channel of this rank, which runs one."""
+    assert _state.worker is not None
     _state.armed = False
+    return _state.worker
 
 
 def explicit(backend: str | None, timeout_s: float | None) -> None:
@@ -191,11 +192,7 @@ def _agreed_store(worker: DriverChannel, ctx: context.CallContext) -> Any | None
         return dist.HashStore()
     if ctx.rank == 0:
         _store(worker, ctx)  # serve before anybody is told to connect
-    worker.send(frames.WANT_GROUP)
-    while True:
-        frame = worker.next_frame()
-        if frame.kind == frames.GROUP and frame.call == worker.call:
-            return _store(worker, ctx) if frame.meta["go"] else None
+    return None if worker.agree() is None else _store(worker, ctx)
 
 
 def _store(worker: DriverChannel, ctx: context.CallContext) -> Any:
