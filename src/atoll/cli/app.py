@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from atoll import __version__
-from atoll.cli import check, clusters, completion, launching, nodes, output, run, train, weights
+from atoll.cli import check, clusters, completion, dashboard, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.options import Output, as_json, normalized
 from atoll.cli.recipes import recipes_app
@@ -44,12 +44,13 @@ a pool that stayed warm             → atoll pools ls,  atoll pools down NAME
 the id of a detached call           → atoll result ID
 images that fill the disk           → atoll images ls,  atoll images prune
 what can be used from here          → atoll check,  atoll gpus
+a browser, to see all of it         → atoll dashboard
 """
 
 # The commands of `atoll --help`.
 _PANELS = {
     "Run things": ("run", "launch", "exec", "train"),
-    "Look at them": ("status", "queue", "logs", "gpus", "check"),
+    "Look at them": ("status", "queue", "logs", "dashboard", "gpus", "check"),
     "Clusters and jobs": ("cancel", "stop", "start", "down", "autostop", "ssh", "cp"),
     "Models": ("recipes", "data", "generate", "export", "import"),
     "Functions": ("pools", "result", "images"),
@@ -87,6 +88,7 @@ run.register(app)
 clusters.register(app)
 nodes.register(app)
 check.register(app)
+dashboard.register(app)
 train.register(app)
 weights.register(app)
 completion.register(app)

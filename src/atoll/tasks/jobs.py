@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PIECES_AHEAD = 16  # of a log, before whoever reads it takes them
 _FULL_S = 0.1
+_END_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ class Job:
                     raise
                 except (AtollError, OSError) as error:
                     hand_on(error)
-                hand_on(None)
+                finally:
+                    os.close(writer)
+                    hand_on(None)
 
         thread = threading.Thread(target=read, name=f"log of job {self.id}", daemon=True)
         thread.start()
@@ -148,8 +151,7 @@ class Job:
         finally:
             closed.set()
             os.close(reader)
-            thread.join()
-            os.close(writer)
+            thread.join(_END_S)  # one that has just lost its connection goes on for a while
 
     def cancel(self, number: int = SIGTERM) -> None:
         """Ask it to end, with this signal to its processes; ``wait`` tells when it has."""
