@@ -145,6 +145,25 @@ def test_nodes_are_packed(home: Path, give_gpus: GiveGpus) -> None:
     assert (status, sorted(seen(log))) == (SUCCEEDED, sorted(gpus))
 
 
+def test_a_sweep_of_one_gpu_jobs_fills_a_node_of_eight(home: Path, give_gpus: GiveGpus) -> None:
+    gpus = give_gpus(8)
+    cluster = LocalCluster.make(home, accelerator="L4", num_accelerators=8)
+    sweep = {"group": "sweep", "num_in_group": 10, "parallel": 10, **GPU}
+    jobs = [cluster.submit(f"{TELL} sleep 600", rank_in_group=rank, **sweep) for rank in range(10)]
+    for job in jobs[:8]:
+        cluster.wait_for(job, "sees ")
+    assert sorted(seen(cluster.log(job))[0] for job in jobs[:8]) == sorted(gpus)
+    held = "jobs 1, 2, 3, 4, 5, 6, 7, 8 have 8 of the cluster's 8"
+    reasons = [cluster.control.job(job).reason for job in jobs[8:]]
+    assert reasons == [
+        f"waiting for 1 × L4 on 1 node: {held}",
+        "waiting for its turn: jobs before it wait for accelerators",
+    ]
+    free = seen(cluster.log(jobs[3]))[0]
+    cluster.control.cancel([jobs[3]])
+    cluster.wait_for(jobs[8], f"sees {free} of 1")
+
+
 def test_clusters_and_pools_of_a_machine_share_its_gpus(
     home: Path, give_gpus: GiveGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,3 +226,11 @@ def test_the_canonical_form_is_its_own(config: dict[str, Any]) -> None:
     resources = Resources.from_config(config)
     assert Resources.from_config(yaml.safe_load(yaml.safe_dump(resources.to_yaml_config()))) == resources
     assert Resources(**config) == resources
+
+
+def test_a_container_image_is_refused_where_none_can_be_started() -> None:
+    for image in ("docker:ubuntu", {"us-east-1": "docker:ubuntu"}):
+        for infra in ("local", "ssh/lab"):
+            with pytest.raises(ConfigError, match=f"no containers are started on {infra}; `--image-id none` runs"):
+                Resources(image_id=image).honours(infra)
+    assert Resources(image_id="ami-1").honours("local")[0].startswith("resources.image_id has no effect on local")

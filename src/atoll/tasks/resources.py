@@ -356,11 +356,21 @@ class Resources(_Alternative):
         return next((each for each in choices if registry.fits(each.infra, infra)), choices[0])
 
     def honours(self, infra: str) -> list[str]:
-        """One line for each key that ``infra``'s provider can't honour."""
+        """One line for each key that ``infra``'s provider can't honour.
+
+        Raises:
+            ConfigError: a container image, which holds what the task runs with, where none can be started.
+        """
         if not registry.is_known(infra):
             return []
         taken = self.choice(infra)
         given = tuple(key for key, value in taken.config.items() if value is not False)
+        images = taken.image_id.values() if isinstance(taken.image_id, dict) else [taken.image_id or ""]
+        if any(each.startswith("docker:") for each in images) and registry.lacking(infra, ("image_id",)):
+            raise ConfigError(
+                f"resources.image_id={taken.image_id!r}: no containers are started on {infra}; `--image-id none` runs "
+                f"the task with what is installed there"
+            )
         lines = registry.lacking(infra, given)
         if not registry.fits(taken.infra, infra):
             lines.append(f"the task requests {taken.infra} and runs on {infra}")
