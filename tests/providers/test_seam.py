@@ -7,8 +7,11 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ from atoll.agent.process_tree import command_line
 from atoll.core.errors import ConfigError, NodeLost, ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import AllocatedNode, Allocation, AllocationState, NodeRequest
-from atoll.tasks import supervisor
+from atoll.tasks import supervisor, waiting
 
 SOURCE = Path(sky.__file__).parent
 INFRAS = Path(__file__).parent / "infras"
@@ -185,6 +188,37 @@ def test_a_launch_and_a_pool_wait_for_a_pending_allocation_and_say_why(
     with sky.ComputePool(registry.resolve("fake")) as pool:
         assert pool.run(os.getenv, "RANK") == ["0"]
     assert "atoll: waiting for fake: behind a pool" in capfd.readouterr().err
+
+
+def test_other_commands_tell_why_a_launch_waits(fake: Script, home: Path) -> None:
+    fake(state="PENDING", reason="behind 3 jobs (Priority)")
+    said: dict[str, str] = {}
+
+    def report(line: str) -> None:
+        if "behind 3 jobs" not in line:
+            return
+        for words in ("status", "status c", "queue", "queue c", "queue c -o json", "queue d"):
+            done = subprocess.run([sys.executable, "-m", "atoll", *words.split()], capture_output=True, text=True)
+            said[words] = f"{done.returncode} {done.stdout}"
+        said["sdk"] = str([(each["name"], each.status, each.reason) for each in sky.get(sky.status())])
+        fake()
+
+    sky.launch(sky.Task(run="true", num_nodes=2), "c", infra="fake", on_line=report).wait()
+    why = "waiting for fake: behind 3 jobs (Priority)"
+    for words in ("status", "status c"):
+        assert re.search(r"^c +fake +2x \(CPU\) +INIT ", said[words], re.M), said[words]
+        assert said[words].splitlines()[-1] == f"c: {why}"
+    for words in ("queue", "queue c"):
+        assert said[words] == f"0 cluster c has no nodes yet, so no job: {why}\n"
+    row = {"cluster": "c", "job_id": None, "status": "PENDING", "reason": why}
+    assert json.loads(said["queue c -o json"].partition(" ")[2]) == [row]
+    assert said["queue d"].startswith("102 ")
+    assert said["sdk"] == f"[('c', <ClusterStatus.INIT: 'INIT'>, '{why}')]"
+    assert waiting.launches() == []
+    (home / "clusters/killed").mkdir()
+    (home / "clusters/killed" / waiting.FILE).write_text("{}")  # of a launch that was killed
+    assert waiting.launches() == []
+    assert not (home / "clusters/killed").exists()
 
 
 def test_nodes_that_never_come_are_no_cluster(fake: Script) -> None:

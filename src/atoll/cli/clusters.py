@@ -17,13 +17,14 @@ from atoll.cli.run import RUN_NAME
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import command_line
-from atoll.tasks.listing import cluster_row, job_row, resources_text
+from atoll.tasks.listing import cluster_row, job_row, resources_text, waiting_row
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
     from atoll.tasks.lifecycle import Say
     from atoll.tasks.rows import JobRow
+    from atoll.tasks.waiting import WaitingLaunch
 
 T = TypeVar("T")
 _DAMAGED = "DAMAGED"  # a cluster whose record or jobs can't be read
@@ -73,12 +74,13 @@ def status(
     as_json = options.as_json(output)
     problems = _Problems()
     damaged: dict[str, AtollError | OSError] = {}
-    wanted = _named(names, problems) if names else None
+    launches = api.waiting_launches(names)
+    wanted = _named(_others(names, launches), problems) if names else None
     found = api.status(wanted, all=everything, on_error=damaged.__setitem__)
     found.sort(key=lambda each: each.created_s, reverse=True)
     hidden = [each for each in found if not names and not everything and RUN_NAME.fullmatch(each.name)]
     found = [each for each in found if each not in hidden]
-    if names and not found and not damaged:
+    if names and not found and not damaged and not launches:
         problems.exit()
     if ip:
         if len(found) != 1 or not names:
@@ -89,9 +91,9 @@ def status(
         rows = list(zip(found, threads.map(lambda each: _unfinished(each, refresh), found), strict=True))
     if as_json:
         bad = [{"name": name, "status": _DAMAGED, "error": str(error)} for name, error in damaged.items()]
-        shown.print_json([*(cluster_row(each, jobs) for each, jobs in rows), *bad])
+        shown.print_json([*map(waiting_row, launches), *(cluster_row(each, jobs) for each, jobs in rows), *bad])
     else:
-        _print_status(rows, damaged, refresh)
+        _print_status(launches, rows, damaged, refresh)
         if hidden:
             print(f"{len(hidden)} of `atoll run`: atoll status --all")
     for each in found if verbose and not as_json else ():
@@ -105,19 +107,32 @@ def status(
     problems.exit()
 
 
+def _others(names: list[str] | None, launches: Sequence[WaitingLaunch]) -> list[str]:
+    """Those of the names that no launch waits for nodes for."""
+    waiting = {each.name for each in launches}
+    return [name for name in names or () if name not in waiting]
+
+
 def _print_status(
-    rows: Sequence[tuple[ClusterSpec, list[JobRow] | None]], damaged: Iterable[str], refreshed: bool
+    launches: Sequence[WaitingLaunch],
+    rows: Sequence[tuple[ClusterSpec, list[JobRow] | None]],
+    damaged: Iterable[str],
+    refreshed: bool,
 ) -> None:
-    if not rows and not damaged:
+    if not rows and not damaged and not launches:
         print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
         return
     shown.print_table(
         ("NAME", "INFRA", "RESOURCES", "STATUS", "AUTOSTOP", "JOBS", "LAUNCHED"),
         [
+            (each.name, each.infra, _resources(each), ClusterStatus.INIT.value, "-", "-", shown.ago(each.since_s))
+            for each in launches
+        ]
+        + [
             (
                 each.name,
                 each.infra,
-                resources_text(each.num_nodes, each.accelerator, each.num_accelerators, each.simulated),
+                _resources(each),
                 each.status.value,
                 _autostop_text(each),
                 "?" if jobs is None else _jobs_text(jobs),
@@ -127,8 +142,14 @@ def _print_status(
         ]
         + [(name, "-", "-", _DAMAGED, "-", "?", "-") for name in damaged],
     )
+    for each in launches:
+        print(f"{each.name}: {each.reason}")
     if any(jobs is None for _, jobs in rows) and not refreshed:
         print("?: the jobs are known on their heads; `atoll status --refresh` asks them")
+
+
+def _resources(of: ClusterSpec | WaitingLaunch) -> str:
+    return resources_text(of.num_nodes, of.accelerator, of.num_accelerators, of.simulated)
 
 
 def _unfinished(cluster: ClusterSpec, ask: bool) -> list[JobRow] | None:
@@ -175,16 +196,28 @@ def queue(
 
     as_json = options.as_json(output)
     problems = _Problems()
-    wanted = _named(names, problems) if names else [each.name for each in api.status(on_error=problems.of)]
+    launches = api.waiting_launches(names)
+    wanted = (
+        _named(_others(names, launches), problems)
+        if names
+        else [each.name for each in api.status(on_error=problems.of)]
+    )
     found: dict[str, list[JobRow]] = {}
     for name, answer in _at_once(wanted, lambda name, _: api.queue(name, skip_finished=skip_finished)):
         with problems.reported(name):
             found[name] = answer()
     if as_json:
-        shown.print_json([{"cluster": name, **job_row(row)} for name, rows in found.items() for row in rows])
-    elif found:
+        waits = [
+            {"cluster": each.name, "job_id": None, "status": "PENDING", "reason": each.reason} for each in launches
+        ]
+        shown.print_json(waits + [{"cluster": name, **job_row(row)} for name, rows in found.items() for row in rows])
+        problems.exit(ExitCode.OK if not names else ExitCode.NOT_FOUND)
+        return
+    for each in launches:
+        print(f"cluster {each.name} has no nodes yet, so no job: {each.reason}")
+    if found:
         _print_queues(found, everything, skip_finished, titled=len(found) > 1 or not names)
-    elif not names:
+    elif not names and not launches:
         print("no cluster is up; `atoll launch -c my-cluster TASK` makes one")
     problems.exit(ExitCode.OK if not names else ExitCode.NOT_FOUND)
 

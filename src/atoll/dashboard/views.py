@@ -14,7 +14,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT
 from atoll.tasks import api, clusters, lifecycle
-from atoll.tasks.listing import cluster_row, job_row
+from atoll.tasks.listing import cluster_row, job_row, waiting_row
 from atoll.tasks.spec import ClusterSpec
 from atoll.train.metrics import journal
 
@@ -44,7 +44,7 @@ class Views:
         self._lock = threading.Lock()
 
     def clusters(self) -> list[dict[str, Any]]:
-        """Clusters that are not down, the newest first; of a damaged one its name and what is wrong."""
+        """Launches that wait for nodes, clusters that are not down, the newest first, and those that are damaged."""
         return self._asked(("clusters",), _clusters)  # type: ignore[no-any-return]
 
     def jobs(self, cluster: str) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def _clusters() -> list[dict[str, Any]]:
     damaged: dict[str, Exception] = {}
     found = sorted(api.status(on_error=damaged.__setitem__), key=lambda each: each.created_s, reverse=True)
     bad = [{"name": name, "status": "DAMAGED", "error": str(error)} for name, error in damaged.items()]
-    return [*map(_cluster, found), *bad]
+    return [*map(waiting_row, api.waiting_launches()), *map(_cluster, found), *bad]
 
 
 def _cluster(cluster: ClusterSpec) -> dict[str, Any]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, UsageError
 from atoll.core.validation import checks_arguments
-from atoll.tasks import clusters, launches, lifecycle
+from atoll.tasks import clusters, launches, lifecycle, waiting
 from atoll.tasks.jobs import Job, find_job
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.logs import RUN_LOG
 from atoll.tasks.requests import Options, task_request
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 from atoll.tasks.store import VARIABLES
+from atoll.tasks.waiting import WaitingLaunch
 
 if TYPE_CHECKING:
     from atoll.tasks.rows import JobRow
@@ -32,6 +34,7 @@ __all__ = [
     "queue",
     "status",
     "sync_down_logs",
+    "waiting_launches",
 ]
 
 
@@ -150,6 +153,13 @@ def status(
                 raise
             on_error(name, error)
     return [each for each in found if all or cluster_names is not None or each.status is not ClusterStatus.DOWN]
+
+
+def waiting_launches(cluster_names: str | Sequence[str] | None = None) -> list[WaitingLaunch]:
+    """Launches that wait for the nodes of clusters that are not there yet; names may be patterns."""
+    given = [cluster_names] if isinstance(cluster_names, str) else cluster_names
+    found = [each for each in waiting.launches() if given is None or any(fnmatch(each.name, name) for name in given)]
+    return [each for each in found if (have := clusters.find(each.name)) is None or have.status is ClusterStatus.DOWN]
 
 
 @checks_arguments

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from atoll.tasks.rows import JobRow
-from atoll.tasks.spec import ClusterSpec, JobStatus
+from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
+from atoll.tasks.waiting import WaitingLaunch
 
 
 def resources_text(num_nodes: int, accelerator: str | None, num: int, simulated: bool) -> str:
@@ -27,6 +28,16 @@ def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> di
         "supervised_from": "here" if cluster.allocation.supervised_here else cluster.allocation.head.name,
         "num_unfinished_jobs": None if unfinished is None else len(unfinished),
         "notes": list(cluster.notes),
+    }
+
+
+def waiting_row(launch: WaitingLaunch) -> dict[str, Any]:
+    """What ``atoll status -o json`` says of a cluster that has no nodes yet."""
+    return {
+        "name": launch.name,
+        "status": ClusterStatus.INIT.value,
+        **fields(launch, "infra", "num_nodes", "accelerator", "num_accelerators", "simulated", "reason"),
+        "launched_at": launch.since_s,
     }
 
 

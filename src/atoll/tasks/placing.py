@@ -13,6 +13,7 @@ from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT, Accelerators, AcceleratorsLacking, NodeRequest, Offer, wait_until_ready
+from atoll.tasks import waiting
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 
@@ -202,9 +203,10 @@ def provision(
     provider = registry.resolve(cluster.infra)
     have = None if before is None or before.status is ClusterStatus.DOWN else before.allocation
     request = dataclasses.replace(cluster.request(), supervised_here=here, recheck=recheck, owner=owner)
-    allocation = provider.provision(request, say, have)
-    with registry.given_back_on_failure(provider, allocation) if have is None else contextlib.nullcontext():
-        allocation = wait_until_ready(provider, allocation, say)
+    with waiting.told(cluster, say) as tell:
+        allocation = provider.provision(request, tell, have)
+        with registry.given_back_on_failure(provider, allocation) if have is None else contextlib.nullcontext():
+            allocation = wait_until_ready(provider, allocation, tell)
     return dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner))
 
 

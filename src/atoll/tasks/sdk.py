@@ -18,7 +18,7 @@ from atoll.core.validation import checks_arguments
 from atoll.tasks import api, clusters, lifecycle
 from atoll.tasks.jobs import Job
 from atoll.tasks.lifecycle import Say, silent
-from atoll.tasks.listing import cluster_row, job_row, resources_text
+from atoll.tasks.listing import cluster_row, job_row, resources_text, waiting_row
 from atoll.tasks.logs import RUN_LOG
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 
@@ -293,6 +293,8 @@ def status(
 ) -> RequestId:
     """Clusters, as ``Record``: ``name``, ``status``, ``infra``, ``handle``, ``launched_at``, ``autostop``, …
 
+    A cluster whose launch waits for nodes has the status INIT, and a ``reason``.
+
     Args:
         cluster_names: names or patterns; those that no cluster has are left out. By default all that are not down.
         all: also those that are down.
@@ -302,7 +304,9 @@ def status(
         AtollError: the record of a cluster is damaged.
     """
     given = [cluster_names] if isinstance(cluster_names, str) else cluster_names
-    return RequestId.of([_cluster(each) for each in _found(given) if all or each.status is not ClusterStatus.DOWN])
+    waiting = [Record(waiting_row(each), status=ClusterStatus.INIT) for each in api.waiting_launches(given)]
+    found = [_cluster(each) for each in _found(given) if all or each.status is not ClusterStatus.DOWN]
+    return RequestId.of([*waiting, *found])
 
 
 def _found(names: Sequence[str] | None) -> list[ClusterSpec]:

@@ -64,6 +64,7 @@ _ENDED = frozenset(
 class ClusterStatus(enum.StrEnum):
     """Where a cluster stands."""
 
+    INIT = "INIT"  # a launch waits for its nodes; no record says so
     UP = "UP"
     STOPPED = "STOPPED"  # its files are kept, `atoll start` or `launch` restarts it
     DOWN = "DOWN"  # its nodes' files are gone, its jobs' logs are kept

@@ -86,7 +86,7 @@ async function keep(name, ask_it, pause) {
 async function askClusters() {
   state.clusters = await ask("api/clusters");
   for (const each of state.clusters) {
-    if (each.status === "DAMAGED" || state.asked.get(each.name) > Date.now()) continue;
+    if (each.status === "DAMAGED" || each.status === "INIT" || state.asked.get(each.name) > Date.now()) continue;
     state.asked.set(each.name, Infinity);
     askJobs(each.name).then(() => {
       const pause = each.status !== "UP" || each.supervised_from !== "here" ? LATER_MS : SOON_MS - 500;
@@ -142,6 +142,9 @@ function jobTable(cluster) {
 function clusterCard(cluster) {
   if (cluster.status === "DAMAGED")
     return make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, cluster.name), pill("DAMAGED")), make("p", { class: "error" }, cluster.error));
+  if (cluster.status === "INIT")
+    return make("div", { class: "card", "data-cluster": cluster.name }, make("div", { class: "head" }, make("h3", {}, cluster.name), pill("INIT"), make("span", {}, cluster.infra),
+      make("span", { class: "soft" }, resources(cluster)), make("span", { class: "soft push" }, `since ${ago(cluster.launched_at)}`)), make("p", {}, cluster.reason));
   const all = cluster.num_nodes * cluster.num_accelerators, used = inUse(cluster);
   const meter = make("span", { class: "meter", title: `${used} of ${all} GPUs in use` }, make("i"));
   meter.firstChild.style.width = `${all ? Math.min(100, (100 * used) / all) : 0}%`;
