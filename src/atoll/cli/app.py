@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from atoll import __version__
 from atoll.cli import check, clusters, completion, dashboard, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
+from atoll.cli.jobs import jobs_app
 from atoll.cli.options import Output, as_json, normalized
 from atoll.cli.recipes import recipes_app
 from atoll.cli.shown import duration, print_json, print_table
@@ -33,6 +34,7 @@ _HELP = """Train one model on any hardware you can reach.
 I have …                            → type …
 a script for torchrun               → atoll run --nodes 2 --nproc 2 train.py
 a task file, or a command           → atoll launch -c NAME task.yaml,  atoll exec NAME 'echo hi'
+a job that outlives its machines    → atoll jobs launch task.yaml,  atoll jobs queue
 clusters and their jobs             → atoll status,  atoll queue NAME,  atoll logs NAME,  atoll down NAME
 a model to train, or a recipe       → atoll train llama3_debug --nodes 2
 recipes, and data to look at        → atoll recipes ls,  atoll data preview RECIPE
@@ -49,7 +51,7 @@ a browser, to see all of it         → atoll dashboard
 
 # The commands of `atoll --help`.
 _PANELS = {
-    "Run things": ("run", "launch", "exec", "train"),
+    "Run things": ("run", "launch", "exec", "jobs", "train"),
     "Look at them": ("status", "queue", "logs", "dashboard", "gpus", "check"),
     "Clusters and jobs": ("cancel", "stop", "start", "down", "autostop", "ssh", "cp"),
     "Models": ("recipes", "data", "generate", "export", "import"),
@@ -83,6 +85,7 @@ images = typer.Typer(help="Built images of pools.", no_args_is_help=True, rich_m
 app.add_typer(images, name="images")
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
+app.add_typer(jobs_app, name="jobs")
 launching.register(app)
 run.register(app)
 clusters.register(app)
@@ -95,7 +98,6 @@ completion.register(app)
 
 # SkyPilot's commands that this version lacks, and what comes next to each.
 _LACKING = {
-    "jobs": "`atoll launch -d TASK` starts a job that outlives the terminal, `atoll queue` shows it",
     "serve": "`atoll launch TASK` runs a server as a job, `atoll ssh NAME -L PORT` reaches it",
     "api": "there is no server to start: every command works by itself",
     "cost-report": "your own machines have no price; `atoll status --all` also shows clusters that are down",

@@ -106,7 +106,7 @@ def exec_(
     _Command(flags, detach, dryrun, sweep, parallel, output).run(entrypoint, cluster, command="exec", as_it_is=True)
 
 
-def _hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
+def hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
     """Point out scripts of this folder in a command, if the folder is not sent to the nodes."""
     script, words = entrypoint[0], " ".join(entrypoint).split()
     if len(entrypoint) == 1 and script.endswith(".py") and Path(script).is_file():
@@ -186,7 +186,7 @@ class _Command:
         tasks = tasks_of(entrypoint, self.flags)
         if len(tasks) > 1 and self.sweep:
             raise ConfigError(f"--sweep with a pipeline of {len(tasks)} tasks: launch the tasks one by one with it")
-        _hint_at_files(entrypoint, tasks)
+        hint_at_files(entrypoint, tasks)
         requests = [task_request(task, options) for task in tasks]
         if self.dryrun:
             decisions = plan(requests, cluster, options)

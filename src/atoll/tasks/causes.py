@@ -145,6 +145,9 @@ def _hint(event: ProcessEnded) -> str:
 
 _SIGNALS = frozenset(signal.valid_signals())
 
+# Why a supervisor that is asked to end cancels its jobs: with its nodes, or by itself.
+TAKEN_BACK = ("its nodes are taken back", "the supervisor was asked to end")
+
 
 def _ended_by(event: ProcessEnded) -> int:
     """The signal that ended it, or that ended what it ran as a shell tells it; 0 for none."""

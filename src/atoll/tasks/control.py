@@ -374,6 +374,8 @@ def _check(spec: JobSpec, cluster: ClusterSpec) -> None:
         raise ConfigError(f"cluster {name} is down: create it again with `{command_line(*launch, 'TASK')}`")
     if cluster.status is ClusterStatus.STOPPED:
         raise ConfigError(f"cluster {name} is stopped: restart it with `{command_line('atoll', 'start', name)}`")
+    if spec.managed is not None:  # it has clusters of its own
+        return
     if spec.num_nodes > cluster.num_nodes:
         raise ConfigError(
             f"the job needs {spec.num_nodes} nodes and cluster {name} has {cluster.num_nodes}: ask for less, or resize "

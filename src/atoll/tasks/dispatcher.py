@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib
 import os
 import select
 import signal
@@ -15,11 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from atoll.agent import keeper
 from atoll.core.errors import AtollError
 from atoll.tasks import reaper, record, supervisor
-from atoll.tasks.environment import task_id
+from atoll.tasks.causes import TAKEN_BACK
+from atoll.tasks.environment import managed_task_id, task_id
 from atoll.tasks.logs import JobLog
 from atoll.tasks.nodes import ClusterNodes
 from atoll.tasks.ports import PortLocks
@@ -41,6 +44,37 @@ _STARTS = "supervisor.starts"  # in a cluster's folder: when supervisors began t
 _MOST_STARTS = 2  # a job that so many supervisors could not even begin has failed
 
 
+class Runner(Protocol):
+    """What runs one job: on nodes of the cluster, or where it is managed on clusters of its own."""
+
+    job: JobRow
+    nodes: tuple[int, ...]
+    cancelled: bool
+
+    @property
+    def status(self) -> JobStatus:
+        """Where the job stands."""
+
+    @property
+    def finished(self) -> bool:
+        """Has the job ended, and is nothing left of it?"""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def cancel(self, why: str, number: int = ...) -> None:
+        """End it before its time, beginning with this signal."""
+
+    def leave(self) -> bool:
+        """Leave it for the next supervisor, where it lives without this one: then it has finished here."""
+
+    def tell_fault(self, fault: str) -> None:
+        """Say in its log, once, what its nodes have lost."""
+
+    def close(self) -> None:
+        """Give up what it holds; it has finished."""
+
+
 class Dispatcher:
     """Runs the jobs of the cluster in ``folder``. Whoever makes one holds its supervisor's lock.
 
@@ -58,7 +92,7 @@ class Dispatcher:
         self._nodes: ClusterNodes | None = None
         self._shape: ClusterSpec | None = None  # what `_nodes` were made for
         self._notes: list[str] = []
-        self._runners: dict[int, JobRunner] = {}
+        self._runners: dict[int, Runner] = {}
         self._ports: dict[int, PortLocks] = {}
         self._owners: dict[int, int] = {}  # descriptors of processes whose end ends a job
         self._pending: dict[int, JobRow] = {}  # jobs that may be started, oldest first
@@ -113,6 +147,7 @@ class Dispatcher:
                 runner.close()
                 del self._runners[job_id]
                 self._forget(job_id)
+                self._remove_files(runner.job)
                 self._changed = True
 
     def _forget(self, job_id: int) -> None:
@@ -139,11 +174,18 @@ class Dispatcher:
         if not self._changed and not self._awaited_ports:
             return
         self._changed, self._awaited_ports = False, set()
-        if self._is_ending and (self._pending or not all(each.cancelled for each in self._runners.values())):
-            self.cancel(None, signal.SIGTERM)
+        if self._is_ending:
+            self._end_jobs()
         unwritten = {job_id for job_id, _, _ in self._unwritten}
         if pending := [job for job_id, job in self._pending.items() if job_id not in unwritten]:
             self._start_some(pending)
+
+    def _end_jobs(self) -> None:
+        """Cancels jobs before their nodes go; those that are managed have others, and wait for the next supervisor."""
+        self._pending = {job_id: job for job_id, job in self._pending.items() if job.spec.managed is None}
+        running = [job_id for job_id, each in self._runners.items() if not each.leave() and not each.cancelled]
+        if going := [*self._pending, *running]:
+            self.cancel(going, signal.SIGTERM)
 
     def _check_files(self) -> None:
         """Ends the jobs where nobody can find the supervisor any more."""
@@ -165,7 +207,9 @@ class Dispatcher:
 
         def begin(job_id: int) -> str:
             put_variables(self._folder, job_id, {**spec.variables(), "secrets": secrets})
-            return task_id(self._folder.name, job_id, datetime.now())
+            if spec.managed is not None:
+                return managed_task_id(spec.name, job_id, datetime.now())
+            return spec.task_id or task_id(self._folder.name, job_id, datetime.now())
 
         job_id = self._store.add(spec, task_id_for=begin, user=user)
         job = self._store.job(job_id)
@@ -212,7 +256,7 @@ class Dispatcher:
         A node's agent ends, and everything below it, when its driver does; what is stopped or hangs is ended here.
         """
         unfinished = self._store.jobs(newest_first=False, unfinished=True)
-        orphans = [job for job in unfinished if job.status is not JobStatus.PENDING]
+        orphans = [job for job in unfinished if job.status is not JobStatus.PENDING and job.spec.managed is None]
         if not orphans:
             return
         reason = "its supervisor was killed, or the machine restarted"
@@ -267,8 +311,7 @@ class Dispatcher:
             return
         why = "cancelled"
         if self._is_ending:
-            kept = keeper.VARIABLE in os.environ
-            why = "its nodes are taken back" if kept else "the supervisor was asked to end"
+            why = TAKEN_BACK[0 if keeper.VARIABLE in os.environ else 1]
         elif job.id in self._owners and _has_ended(self._owners[job.id]):
             why = f"the process that started it, {job.spec.owner_pid}, ended"
         runner.cancel(why, number)
@@ -295,6 +338,11 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------- starting jobs
     def _start_some(self, pending: Sequence[JobRow]) -> None:
+        for job in [each for each in pending if each.spec.managed is not None and self._may_follow(each)]:
+            self._start_managed(job)
+        pending = [each for each in pending if each.spec.managed is None]
+        if not pending:
+            return
         try:
             cluster = record.load(self._folder)
             nodes = self._nodes_of(cluster)
@@ -310,7 +358,7 @@ class Dispatcher:
                 )
             return
         # One that has ended may not be gone yet.
-        running = [(runner.job, runner.nodes) for runner in self._runners.values()]
+        running = [(each.job, each.nodes) for each in self._runners.values() if each.job.spec.managed is None]
         for turn in turns(cluster, [job for job in pending if self._may_follow(job)], running):
             why = turn.why or self._start(turn, cluster, nodes)
             if why is not None:
@@ -387,6 +435,29 @@ class Dispatcher:
         runner.start()
         return None
 
+    def _start_managed(self, job: JobRow) -> None:
+        """Start or continue a job that has clusters of its own."""
+        # By its name, as providers are found: launching imports what only some tasks need, and no bare host has.
+        managed = importlib.import_module("atoll.tasks.managed")
+        try:
+            runner = managed.ManagedRunner(job, self._folder, self._loop, self._record)
+        except (AtollError, OSError, ValueError) as error:
+            self._refuse(job, str(error))
+            return
+        supervisor.guard(self._folder)
+        self._pending.pop(job.id)
+        self._waiting.pop(job.id, None)
+        self._runners[job.id] = runner
+        self._forget_starts()
+        runner.start()
+
+    def _remove_files(self, job: JobRow) -> None:
+        """Remove the copy of a managed job's files, unless another one needs it."""
+        if job.spec.managed is not None:
+            others = [each.spec.managed for each in self._store.jobs(unfinished=True)]
+            if job.spec.managed["files"] not in [each["files"] for each in others if each is not None]:
+                importlib.import_module("atoll.tasks.managed").remove_files(self._folder, job)
+
     def _refuse(self, job: JobRow, reason: str, status: JobStatus = JobStatus.FAILED_DRIVER) -> None:
         how = "failed" if status is JobStatus.FAILED_DRIVER else "was cancelled"
         self._say(job.id, f"✗ Job {job.id} {how} (status: {status}): {reason.removesuffix('.')}.")
@@ -431,7 +502,8 @@ class Dispatcher:
 
     def _note_setup(self, job_id: int, actions: Sequence[SetStatus | Log]) -> None:
         """The first status after a setup tells that it succeeded, on every node."""
-        if job_id not in self._runners or self._runners[job_id].job.spec.setup is None:
+        spec = self._runners[job_id].job.spec if job_id in self._runners else None
+        if spec is None or spec.setup is None or spec.managed is not None:
             return
         after = {each.status for each in actions if isinstance(each, SetStatus)}
         if after & {JobStatus.RUNNING, JobStatus.SUCCEEDED} and self._shape is not None:

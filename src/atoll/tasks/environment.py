@@ -48,6 +48,11 @@ def task_id(cluster: str, job_id: int, now: datetime) -> str:
     return f"sky-{now:%Y-%m-%d-%H-%M-%S-%f}_{cluster}_{job_id}"
 
 
+def managed_task_id(name: str | None, job_id: int, now: datetime) -> str:
+    """``sky-managed-2026-11-28-05-30-00-123456_train_3``: the same on every cluster that the job has."""
+    return f"sky-managed-{now:%Y-%m-%d-%H-%M-%S-%f}_{name or 'job'}_{job_id}"
+
+
 def script_environment(task: Task, phase: Phase, node: int, place: Mapping[str, str]) -> dict[str, str]:
     """Variables of ``setup`` or ``run`` on one node; ``place`` is what the node itself adds."""
     ours = _setup_variables(task, node) if phase == "setup" else _run_variables(task, node)

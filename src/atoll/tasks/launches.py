@@ -160,6 +160,9 @@ def make_jobs(requests: Sequence[JobRequest], decisions: Sequence[Decision]) -> 
     specs: Specs = []
     for request, decision in zip(requests, decisions, strict=True):
         spec, secrets = request.make(decision.cluster)
+        if spec.managed is not None:  # it asks for them where it is launched
+            specs.append((spec, secrets))
+            continue
         spec = replace(
             spec,
             accelerator=decision.accelerator,
@@ -184,7 +187,9 @@ def provision(
         cluster = replace(cluster, **lifecycle.autostop_fields(autostop[0], down=autostop[1]))
     owner = reaper.owner_of(clusters.folder_of(cluster.name))
     recheck = before is None or before.status is not ClusterStatus.UP or _has_lost_nodes(before)
-    cluster = placing.provision(cluster, before, owner, options.say, here=options.from_here, recheck=recheck)
+    cluster = placing.provision(
+        cluster, before, owner, options.say, options.given_up, here=options.from_here, recheck=recheck
+    )
     site = _site_text(cluster)
     if before is not None and is_new and _site_text(before) != site:
         at = _site_text(before)
@@ -263,22 +268,25 @@ def submit_jobs(
     task_ids = [job.row().task_id for job in earlier or ()]
     for number, (made, secrets) in enumerate(specs, 1):
         spec = replace(made, setup=made.setup if setup else None)
-        if cluster.allocation.shares_machine and not made.inherit_env:  # other machines have paths of their own
+        if (
+            cluster.allocation.shares_machine and not made.inherit_env and not made.base_env
+        ):  # other machines have paths of their own
             spec = replace(spec, base_env=base_env)
         if in_pipeline:
             env = {**spec.env, "SKYPILOT_TASK_IDS": "\n".join(task_ids)}
             spec = replace(spec, env=env, after=jobs[-1].id if jobs else None)
         for rank, labels in enumerate(options.variants or [{}]):
-            one = replace(
-                spec,
-                env={**spec.env, **labels},
-                labels=labels,
-                group=group,
-                rank_in_group=rank,
-                num_in_group=max(1, len(options.variants)),
-                parallel=options.parallel,
-                key=random.token_hex(8),  # a connection may be lost before the answer comes
-            )
+            one = replace(spec, key=made.key or random.token_hex(8))  # a connection may be lost before the answer comes
+            if group is not None:
+                one = replace(
+                    one,
+                    env={**spec.env, **labels},
+                    labels=labels,
+                    group=group,
+                    rank_in_group=rank,
+                    num_in_group=len(options.variants),
+                    parallel=options.parallel,
+                )
             jobs.append(Job(cluster.name, control.submit(one, secrets)))
         if number < len(specs):
             task_ids.append(jobs[-1].row().task_id)

@@ -255,6 +255,10 @@ class JobLog:
         """A line of our own."""
         self._run_log.write_for(None, self.redactor.hide(_bytes_of(text)) + b"\n")
 
+    def copy(self, data: bytes) -> None:
+        """Bytes of another job's log, as they are."""
+        self._run_log.write(data)
+
     def stream(self, prefix: str) -> Stream:
         """For one process."""
         stream = Stream(self._run_log, prefix, self.redactor)

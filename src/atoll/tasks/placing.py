@@ -183,6 +183,7 @@ def provision(
     before: ClusterSpec | None,
     owner: str,
     say: Callable[[str], object],
+    given_up: Callable[[], bool],
     *,
     here: bool,
     recheck: bool,
@@ -194,6 +195,7 @@ def provision(
         before: its record so far, or None.
         owner: what its agents are known by.
         say: called with a line for each thing the user should know.
+        given_up: where it is true, nodes are waited for no longer.
         here: its supervisor runs on this machine, because its jobs end with a process here.
         recheck: look also at machines that were found well lately.
 
@@ -206,7 +208,7 @@ def provision(
     with waiting.told(cluster, say) as tell:
         allocation = provider.provision(request, tell, have)
         with registry.given_back_on_failure(provider, allocation) if have is None else contextlib.nullcontext():
-            allocation = wait_until_ready(provider, allocation, tell)
+            allocation = wait_until_ready(provider, allocation, tell, given_up)
     return dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner))
 
 

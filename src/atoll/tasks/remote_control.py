@@ -84,9 +84,10 @@ class RemoteControl:
         tail: int = 0,
         rank: int | None = None,
         hang_up: int | None = None,
+        start: int = 0,
     ) -> JobStatus:
         """Writes a job's log, until the job has ended. Where the connection is lost it goes on at the same byte."""
-        start = self.position_of_tail(job_id, tail, rank) if tail else 0
+        start = self.position_of_tail(job_id, tail, rank) if tail else start
         seen = FollowPosition(write, on_event)
         args = (job_id, seen.write, None if on_event is None else seen.on_event)
         how = {"follow": follow, "rank": rank, "start": start}
@@ -191,13 +192,17 @@ def advice_on_lost_head(cluster: str) -> str:
 _controls: dict[str, tuple[Remote, RemoteControl]] = {}  # by how a head is reached: its login serves a whole process
 
 
-def control(cluster: ClusterSpec) -> RemoteControl:
+def control(cluster: ClusterSpec, patience_s: float = _PATIENCE_S) -> RemoteControl:
     """Asks the head of a cluster that is supervised there.
+
+    Args:
+        cluster: the cluster.
+        patience_s: where the connection is lost, it is made again for so long.
 
     Raises:
         ProvisionError: the head can't be reached.
     """
-    return _reach(cluster)[1]
+    return _reach(cluster, patience_s)[1]
 
 
 class _Desk:
@@ -225,17 +230,18 @@ class _Desk:
         return self._head.argv("tasks.control", self._cluster.name)
 
 
-def _reach(cluster: ClusterSpec) -> tuple[Remote, RemoteControl]:
+def _reach(cluster: ClusterSpec, patience_s: float = _PATIENCE_S) -> tuple[Remote, RemoteControl]:
     """The machine that supervises a cluster elsewhere, with Atoll's code there, and how its program is asked."""
     allocation = cluster.allocation
-    key = json.dumps([cluster.name, allocation.head.reach, allocation.settings, allocation.code], sort_keys=True)
+    how = [cluster.name, allocation.head.reach, allocation.settings, allocation.code, patience_s]
+    key = json.dumps(how, sort_keys=True)
     if key not in _controls:
         try:
             head = registry.of(allocation).desk(allocation)
             head.bring_code()
         except ProvisionError as error:
             raise ProvisionError(f"{error}. {advice_on_lost_head(cluster.name)}") from None
-        control = RemoteControl(_Desk(cluster, head).command, cluster.name, head.plan.host, _PATIENCE_S)
+        control = RemoteControl(_Desk(cluster, head).command, cluster.name, head.plan.host, patience_s)
         _controls[key] = head, control
     return _controls[key]
 

@@ -72,6 +72,7 @@ class Options:
         announce: tell where the jobs run.
         say: called with each line for the user.
         progress: called with bytes copied to the nodes and bytes in all.
+        given_up: asked while nodes are pending; where it is true the launch fails.
     """
 
     command: str = "launch"
@@ -89,6 +90,7 @@ class Options:
     announce: bool = True
     say: Say = silent
     progress: Progress | None = None
+    given_up: Callable[[], bool] = lambda: False
 
 
 def reason_not_together(requests: Sequence[JobRequest]) -> str | None:

@@ -147,6 +147,10 @@ class JobRunner:
         self.cancelled = True
         self._guard(lambda: self._hear(t.CancelAsked(why, number)))
 
+    def leave(self) -> bool:
+        """It ends with its supervisor."""
+        return False
+
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
         if fault not in self._notes and not self._machine.done:

@@ -133,6 +133,9 @@ class JobSpec:
         grace_s: seconds between the signal that ends its processes and SIGKILL, whatever ends them; None: few.
         save_s: the same after a cancel alone, for processes that save; None: as ``grace_s``.
         key: made by who submits it; of several jobs with the same key only the first is added.
+        task_id: ``SKYPILOT_TASK_ID``, where it is not made for this job.
+        managed: of a job that its supervisor has run on clusters of its own, again where those are lost: what
+            ``managed.ManagedSpec`` says of it, as JSON values.
     """
 
     name: str | None = None
@@ -166,6 +169,8 @@ class JobSpec:
     grace_s: float | None = None
     save_s: float | None = None
     key: str | None = None
+    task_id: str | None = None
+    managed: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         return _short(self)

@@ -54,6 +54,11 @@ if os.fork(): os._exit(0)
 sys.path.insert(0, sys.argv[1])
 from atoll.tasks.dispatcher import main
 main(sys.argv[2], int(sys.argv[3]))"""
+_GUARD = """import os, sys
+if os.fork(): os._exit(0)
+sys.path.insert(0, sys.argv[1])
+from atoll.tasks.watcher import guard
+guard(sys.argv[2])"""
 _WATCHER = "import sys; sys.path.insert(0, sys.argv[1]); from atoll.tasks.watcher import main; main(sys.argv[2])"
 
 
@@ -157,13 +162,24 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _spawn(folder: Path, first: int, output: IO[bytes]) -> None:
     """Run a supervisor that is nobody's child."""
+    _detach([_BOOT, _source(), str(folder), str(first)], folder, output, first)
+
+
+def guard(folder: Path) -> None:
+    """Have a process of its own start a supervisor again that ends before its managed jobs do (``watcher.guard``)."""
+    with _opened(folder / LOG) as output:
+        _detach([_GUARD, _source(), str(folder)], folder, output)
+
+
+def _detach(program: list[str], folder: Path, output: IO[bytes], *fds: int) -> None:
+    """Run a program that is nobody's child."""
     env = _environment(folder)
-    command = [sys.executable, "-I", "-S", "-c", _BOOT, _source(), str(folder), str(first)]
-    if keeper.spawn(command, {1: output.fileno(), 2: output.fileno(), first: first}, env):
+    command = [sys.executable, "-I", "-S", "-c", *program]
+    if keeper.spawn(command, {1: output.fileno(), 2: output.fileno(), **{fd: fd for fd in fds}}, env):
         return
     subprocess.run(
         command,
-        pass_fds=(first,),
+        pass_fds=fds,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -6,16 +6,36 @@ Standard library only.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
 
 from atoll.core.errors import AtollError
-from atoll.tasks import clusters, lifecycle, record
+from atoll.tasks import clusters, lifecycle, record, supervisor
+from atoll.tasks.control import LocalControl
 from atoll.tasks.spec import ClusterStatus
+from atoll.tasks.store import Store
 
 _LOOK_S = 20.0
+_RESTART_S = 1.0  # one that ends at once, again and again, costs little
 _LAUNCH_S = 1800.0  # from a launch to its first job packages are installed and files copied
+
+
+def guard(folder_name: str) -> None:
+    """Entry: start a supervisor again where one ends before its managed jobs do, unless another process does."""
+    folder = Path(folder_name)
+    if not record.take_lock(record.open_lock(folder / "guard.lock"), 0.0):
+        return
+    while True:
+        lock = supervisor.open_lock(folder)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # once none runs any more
+        os.close(lock)
+        with Store(folder) as store:
+            if not any(job.spec.managed is not None for job in store.jobs(unfinished=True)):
+                return
+        time.sleep(_RESTART_S)
+        LocalControl(folder).resume()
 
 
 def main(folder_name: str) -> None:
