@@ -140,7 +140,7 @@ def _accelerators(value: Any) -> str | list[str] | dict[str, None] | None:
 
 def _cloud(value: str, key: str | None = None) -> str:
     name = value.strip().lower()
-    if name not in (*_CLOUDS, "*"):
+    if name not in (*_CLOUDS, "*") and not registry.is_known(name):
         expected = f"local, ssh/NAME, slurm/CLUSTER or a cloud such as aws{nearest(name, _CLOUDS)}"
         raise Expected(expected, value, key)
     return name
