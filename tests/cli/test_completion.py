@@ -29,7 +29,8 @@ def test_commands_flags_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (atoll_home() / "clusters" / "lab-1" / "cluster.json").write_text("{}")
     (atoll_home() / "config.toml").write_text('[ssh.gpu]\nhosts = ["a"]\n')
     assert after("la") == ["launch"]
-    assert "jobs" not in after("")
+    assert "serve" not in after("")
+    assert after("jobs", "") == ["cancel", "launch", "logs", "queue"]
     assert after("recipes", "") == ["cp", "ls", "show"]
     assert "--no-resume" in after("train", "llama3_8b", "--no")
     assert after("launch", "-c", "") == ["lab-1"] == after("logs", "") == after("down", "lab")

@@ -54,7 +54,7 @@ def parse() -> Callable[[list[str]], None]:
     """Has ``atoll`` take these words, and do nothing."""
     root = typer.main.get_command(app)
     for path, command in leaves(root):
-        if path[0] not in ("jobs", "serve", "api", "cost-report", "show-gpus"):
+        if path[0] not in ("serve", "api", "cost-report", "show-gpus"):
             command.callback = lambda **given: None
 
     def parsed(words: list[str]) -> None:

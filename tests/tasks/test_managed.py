@@ -24,7 +24,7 @@ from atoll.core.errors import ConfigError
 from atoll.providers import registry
 from atoll.tasks import clusters, lifecycle, managed_api, supervisor
 from atoll.tasks.jobs import Job
-from atoll.tasks.spec import ClusterStatus, JobStatus
+from atoll.tasks.spec import JobStatus
 
 INFRAS = Path(__file__).parents[1] / "providers" / "infras"
 # Writes what it sees, and goes on after what an earlier attempt has done, as training does.
@@ -102,6 +102,7 @@ def finish(job: Job, shared: Path, attempts: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- what runs
+@pytest.mark.long
 def test_a_job_brings_its_files_as_they_were_and_leaves_nothing(home: Path, tmp_path: Path, shared: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
@@ -151,6 +152,7 @@ def test_a_failure_of_its_own_is_not_recovered(shared: Path) -> None:
     assert not set(clusters.all_names()) - {managed_api.CONTROLLER}
 
 
+@pytest.mark.long
 def test_job_recovery_of_the_task_is_honoured(shared: Path) -> None:
     run = 'n=$(wc -l < $SHARED/ids || echo 0); echo >> $SHARED/ids; [ "$n" = 2 ] || exit $CODE'
     job = launch(run, shared, {"CODE": "42"}, resources={"job_recovery": {"recover_on_exit_codes": [42]}})
@@ -161,6 +163,7 @@ def test_job_recovery_of_the_task_is_honoured(shared: Path) -> None:
     assert (shared / "ids").read_text().count("\n") == 2
 
 
+@pytest.mark.long
 def test_what_can_not_be_had_is_said_at_once(home: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         launch("true", infra="locl")
@@ -171,6 +174,7 @@ def test_what_can_not_be_had_is_said_at_once(home: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ what is killed
+@pytest.mark.long
 def test_a_lost_node_is_replaced_on_its_cluster(shared: Path) -> None:
     job = launch(shared=shared)
     steps(shared, 1)
@@ -179,6 +183,7 @@ def test_a_lost_node_is_replaced_on_its_cluster(shared: Path) -> None:
     assert "Restarting in 1 s (restart 1)" in finish(job, shared, 2)
 
 
+@pytest.mark.long
 def test_the_supervisor_of_the_task_is_killed(shared: Path) -> None:
     job = launch(shared=shared)
     steps(shared, 1)
@@ -207,6 +212,7 @@ def test_the_controller_is_killed_and_continues_with_what_is_there(shared: Path)
     assert job.row().restarts == 0
 
 
+@pytest.mark.long
 def test_a_controller_that_is_asked_to_end_leaves_the_job_as_it_is(shared: Path) -> None:
     job = launch(shared=shared)
     steps(shared, 1)
@@ -216,6 +222,7 @@ def test_a_controller_that_is_asked_to_end_leaves_the_job_as_it_is(shared: Path)
     finish(job, shared, 1)
 
 
+@pytest.mark.long
 def test_everything_is_killed_at_once(shared: Path) -> None:
     job = launch(shared=shared)
     steps(shared, 1)
@@ -239,6 +246,7 @@ def is_guard(pid: int) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- what somebody asks for
+@pytest.mark.long
 def test_a_cluster_that_is_taken_down_by_hand_is_a_cancel(shared: Path) -> None:
     job = launch(shared=shared)
     steps(shared, 1)
@@ -252,6 +260,7 @@ def test_a_cluster_that_is_taken_down_by_hand_is_a_cancel(shared: Path) -> None:
     assert job.wait(60) is JobStatus.CANCELLED
 
 
+@pytest.mark.long
 def test_a_cancel_ends_the_task_in_its_own_time_and_takes_the_cluster_down(shared: Path) -> None:
     job = launch(f"trap 'sleep 1; touch $SHARED/saved; exit 0' TERM; {TRAIN}", shared)
     steps(shared, 1)
@@ -262,6 +271,7 @@ def test_a_cancel_ends_the_task_in_its_own_time_and_takes_the_cluster_down(share
     assert managed_api.cancel(all=True) == []
 
 
+@pytest.mark.long
 def test_jobs_of_a_number_and_of_a_name(shared: Path) -> None:
     run = "echo rank $SKYPILOT_JOB_RANK of $SKYPILOT_NUM_JOBS"
     jobs = managed_api.launch(sky.Task(name="many", run=run), num_jobs=2)
@@ -274,6 +284,7 @@ def test_jobs_of_a_number_and_of_a_name(shared: Path) -> None:
         managed_api.job(name="none")
 
 
+@pytest.mark.long
 def test_a_pipeline(shared: Path) -> None:
     first = sky.Task(name="first", run="touch $SHARED/first", envs={"SHARED": str(shared)})
     second = sky.Task(name="second", run="ls $SHARED; echo $SKYPILOT_TASK_IDS", envs={"SHARED": str(shared)})
@@ -319,6 +330,7 @@ def test_a_preempted_cluster_is_replaced_elsewhere(fake: Script, shared: Path) -
     assert "Attempt 2: launching on local." in log
 
 
+@pytest.mark.long
 def test_what_a_probe_says_kills_no_healthy_job(fake: Script, shared: Path) -> None:
     job = launch(shared=shared, infra="fake")
     steps(shared, 1)
@@ -341,6 +353,7 @@ def test_a_cancel_while_nodes_are_pending_and_the_reason_that_the_queue_shows(fa
     assert job.wait(60) is JobStatus.CANCELLED
 
 
+@pytest.mark.long
 def test_a_place_that_has_nothing_is_passed_over(fake: Script, shared: Path) -> None:
     fake(state="LOST", reason="its quota is used up")
     job = launch("true", resources={"any_of": [{"infra": "fake"}, {"infra": "local"}]})
@@ -348,6 +361,7 @@ def test_a_place_that_has_nothing_is_passed_over(fake: Script, shared: Path) -> 
     assert "Attempt 1 came to nothing: fake gave no nodes: its quota is used up" in job.logs()
 
 
+@pytest.mark.long
 def test_what_was_given_back_by_somebody_is_cancelled(fake: Script, shared: Path) -> None:
     job = launch(shared=shared, infra="fake")
     steps(shared, 1)
@@ -364,4 +378,3 @@ def test_it_imports_nothing_that_a_bare_host_lacks() -> None:
     command = ["python3", "-I", "-S", "-c", code, source]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert not {"pydantic", "yaml", "fsspec", "typer"} & {name.partition(".")[0] for name in found}
-    assert ClusterStatus.UP

@@ -14,7 +14,7 @@ from atoll.tasks import transitions as t
 from atoll.tasks.spec import JobStatus
 
 READY, LOST, RELEASED = AllocationState.READY, AllocationState.LOST, AllocationState.RELEASED
-NUM_SEEDS = 1200
+NUM_SEEDS = 1000
 seen: Counter[str] = Counter()
 
 

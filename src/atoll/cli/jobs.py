@@ -13,6 +13,7 @@ from atoll.cli.launching import Entrypoint, hint_at_files
 from atoll.cli.output import spinner
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.exit_codes import ExitCode
+from atoll.tasks.listing import job_row, resources_text
 from atoll.tasks.spec import JobStatus
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def launch(
             if code == ExitCode.OK:
                 code = shown.follow(job, stream, fresh=True)
     if as_json:
-        rows = [{"controller": job.cluster, **shown.job_row(job.row())} for job in found]
+        rows = [{"controller": job.cluster, **job_row(job.row())} for job in found]
         shown.print_json(rows if several else rows[0])
     if code != ExitCode.OK:
         raise typer.Exit(code)
@@ -121,7 +122,7 @@ def queue(
     as_json = options.as_json(output)
     rows = managed_api.queue(controller, skip_finished=skip_finished)
     if as_json:
-        shown.print_json([{"controller": at, **shown.job_row(row)} for at, row in rows])
+        shown.print_json([{"controller": at, **job_row(row)} for at, row in rows])
         return
     if not rows:
         print(f"no {'unfinished ' if skip_finished else ''}managed job; `atoll jobs launch TASK` starts one")
@@ -137,9 +138,7 @@ def queue(
                 shown.ago(row.submitted_s),
                 shown.duration((row.ended_s or time.time()) - row.started_s) if row.started_s else "-",
                 str(row.restarts),
-                shown.resources_text(
-                    row.spec.num_nodes, row.spec.accelerator, row.spec.num_accelerators, row.spec.simulated
-                ),
+                resources_text(row.spec.num_nodes, row.spec.accelerator, row.spec.num_accelerators, row.spec.simulated),
                 row.status.value,
                 ""
                 if row.status is JobStatus.CANCELLED and row.reason == "cancelled"

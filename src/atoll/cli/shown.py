@@ -135,9 +135,15 @@ def _coloured(data: bytes) -> bytes:
 
 def to_see(cluster: str, jobs: Sequence[int]) -> str:
     """What to type to see jobs that are still running, and to cancel them."""
+    from atoll.tasks import managed_api
+
     several = len(jobs) > 1
-    see = command_line("atoll", "queue", cluster) if several else command_line("atoll", "logs", cluster, *jobs)
-    cancel = command_line("atoll", "cancel", cluster, *(jobs if len(jobs) <= _MOST_NAMED else ["--all"]))
+    atoll: list[str] = ["atoll"]
+    where = [cluster]
+    if (infra := managed_api.infra_of(cluster)) is not None:
+        atoll, where = ["atoll", "jobs"], [] if cluster == managed_api.CONTROLLER else ["--controller", infra]
+    see = command_line(*atoll, "queue", *where) if several else command_line(*atoll, "logs", *where, *jobs)
+    cancel = command_line(*atoll, "cancel", *where, *(jobs if len(jobs) <= _MOST_NAMED else ["--all"]))
     return f"{'To see them' if several else 'Its log'}: {see}; to cancel {'them' if several else 'it'}: {cancel}"
 
 

@@ -42,6 +42,11 @@ def controller_of(infra: str | None) -> str:
     return CONTROLLER if infra in (None, DEFAULT) else f"{CONTROLLER}-{str(infra).replace('/', '-')}"
 
 
+def infra_of(cluster: str) -> str | None:
+    """The infra of a controller's cluster; None of any other cluster."""
+    return clusters.load(cluster).infra if cluster in controllers() else None
+
+
 def controllers() -> list[str]:
     """The clusters of all controllers that were used from here."""
     return [each for each in clusters.all_names() if each == CONTROLLER or each.startswith(f"{CONTROLLER}-")]
@@ -100,8 +105,7 @@ def _managed(
 ) -> JobRequest:
     """The request of a managed job. Its files are copied to the controller's cluster: they stay as they are now."""
     request = task_request(task, options)
-    infras = dict.fromkeys([options.infra] if options.infra else [each.infra for each in task.resources.choices()])
-    choices = tuple(task_request(task, replace(options, infra=infra)).resources for infra in infras)
+    choices = (request.resources, *request.others)
     if controller_of(controller) == CONTROLLER:
         for infra in dict.fromkeys(each.infra or DEFAULT for each in choices):
             registry.resolve(infra)  # raises
@@ -134,6 +138,18 @@ def _managed(
     return JobRequest(resources=NodeRequest(infra=controller), make=make, mounts=mounts, name=name or task.name)
 
 
+def _known(infra: str | None) -> str:
+    """The cluster of a controller that was used.
+
+    Raises:
+        UnknownCluster: no job was launched from there.
+    """
+    if (name := controller_of(infra)) not in controllers():
+        starts = command_line("atoll", "jobs", "launch", *(["--controller", infra] if infra else []), "TASK")
+        raise UnknownCluster(f"no managed job was launched from {infra or DEFAULT} yet; `{starts}` starts one")
+    return name
+
+
 @checks_arguments
 def queue(controller: str | None = None, *, skip_finished: bool = False) -> list[tuple[str, JobRow]]:
     """Managed jobs, the newest first, each with its controller's cluster; by default of every controller.
@@ -141,7 +157,7 @@ def queue(controller: str | None = None, *, skip_finished: bool = False) -> list
     Raises:
         UnknownCluster: no job was launched from there.
     """
-    names = controllers() if controller is None else [controller_of(controller)]
+    names = controllers() if controller is None else [_known(controller)]
     return [(name, row) for name in names for row in api.queue(name, skip_finished=skip_finished)]
 
 
@@ -153,7 +169,7 @@ def job(job_id: int | None = None, name: str | None = None, controller: str | No
         UnknownCluster: there is none.
     """
     if name is None:
-        return api.job(controller_of(controller), job_id)
+        return api.job(_known(controller), job_id)
     found = next((Job(at, row.id) for at, row in queue(controller) if row.name == name), None)
     if found is None:
         raise UnknownCluster(
@@ -171,7 +187,7 @@ def cancel(
     Raises:
         UnknownCluster: there is no such job.
     """
-    at = controller_of(controller)
+    at = _known(controller)
     if name is not None:
         job_ids = [row.id for _, row in queue(controller or DEFAULT, skip_finished=True) if row.name == name]
         if not job_ids:
