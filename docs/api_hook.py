@@ -22,7 +22,7 @@ PAGES = {
     "api-pools": "ComputePool Image named_pools LogLine integrations events",
     "api-providers": "Local SSH Slurm Accelerator NVIDIA",
     "api-tasks": "Task Resources launch exec get stream_and_get Job LaunchedJob RequestId ClusterHandle Record "
-    "JobStatus status queue job_status tail_logs download_logs cancel stop start autostop down ClusterStatus "
+    "JobStatus status queue job_status tail_logs download_logs cancel stop start autostop down jobs ClusterStatus "
     "StatusRefreshMode",
     "api-errors": "AtollError ConfigError UsageError UnknownCluster ClusterNotUp exceptions ProvisionError ImageError "
     "RemoteError RemoteTraceback WorkerDied NodeLost HangError CallTimeout PoolClosed NeverDispatched "

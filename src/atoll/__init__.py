@@ -72,7 +72,7 @@ _WHERE = {
     "instance_info": "atoll.functions.info",
 }
 
-__all__ = ["__version__", *sorted({*_WHERE, "integrations", "events", "exceptions"})]
+__all__ = ["__version__", *sorted({*_WHERE, "integrations", "events", "exceptions", "jobs"})]
 
 
 # Submodules that are part of the surface.
@@ -80,6 +80,7 @@ _MODULES = {
     "integrations": "atoll.functions.integrations",
     "events": "atoll.core.events",
     "exceptions": "atoll.tasks.exceptions",
+    "jobs": "atoll.tasks.managed_sdk",
 }
 
 

@@ -127,3 +127,39 @@ def test_the_lines_of_a_log_are_left_in_the_middle() -> None:
     assert any(piece == b"" for piece in pieces)
     pieces.close()
     sky.down("c")
+
+
+JOBS = """
+import atoll as sky
+
+task = sky.Task(name="managed", run="echo try $SKYPILOT_TASK_ID; exit $CODE", envs={"CODE": 0})
+job_id, handle = sky.get(sky.jobs.launch(task, name="first"))
+print("launched", job_id, handle.cluster_name)
+print("code", sky.jobs.tail_logs(job_id=job_id, follow=True))
+failing = sky.Task(run="exit 3")
+ids, _ = sky.stream_and_get(sky.jobs.launch(failing, name="many", num_jobs=2))
+print("many", ids, sky.jobs.tail_logs(job_id=ids[0], follow=True))
+for line in sky.jobs.tail_logs(name="first", preload_content=False):
+    print("line", line, end="")
+sleeper, _ = sky.get(sky.jobs.launch(sky.Task(name="sleeper", run="sleep 100")))
+sky.get(sky.jobs.cancel(job_ids=[sleeper]))
+print("cancelled", sky.jobs.tail_logs(job_id=sleeper, follow=True))
+for job in sky.get(sky.jobs.queue(refresh=False)):
+    print("job", job["job_id"], job["job_name"], job["status"].value, job["recovery_count"])
+"""
+
+
+@pytest.mark.long  # tests/tasks/test_managed.py has what is below it
+def test_managed_jobs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(JOBS)
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    assert {"launched 1 atoll-jobs", "code 0", "many [2, 3] 100", "cancelled 103"} <= {*said}, done.stdout
+    assert [line for line in said if line.startswith("job ")] == [
+        "job 4 sleeper CANCELLED 0",
+        "job 3 many FAILED 0",
+        "job 2 many FAILED 0",
+        "job 1 first SUCCEEDED 0",
+    ]
+    assert any(line.startswith("line ") and " try sky-managed-" in line for line in said), done.stdout

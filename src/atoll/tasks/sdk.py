@@ -126,6 +126,11 @@ class ClusterHandle:
         resources = resources_text(1, cluster.accelerator, cluster.num_accelerators, cluster.simulated)
         return cls(cluster.name, cluster.infra, cluster.num_nodes, resources)
 
+    @classmethod
+    def named(cls, cluster_name: str) -> ClusterHandle:
+        """The handle of the cluster of this name."""
+        return cls.of(clusters.load(cluster_name))
+
     @property
     def head_ip(self) -> str:
         """The address of its head, as other clusters reach it."""
@@ -166,13 +171,13 @@ def stream_and_get(
     """
     result = get(request_id)
     lines = _requests[str(request_id)].lines
-    write = _writer("stream_and_get", output_stream)
+    write = writer("stream_and_get", output_stream)
     for line in lines[-tail:] if tail else lines:
         write(f"{line}\n".encode())
     return result
 
 
-class _Lines(list[str]):
+class Lines(list[str]):
     """What a call tells, kept for ``stream_and_get`` and handed on."""
 
     def __init__(self, on_line: Say) -> None:
@@ -228,7 +233,7 @@ def launch(
     Raises:
         ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
     """
-    lines = _Lines(on_line)
+    lines = Lines(on_line)
     how: dict[str, Any] = {"infra": infra, "no_setup": no_setup, "fast": fast, "simulate": simulate, "strict": strict}
     how |= {"idle_minutes_to_autostop": idle_minutes_to_autostop, "down": down, "on_line": lines}
     if dryrun:
@@ -261,7 +266,7 @@ def exec(
         UnknownCluster: there is no such cluster.
         ConfigError: the cluster is not up, or has less than the task needs.
     """
-    lines = _Lines(on_line)
+    lines = Lines(on_line)
     if dryrun:
         return _planned(api.plan(task, cluster_name, as_it_is=True, strict=strict, on_line=lines), lines)
     job = api.exec(task, cluster_name, strict=strict, on_line=lines)
@@ -278,7 +283,7 @@ def _planned(cluster_name: str, lines: Sequence[str]) -> LaunchedJob:
 
 def _launched(job: Job, lines: Sequence[str]) -> LaunchedJob:
     request = LaunchedJob(job.cluster, job.id)
-    request._done((job.id, ClusterHandle.of(clusters.load(job.cluster))), lines)
+    request._done((job.id, ClusterHandle.named(job.cluster)), lines)
     return request
 
 
@@ -352,10 +357,11 @@ def queue(cluster_name: str, skip_finished: bool = False, all_users: bool = Fals
         UnknownCluster: there is no such cluster.
     """
     rows = api.queue(cluster_name, skip_finished=skip_finished)
-    return RequestId.of([_job(cluster_name, row) for row in rows])
+    return RequestId.of([job_record(cluster_name, row) for row in rows])
 
 
-def _job(cluster_name: str, row: JobRow) -> Record:
+def job_record(cluster_name: str, row: JobRow) -> Record:
+    """A job in a list."""
     spec = row.spec
     return Record(
         **{**job_row(row), "status": row.status},
@@ -410,12 +416,12 @@ def tail_logs(
         UnknownCluster: there is no such cluster or job.
     """
     if not preload_content:
-        return _lines(api.job(cluster_name, job_id), follow, tail, rank)
-    write = _writer("tail_logs", output_stream)
+        return job_lines(api.job(cluster_name, job_id), follow, tail, rank)
+    write = writer("tail_logs", output_stream)
     return api.job(cluster_name, job_id).follow(write, follow=follow, tail=tail, rank=rank).exit_code
 
 
-def _writer(call: str, output_stream: Any) -> Callable[[bytes], object]:
+def writer(call: str, output_stream: Any) -> Callable[[bytes], object]:
     """Writes bytes of a log to a text stream, or is the function that was given."""
     stream = sys.stdout if output_stream is None else output_stream
     if callable(stream):
@@ -431,7 +437,8 @@ def _writer(call: str, output_stream: Any) -> Callable[[bytes], object]:
     return write
 
 
-def _lines(job: Job, follow: bool, tail: int, rank: int | None) -> Iterator[str]:
+def job_lines(job: Job, follow: bool, tail: int, rank: int | None = None) -> Iterator[str]:
+    """The lines of its log, as they come."""
     rest = b""
     for piece in job.pieces(follow=follow, tail=tail, rank=rank):
         *lines, rest = (rest + piece).split(b"\n")
@@ -482,7 +489,7 @@ def stop(cluster_name: str, purge: bool = False, *, on_line: Say = silent) -> Re
     Raises:
         UnknownCluster: there is none, or it is down.
     """
-    lines = _Lines(on_line)
+    lines = Lines(on_line)
     return RequestId.of(lifecycle.stop(cluster_name, on_line=lines), lines)
 
 
@@ -509,7 +516,7 @@ def start(
         UnknownCluster: there is none, or it is down.
         ConfigError: it gave its nodes back when it was stopped.
     """
-    lines = _Lines(on_line)
+    lines = Lines(on_line)
     cluster = lifecycle.start(cluster_name, on_line=lines)
     if idle_minutes_to_autostop is not None or down:
         api.autostop(cluster_name, idle_minutes_to_autostop or 0, down=down)
@@ -528,7 +535,7 @@ def down(cluster_name: str, purge: bool = False, *, on_line: Say = silent) -> Re
     Raises:
         UnknownCluster: there is none.
     """
-    lines = _Lines(on_line)
+    lines = Lines(on_line)
     return RequestId.of(lifecycle.down(cluster_name, purge=purge, on_line=lines), lines)
 
 
