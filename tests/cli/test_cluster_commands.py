@@ -129,7 +129,7 @@ def test_help_teaches_with_an_example(atoll: Atoll, command: str) -> None:
         (["launch"], 2, "Missing argument"),
         (["launch", "-c", "a/b", "echo"], 2, "cluster name 'a/b'"),
         (["launch", "-c", "t", "absent.yaml"], 2, "absent.yaml"),
-        (["launch", "-c", "t", "--numnode", "2", "echo"], 2, "--nodes"),
+        (["launch", "-c", "t", "--numnode", "2", "echo"], 2, "did you mean '--num-nodes'?"),
         (["launch", "-c", "t", "--infra", "locla", "echo"], 2, "did you mean 'local'"),
         (["launch", "-c", "t", "--gpus", "L4:x", "echo"], 2, "L4:x"),
         (["launch", "-c", "t", "--gpus", "L4", "--no-simulate", "echo"], 2, "this machine has no GPU"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from atoll.cli import options
 from atoll.cli.app import app
+from atoll.core.errors import ConfigError
 
 
 def parsed(*words: str) -> dict[str, object]:
@@ -75,3 +78,39 @@ def test_generate_names_a_run_that_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "outputs/austen/summary.json").write_text("{}")
     done = CliRunner().invoke(app, ["generate", "outputs/austin", "It is"])
     assert str(done.exception) == "outputs/austin: no such run folder: did you mean 'outputs/austen'?"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "2"], "--nodes comes after the command: atoll train --nodes"),
+        (["train", "llama3_debug", "--nporc", "2"], "unknown option --nporc: did you mean '--nproc'?"),
+        (["launch", "--num-node", "2", "true"], "unknown option --num-node: did you mean '--num-nodes'?"),
+        (["launch", "--acelerators", "L4", "true"], "unknown option --acelerators: did you mean '--accelerators'?"),
+        (["status", "--zzz"], "No such option: --zzz"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_nearest_spelling(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch", "my.toml"], "my.toml is a recipe: atoll train my.toml"),
+        (["train", "train.py"], "train.py is a script: atoll run train.py"),
+        (["train", "a task.yaml"], "a task.yaml is a task file: atoll launch 'a task.yaml'"),
+        (["data", "preview", "train.py"], "train.py is a script: atoll run train.py"),
+    ],
+)
+def test_a_file_that_another_command_starts_is_refused_with_that_command(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.toml", "train.py", "a task.yaml"):
+        (tmp_path / name).touch()
+    done = CliRunner().invoke(app, words)
+    assert str(done.exception) == said
+    assert isinstance(done.exception, ConfigError)

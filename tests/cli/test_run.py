@@ -422,7 +422,11 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
         (("--nproc", "gpu", "train.py"), "local has no GPU; give a number, or --gpus L4:2 to simulate two"),
         (("--local-ranks-filter", "0,2", "--nproc", "2", "train.py"), "expected numbers from 0 to 1"),
         (("--virtual-local-rank", "train.py"), "LOCAL_RANK is theirs"),
-        (("--nporc", "2", "train.py"), "No such option"),
+        (("--nporc", "2", "train.py"), "unknown option --nporc: did you mean '--nproc'?"),
+        (("--numnodes", "2", "train.py"), "did you mean '--num-nodes'?"),
+        (("task.yaml",), "atoll: task.yaml is a task file: atoll launch task.yaml"),
+        (("my.toml",), "atoll: my.toml is a recipe: atoll train my.toml"),
+        (("folder",), "folder is a folder: name a script in it, such as folder/train.py"),
         (("--signals-to-handle", "SIGKILL", "train.py"), "expected names such as SIGTERM,SIGUSR1"),
         (("--shutdown-timeout", "-1", "train.py"), "--shutdown-timeout"),
         (("--workdir", "nowhere", "train.py"), "--workdir nowhere: no such folder"),
@@ -430,6 +434,9 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(words, said):
     script("", "train.py")
+    Path("task.yaml").write_text("run: echo hi\n")
+    Path("my.toml").write_text("base = 'llama3_debug'\n")
+    Path("folder").mkdir()
     out, err = run(*words, code=2)
     assert said in " ".join(err.split())
     assert out == ""

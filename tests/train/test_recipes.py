@@ -276,6 +276,7 @@ def test_overrides(arguments, path, value):
         (["--stepz", "3"], "unknown option --stepz: did you mean --train.steps?"),
         (["--learning_rate", "1"], "unknown option --learning_rate: did you mean --optimizer.lr?"),
         (["--batch-size", "8"], "unknown option --batch-size: did you mean --train.global_batch?"),
+        (["--nodes", "2"], "unknown option --nodes: it is for `atoll train`"),
         (["--resume"], "unknown option --resume: the same command resumes by default"),
         (["--parallel.fsdp", "2"], "unknown key `fsdp` in [parallel]: did you mean 'shard'?"),
         (["--optimizer.learning_rate", "2"], "unknown key `learning_rate` in [optimizer]: did you mean 'lr'?"),

@@ -20,11 +20,12 @@ from atoll import __version__
 from atoll.cli import check, clusters, completion, dashboard, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.jobs import jobs_app
-from atoll.cli.options import Output, as_json, normalized
+from atoll.cli.options import Output, as_json, flags_of, normalized
 from atoll.cli.recipes import recipes_app
 from atoll.cli.shown import duration, print_json, print_table
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
 from atoll.core.exit_codes import ExitCode, exit_code_of
+from atoll.core.validation import nearest
 
 _SAME_S = 1.0  # a Ctrl-C so soon after another counts as the same
 
@@ -60,7 +61,32 @@ _PANELS = {
 }
 
 
+# Of the click that this version of typer brings, or uses.
+_NoSuchOption: type[Exception] = vars(sys.modules[typer.BadParameter.__module__])["NoSuchOption"]
+
+
 class _Grouped(TyperGroup):
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the options before the command, where those of a command are a common mistake."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except _NoSuchOption as error:
+            flag = vars(error)["option_name"]
+            takers = [name for name in _PANELS["Run things"] if flag in flags_of(self.commands[name])]
+            if takers:
+                raise typer.BadParameter(f"{flag} comes after the command: atoll {takers[-1]} {flag}") from None
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; an unknown option gets the nearest that it accepts, in any spelling."""
+        try:
+            return super().invoke(ctx)
+        except _NoSuchOption as error:
+            flag, command = vars(error)["option_name"], vars(error)["ctx"].command
+            if near := nearest(flag, flags_of(command)):
+                raise typer.BadParameter(f"unknown option {flag}{near}", ctx=vars(error)["ctx"]) from None
+            raise
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands in panels."""
         width = max(map(len, self.commands))

@@ -16,7 +16,7 @@ from atoll.cli.output import CopyProgress, OutputClosed, spinner
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.errors import ConfigError
 from atoll.core.exit_codes import ExitCode
-from atoll.core.validation import command_line
+from atoll.core.validation import check_kind_of_file, command_line
 from atoll.tasks.listing import job_row
 from atoll.tasks.spec import ClusterStatus, JobStatus
 
@@ -114,6 +114,7 @@ def hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
             f"{script} is a script, not a task file or a command: {command_line('atoll', 'run', script)}, or "
             f"{command_line('atoll', 'launch', '--workdir', '.', 'python', script)}"
         )
+    check_kind_of_file(script, "launch")
     if any(task.workdir is not None or task.file_mounts for task in tasks):
         return
     if "cd" in words or "sky_workdir" in " ".join(words):  # it knows where it goes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,13 @@ def normalized(name: str) -> str:
     """The spelling that help shows of an option's name: ``nodes`` of ``num_nodes``."""
     name = name.replace("_", "-")
     return _SPELLINGS.get(name, name)
+
+
+def flags_of(command: Any) -> list[str]:
+    """Every long flag that a command accepts, in all its spellings; hidden ones are left out."""
+    params = [each for each in command.params if not getattr(each, "hidden", False)]
+    flags = [flag for each in params for flag in (*each.opts, *each.secondary_opts) if flag.startswith("--")]
+    return flags + [f"--{other}" for other, shown in _SPELLINGS.items() if f"--{normalized(shown)}" in flags]
 
 
 def parse_nodes(text: str | int) -> int:

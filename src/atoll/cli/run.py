@@ -20,8 +20,8 @@ from atoll.cli.output import CopyProgress, OutputClosed, spinner
 from atoll.cli.torchrun import RunCommand
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
-from atoll.core.paths import current_folder
-from atoll.core.validation import MOST_TRIES, command_line, nearest
+from atoll.core.paths import current_folder, shown_path
+from atoll.core.validation import MOST_TRIES, check_kind_of_file, command_line, nearest
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobSpec, Restarts
@@ -256,9 +256,15 @@ def _workdir(given: str | None) -> Path:
 def _script(folder: Path, path: str, is_local: bool) -> str:
     """The script as the nodes call it."""
     here = folder / path
+    if here.is_dir():
+        raise typer.BadParameter(f"{path} is a folder: name a script in it, such as {os.path.join(path, 'train.py')}")
     if not here.is_file():
         near = nearest(here.name, os.listdir(here.parent), os.path.dirname(path)) if here.parent.is_dir() else ""
-        raise typer.BadParameter(f"{path}: no such script{near or '.'} A module is run with -m, any command after --")
+        raise typer.BadParameter(
+            f"{path}: no such script{near or '.'} A module is run with -m, any command after --, a recipe with "
+            f"`atoll train`"
+        )
+    check_kind_of_file(shown_path(str(here)), "run")
     if is_local:
         return path
     if not Path(os.path.abspath(here)).is_relative_to(os.path.abspath(folder)):

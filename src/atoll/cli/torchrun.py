@@ -6,6 +6,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from atoll.cli.options import normalized
+
 # torchrun's flags that have nothing left to say here, and why; each is accepted and answered with one line.
 _MET = "Atoll gives ranks their rendezvous itself"
 _KEPT = "the output of every rank is shown and kept; `atoll logs CLUSTER` has it"
@@ -28,6 +30,8 @@ _NOT_NEEDED = {
     "--duplicate-stderr-filters": _KEPT,
     "--numa-binding": "ranks are not bound to cores",
 }
+# Flags whose effect is missed where they stand after the script, which gets them.
+_WANTED_EARLIER = ("--nodes", "--nproc-per-node", "--gpus", "--infra")
 _SHORT = {"-r": "--redirects", "-t": "--tee"}
 
 
@@ -56,6 +60,9 @@ class RunCommand(TyperCommand):
                 notes.append(f"{name} {value} is not needed: {_NOT_NEEDED[name]}")
             else:
                 own += [name] if value is None else [name, value]
+        late = [word for word in script[1:] if f"--{normalized(_flag(word)[0][2:])}" in _WANTED_EARLIER]
+        if late and script[0] != "--":
+            notes.append(f"{late[0]} is an argument of {script[0]}: Atoll's flags stand before the script")
         ctx.meta["atoll.notes"] = notes
         ctx.meta["atoll.command"] = script[:1] == ["--"]
         return super().parse_args(ctx, [*own, *script])

@@ -135,7 +135,7 @@ def _refuse_misspelt(context: typer.Context, arguments: list[str]) -> None:
     from atoll.core.validation import nearest
     from atoll.train.recipe.overrides import keys_named
 
-    flags = [flag for each in context.command.params for flag in each.opts if flag.startswith("--")]
+    flags = options.flags_of(context.command)
     for argument in arguments:
         name = options.normalized(argument.partition("=")[0])
         plain = name.removeprefix("--").replace("-", "_")

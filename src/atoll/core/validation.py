@@ -32,6 +32,12 @@ MOST_PROCESSES = 4096  # of a node
 MOST_ACCELERATORS = 1024  # of a node
 MOST_TRIES = 1_000_000  # again, after a failure
 MOST_MINUTES = 100 * 366 * 24 * 60
+_STARTED_BY = {
+    ".py": ("a script", "run"),
+    ".toml": ("a recipe", "train"),
+    ".yaml": ("a task file", "launch"),
+    ".yml": ("a task file", "launch"),
+}
 _HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # between them: bytes of a command line that are not UTF-8
 _LONGEST_SHOWN = 60  # characters of a value in a message
 _VARIABLE_ARGUMENTS = 0x04  # inspect.CO_VARARGS, without what importing inspect costs
@@ -165,6 +171,18 @@ def check_seconds(name: str, value: object) -> float | None:
 def command_line(*words: object) -> str:
     """A command as a person pastes it into a shell: every word that needs it is quoted. Every message uses this."""
     return shlex.join(map(str, words))
+
+
+def check_kind_of_file(path: str, command: str) -> None:
+    """Is a file what ``atoll COMMAND`` starts, by its suffix? Files of other suffixes may be anything.
+
+    Raises:
+        ConfigError: it is what another command starts.
+    """
+    suffix = os.path.splitext(path)[1].lower()
+    kind, its_command = _STARTED_BY.get(suffix, ("", command))
+    if its_command != command and os.path.isfile(path):
+        raise ConfigError(f"{path} is {kind}: {command_line('atoll', its_command, path)}")
 
 
 def nearest(name: str, known: Iterable[str], folder: str = "") -> str:

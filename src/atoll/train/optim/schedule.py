@@ -62,7 +62,8 @@ def resolve(section: ScheduleSection, total_steps: int, steps_per_epoch: float, 
     warmup = min(2000, total_steps // 20) if section.warmup is None else steps(section.warmup)
     if warmup > total_steps:
         raise ConfigError(
-            f"[schedule] warmup = {section.warmup} is {warmup} steps, longer than the run of {total_steps}: shorten it"
+            f"[schedule] warmup = {section.warmup} is {warmup} steps, longer than the run of {total_steps}: "
+            f"shorten it, as --schedule.warmup {total_steps // 10}"
         )
     decay = 0
     if section.kind == "wsd":

@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import read_text
-from atoll.core.validation import command_line, nearest
+from atoll.core.validation import check_kind_of_file, command_line, nearest
 
 _SHIPPED = Path(__file__).parent / "shipped"
 _OF_A_RUN = "recipe.json"  # in a run's folder: the recipe it was made with, complete
@@ -126,6 +126,7 @@ def read(file: Path) -> dict[str, Any]:
         ConfigError: it can't be read, or is no TOML; the message names the line.
     """
     shown = os.path.relpath(file) if not file.is_relative_to(_SHIPPED) else file.name
+    check_kind_of_file(shown, "train")
     try:
         text = read_text(file, shown, "a recipe, a TOML file")
         if file.suffix == ".json":

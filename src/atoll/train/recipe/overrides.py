@@ -10,7 +10,10 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.train.recipe.keys import OTHER_NAMES, Path, is_text, key_names, may_be_none, sections
 
+_OF_LAUNCHER = "it is for `atoll train`; under torchrun, nodes and ranks stand before -m"
 _ANSWERS = {
+    **dict.fromkeys(("nodes", "num_nodes", "nnodes", "nproc", "nproc_per_node"), _OF_LAUNCHER),
+    **dict.fromkeys(("gpus", "infra", "dryrun", "dry_run", "detach"), _OF_LAUNCHER),
     "resume": "the same command resumes by default, --no-resume starts over",
     "config": "the recipe is the first argument: atoll train FILE",
 }
