@@ -35,7 +35,7 @@ _WHERE = {
     "NVIDIA": "atoll.providers.accelerators",
     "Local": "atoll.providers.local",
     "SSH": "atoll.providers.ssh.provider",
-    "Slurm": "atoll.providers.slurm",
+    "Slurm": "atoll.providers.slurm.provider",
     "Image": "atoll.images.image",
     "ComputePool": "atoll.functions.compute_pool",
     "CallFuture": "atoll.gang.futures",

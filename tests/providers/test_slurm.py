@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.examples.test_austen import RECIPE, ROOT, SMALL
 from tests.pools import eventually
 
 import atoll as sky
 from atoll.agent import keeper
 from atoll.core.errors import ConfigError
 from atoll.providers import registry
-from atoll.providers.slurm import _is_kind
+from atoll.providers.slurm.answers import is_kind
 from testbed.fixtures import MakeBed
-from testbed.hosts import USER, Testbed
+from testbed.hosts import USER, Host, Testbed
 from testbed.slurm import slurm_missing, start_slurm
 
 TINY = """
@@ -35,16 +41,27 @@ pytestmark = pytest.mark.timeout(300)  # many commands, on a machine that may be
 ATOLL = str(Path(sys.executable).with_name("atoll"))
 
 
-@pytest.fixture
-def slurm(make_bed: MakeBed) -> Testbed:
-    """The login node and controller h1, and two nodes with two GPUs each."""
+def make_slurm(make_bed: MakeBed, num_hosts: int = 3, **how: bool) -> Testbed:
+    """The login node and controller h1, and others with two GPUs each; ``slurm/lab`` is known."""
     lacking = slurm_missing()
     if lacking is not None:
         pytest.skip(lacking)
-    bed = make_bed(3)
+    bed = make_bed(num_hosts, **how)
     start_slurm(bed)
-    Path(os.environ["ATOLL_HOME"], "config.toml").write_text('[slurm.lab]\nlogin = "h1"\ngrace_s = 5.0\n')
+    configure()
     return bed
+
+
+def configure(*lines: str) -> None:
+    """Declare the cluster, with further settings."""
+    text = "\n".join(('[slurm.lab]\nlogin = "h1"\ngrace_s = 5.0', *lines))
+    Path(os.environ["ATOLL_HOME"], "config.toml").write_text(text + "\n")
+
+
+@pytest.fixture
+def slurm(make_bed: MakeBed) -> Testbed:
+    """With two nodes."""
+    return make_slurm(make_bed)
 
 
 def atoll(*words: str, code: int = 0, cwd: Path | None = None, timeout_s: float = 90.0) -> str:
@@ -137,8 +154,7 @@ def test_an_idle_cluster_gives_its_nodes_back_and_a_job_that_waits_says_why(slur
 
 @pytest.mark.long
 def test_a_recipe_trains_and_resumes_in_another_job(slurm: Testbed, tmp_path: Path) -> None:
-    config = Path(os.environ["ATOLL_HOME"], "config.toml")
-    config.write_text(f"{config.read_text()}python = {json.dumps(sys.executable)}\n")
+    configure(f"python = {json.dumps(sys.executable)}")
     (tmp_path / "words.txt").write_text("the tide comes in and goes out\n\n" * 200)
     (tmp_path / "tiny.toml").write_text(TINY)
     command = ("train", "tiny.toml", "--infra", "slurm/lab", "--nodes", "2")
@@ -148,6 +164,196 @@ def test_a_recipe_trains_and_resumes_in_another_job(slurm: Testbed, tmp_path: Pa
     assert "resumed at step 4" in said
     assert "scp -r h1:/home/sky/.atoll/runs/" in said
     assert "finished: 6 of 6 steps" in said
+    said = atoll(*command, "--train.output_dir", "/tmp/alone", cwd=tmp_path, code=1)
+    assert said.count("/tmp/alone") >= 1
+    assert "Traceback" not in said
+    assert "shared" in said
+
+
+@contextlib.contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A command while it runs."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def queued_again_at_once(login: Host) -> Iterator[None]:
+    """While this lasts, a job that Slurm queues again does not wait the two minutes until its old credentials end."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(1.0):
+            for job in login.run("squeue -h -t PENDING -o '%r|%i'").split():
+                if job.startswith("BeginTime|"):
+                    login.run(f"scontrol update JobId={job.partition('|')[2]} StartTime=now")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_austen_recipe_crosses_allocations_and_no_step_is_lost(slurm: Testbed, tmp_path: Path) -> None:
+    configure(f"python = {json.dumps(sys.executable)}", 'time = "2"', "requeue = true", "notice_s = 45")
+    shutil.copytree(ROOT / "examples/austen", tmp_path / "examples/austen")
+    command = ("train", RECIPE, "--infra", "slurm/lab", "--nodes", "2", *SMALL)
+    with queued_again_at_once(slurm.hosts[0]):
+        for steps in (100, 600, 3600):  # until one lasts longer than an allocation, on a fast machine
+            said = atoll(*command, "--train.steps", str(steps), cwd=tmp_path, timeout_s=550.0)
+            if "Attempt 2. " in said:
+                break
+    assert "is near; stopping the job." in said
+    assert "Attempt 2. " in said
+    assert "attempt 2 runs on h2, h3" in said
+    assert f"finished: {steps} of {steps} steps" in said
+    assert queue(slurm) == []
+    (metrics,) = slurm.folder.glob("home/sky/.atoll/runs/**/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, steps + 1)]
+
+
+@pytest.mark.long
+def test_a_lost_node_is_replaced(make_bed: MakeBed) -> None:
+    bed = make_slurm(make_bed, 4)
+    login, _, lost, _ = bed.hosts
+    (Path(os.environ["ATOLL_HOME"]) / "task.yaml").write_text(
+        "num_nodes: 2\nresources: {infra: slurm/lab, job_recovery: {max_restarts_on_errors: 1}}\n"
+        "run: |\n  echo $SKYPILOT_TASK_ID on $(hostname); touch ~/begun.$(hostname); "
+        "[ -e ~/begun.h4 ] || sleep 600\n"
+    )
+    command = [ATOLL, "launch", "-c", "c", os.path.join(os.environ["ATOLL_HOME"], "task.yaml")]
+    with queued_again_at_once(login), running(command) as process:
+        home = bed.folder / "home/sky"
+        eventually(lambda: (home / "begun.h3").exists() and (home / "begun.h2").exists(), "it runs", 60.0)
+        lost.power_off()
+        said, _ = process.communicate(timeout=200)
+    print(said)
+    assert process.returncode == 0
+    assert "It goes on as attempt 2 on other nodes: worker1 was lost: " in said
+    assert "attempt 2 runs on h2, h4" in said
+    assert len({word for word in said.split() if word.startswith("sky-20")}) == 1, "one task id"
+    atoll("down", "c")
+
+
+@pytest.mark.long
+def test_a_job_that_waits_to_go_on_is_seen_and_cancelled(slurm: Testbed) -> None:
+    configure('time = "1"', "requeue = true", "notice_s = 30")
+    command = [ATOLL, "launch", "-c", "c", "--infra", "slurm/lab", "echo begun; sleep 600"]
+    with running(command) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "waiting for nodes of cluster c" in line:
+                break
+        said = atoll("queue", "c")
+        assert "PENDING" in said
+        assert "waiting for other nodes: the time limit of Slurm job 1 is near" in said
+        assert "begun" in atoll("logs", "c", "--no-follow", code=101)
+        atoll("cancel", "c")
+        assert process.wait(60) == 103
+    atoll("down", "c")
+    assert queue(slurm) == []
+
+    atoll("launch", "-d", "-c", "d", "--infra", "slurm/lab", "sleep 600")
+    slurm.hosts[0].run("scancel -u sky")
+    eventually(lambda: "it was cancelled (scancel)" in atoll("status"), "the cluster is down", 30.0)
+    assert "CANCELLED" in atoll("queue", "d")
+
+
+@pytest.mark.long
+def test_nodes_that_do_not_share_the_home_are_refused_at_start(make_bed: MakeBed) -> None:
+    bed = make_slurm(make_bed, 2, shared_home=False)
+    launch = ("launch", "-c", "c", "--infra", "slurm/lab", "true")
+    for _ in range(2):  # without Atoll's folders there, and with its own
+        said = atoll(*launch, code=100)
+        assert "can't see /home/sky/.atoll of h1, where code, workdirs and logs lie: in " in said
+        assert "continue" not in said
+        assert "Traceback" not in said
+        assert queue(bed) == []
+        bed.hosts[1].run("mkdir -p ~/.atoll/slurm", user=USER)
+
+
+@pytest.mark.long
+def test_what_a_task_asks_of_sbatch(slurm: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text(
+        "resources: {infra: slurm/lab/debug, cpus: 2}\n"
+        'config: {slurm: {sbatch_options: {time: "7", exclusive: null, comment: "of mine"}}}\nrun: hostname\n'
+    )
+    said = atoll("launch", "-c", "c", "task.yaml", cwd=tmp_path)
+    assert "Cluster c on slurm/lab/debug: 1 node" in said
+    assert "no effect" not in said
+    shown = slurm.hosts[0].run("scontrol -o show job")
+    assert "TimeLimit=00:07:00" in shown
+    assert "OverSubscribe=NO" in shown
+    assert "Partition=debug" in shown
+    assert "again" in atoll("exec", "c", "echo again")
+    atoll("down", "c")
+    for option, why in (("array: 1-3", "a sweep runs inside one"), ("output: x", "`atoll logs` shows")):
+        (tmp_path / "task.yaml").write_text(f"config: {{slurm: {{sbatch_options: {{{option}}}}}}}\nrun: hostname\n")
+        said = atoll("launch", "-c", "c", "--infra", "slurm/lab", "task.yaml", cwd=tmp_path, code=2)
+        assert f"can't be given: {why}" in said
+    assert "no partition 'nightly'" in atoll("launch", "-c", "c", "--infra", "slurm/lab/nightly", "true", code=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("infra", ["local", "slurm/lab"])
+def test_a_sweep_of_six_packs_its_jobs_on_the_gpus_that_are_there(slurm: Testbed, infra: str) -> None:
+    atoll("launch", "-c", "box", "--infra", infra, "--gpus", "L4:2", "--num-nodes", "2", "true")
+    run = 'echo "LR $LR on $(hostname) sees $CUDA_VISIBLE_DEVICES"; sleep 2'
+    said = atoll("exec", "box", "--gpus", "L4:1", "--sweep", "LR=1,2,3,4,5,6", "--parallel", "6", run)
+    assert said.count("): SUCCEEDED") == 6
+    seen = [atoll("logs", "box", str(job)) for job in range(2, 8)]
+    assert all(f"LR {number} on " in log for number, log in enumerate(seen, 1))
+    if infra != "local":  # where GPUs are simulated
+        gpus = Counter(word for log in seen for word in log.split() if word.startswith("GPU-"))
+        assert len(gpus) == 4
+    rows = json.loads(atoll("queue", "box", "-o", "json"))
+    spans = [(row["start_at"], row["end_at"]) for row in rows[:-1]]
+    assert max(sum(begun <= at < ended for begun, ended in spans) for at, _ in spans) == 4
+    atoll("down", "box")
+
+
+@pytest.mark.long
+def test_inside_an_allocation_its_nodes_are_taken_as_they_are(slurm: Testbed) -> None:
+    login = slurm.hosts[0]
+    home = slurm.folder / "home/sky"
+    (home / "pool.py").write_text(
+        "import os\nimport atoll as sky\n\n\ndef where():\n    return os.uname().nodename\n\n\n"
+        "if __name__ == '__main__':\n"
+        "    with sky.ComputePool(provider=sky.Slurm.here(), logs='quiet') as pool:\n"
+        "        print('pool', sky.compute(where)() @ pool)\n"
+    )
+    (home / "words.txt").write_text("the tide comes in and goes out\n\n" * 200)
+    (home / "tiny.toml").write_text(TINY)
+    (home / "job.sh").write_text(
+        "#!/bin/sh\nexport OMP_NUM_THREADS=1 ATOLL_HOME=$HOME/other; exec 2>&1\n"
+        f"{sys.executable} pool.py\n"
+        f"{ATOLL} launch -c c --infra slurm/here --nodes 2 'echo task on $(hostname)'\n"
+        f"{ATOLL} launch -c d --infra slurm/here --gpus L4:1 true\n"
+        f"{ATOLL} down c\n"
+        f"{ATOLL} run --infra slurm/here --nodes 2 --nproc 1 tell.py\n"
+        f"srun --overlap --ntasks-per-node=1 {sys.executable} -m atoll.train tiny.toml\n"
+        "echo still $(squeue -h -o %j)\n"
+    )
+    (home / "tell.py").write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    login.run("cd; sbatch --wait --nodes=2 --output=out.txt job.sh || true", user=USER, timeout_s=250)
+    said = (home / "out.txt").read_text()
+    print(said)
+    assert "pool ['h2', 'h3']" in said
+    assert ") task on h3" in said
+    assert "can't be had: Slurm job 1 has no GPU (salloc --gres=gpu:…)" in said
+    assert "rank 1 of 2" in said
+    assert "finished: 4 of 4 steps" in said
+    assert "still job.sh" in said
+    for host in slurm.hosts[1:]:
+        eventually(lambda host=host: not [line for line in host.command_lines() if "atoll" in line], "nothing is left")
 
 
 @pytest.mark.long
@@ -206,12 +412,13 @@ def test_clusters_are_found_by_section_login_node_or_here(home: Path, monkeypatc
     ],
 )
 def test_kinds_of_gpus_as_slurm_spells_them(gres: str, name: str, fits: bool) -> None:
-    assert _is_kind(gres, name) is fits
+    assert is_kind(gres, name) is fits
 
 
 def test_a_keeper_starts_what_outlives_the_command_that_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "k"
-    with subprocess.Popen([sys.executable, "-I", "-S", keeper.__file__, str(folder), "1"]) as process:
+    command = [sys.executable, "-I", "-S", keeper.__file__, str(folder), "1", str(tmp_path / "again")]
+    with subprocess.Popen(command) as process:
         assert not keeper.spawn(["/bin/true"], {}, {})
         monkeypatch.setenv(keeper.VARIABLE, str(folder))
         out = tmp_path / "out"
@@ -236,9 +443,26 @@ def test_a_keeper_without_work_cancels_its_job(tmp_path: Path) -> None:
     scancel.write_text("#!/bin/sh\necho $1 > ${0%/*}/cancelled\n")
     scancel.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_PROCID": "0"}
-    command = [sys.executable, "-I", "-S", keeper.__file__, str(tmp_path / "k"), "0.1"]
+    command = [sys.executable, "-I", "-S", keeper.__file__, str(tmp_path / "k"), "0.1", str(tmp_path / "again")]
     assert subprocess.run(command, timeout=30, env=env).returncode == 0
     assert (tmp_path / "cancelled").read_text() == "17\n"
+
+
+def test_a_keeper_starts_again_what_is_to_outlive_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "k", tmp_path / "out"
+    command = [sys.executable, "-I", "-S", keeper.__file__, str(folder), "60", str(tmp_path / "again")]
+    env = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_PROCID": "0"}
+    monkeypatch.setenv(keeper.VARIABLE, str(folder))
+    for restart in ({}, {"SLURM_RESTART_COUNT": "1"}):
+        with subprocess.Popen(command, env={**env, **restart}) as process:
+            eventually((folder / "keeper.sock").is_socket, "it listens")
+            if not restart:
+                assert keeper.spawn(["/bin/sh", "-c", "echo $WHAT"], {}, {"WHAT": "begun"}, again_log=str(out))
+                assert keeper.spawn(["/bin/sh", "-c", "echo once"], {}, {})
+            else:
+                eventually(lambda: out.exists() and out.read_text() == "begun\n", "it is started again")
+            process.terminate()
+            assert process.wait(15) == 0
 
 
 @pytest.mark.long
@@ -297,13 +521,12 @@ def test_a_short_cut_of_the_login_node_ends_nothing_and_a_time_limit_is_told(slu
         time.sleep(4)
         login.heal()
         assert future.result(60) == [7, 7]
-    config = Path(os.environ["ATOLL_HOME"], "config.toml")
-    config.write_text(f'{config.read_text()}time = "1"\n')
-    said = atoll("launch", "-c", "c", "--infra", "slurm/lab", "echo begun; sleep 600", code=103, timeout_s=150)
-    assert "its nodes are taken back" in said
-    assert "its time limit was reached" in said + atoll("status")
+    configure('time = "1"')
+    said = atoll("launch", "-c", "c", "--infra", "slurm/lab", "echo begun; sleep 600", code=100, timeout_s=150)
+    assert "failed (status: FAILED): Slurm job 2 has ended: its time limit of 0:01:00 was reached." in said
+    eventually(lambda: "its time limit of 0:01:00 was reached" in atoll("status"), "the cluster is down")
     assert "is down" in atoll("exec", "c", "true", code=102)
-    assert "begun" in atoll("logs", "c", "1", code=103)
+    assert "begun" in atoll("logs", "c", "1", code=100)
 
 
 @pytest.mark.long

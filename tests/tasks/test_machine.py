@@ -19,6 +19,7 @@ from atoll.tasks.transitions import (
     Log,
     NodeDown,
     NodeSilent,
+    NodesTaken,
     NodeUp,
     Phase,
     ProcessEnded,
@@ -36,8 +37,9 @@ from atoll.tasks.transitions import (
 class Hand:
     """A machine driven by hand: ``tell`` inputs, look at what it answered last, and at everything so far."""
 
-    def __init__(self, spec: JobSpec, *, cluster: int | None = None, setup_needed: bool = True) -> None:
-        self.machine = JobMachine(spec, num_cluster_nodes=cluster or spec.num_nodes, setup_needed=setup_needed)
+    def __init__(self, spec: JobSpec, *, cluster: int | None = None, setup_needed: bool = True, **earlier: Any) -> None:
+        cluster = cluster or spec.num_nodes
+        self.machine = JobMachine(spec, num_cluster_nodes=cluster, setup_needed=setup_needed, **earlier)
         self.now = 100.0
         self.last = self.machine.start(self.now)
         self.all = list(self.last)
@@ -577,6 +579,70 @@ def test_a_time_limit(when: str) -> None:
         hand.tick()
     assert hand.outcome[0] is JobStatus.FAILED
     assert hand.outcome[1].startswith("it ran past its time limit of 0.5 s")
+
+
+NEAR = "the time limit is near"
+
+
+def test_nodes_that_are_taken_are_left_and_another_machine_goes_on() -> None:
+    hand = running(grace_s=1.0)
+    assert kinds(hand.tell(NodesTaken(NEAR, 40.0, again=True))) == ["Terminate 0", "Terminate 1"]
+    assert lines(hand.last) == [f"{NEAR}; stopping the job."]
+    assert hand.machine.deadline == hand.now + 40.0
+    hand.end(0, 0, after_s=20.0)
+    assert kinds(hand.end(1, 143)) == ["StopNode 0", "StopNode 1", "PENDING"]
+    assert lines(hand.last) == [f"It goes on as attempt 2 on other nodes: {NEAR}"]
+    assert hand.machine.done
+    assert hand.tell(CancelAsked()) == []
+
+    after = Hand(JobSpec(num_nodes=1, run="true"), restarts=1)
+    assert lines(after.last) == ["Attempt 2. Waiting for task resources on 1 node."]
+    after.up(0)
+    after.end(0, 0)
+    assert after.outcome == (JobStatus.SUCCEEDED, "", None)
+
+
+def test_nodes_that_are_taken_for_good_fail_the_job_with_their_reason() -> None:
+    hand = running(1)
+    hand.tell(NodesTaken("its time limit of 1:00:00 was reached", 5.0, again=False))
+    hand.end(0, None, 15)
+    assert hand.outcome == (JobStatus.FAILED, "its time limit of 1:00:00 was reached", None)
+
+
+def test_nodes_that_are_taken_while_a_job_ends_or_waits_to_start_again() -> None:
+    hand = running(1, Restarts(on_errors=1))
+    hand.end(0, 1)  # nothing else lives: it waits for its restart
+    assert hand.machine.status is JobStatus.RECOVERING
+    hand.tell(NodesTaken(NEAR, 5.0, again=True))
+    assert hand.outcome[0] is JobStatus.PENDING
+
+    hand = running(2)
+    hand.end(0, 1)  # its own fault, whatever its nodes do
+    hand.tell(NodesTaken(NEAR, 5.0, again=True))
+    hand.end(1, None, 15)
+    assert hand.outcome == (JobStatus.FAILED, "rank 0 on head exited with code 1", 1)
+
+    hand = running(1)
+    hand.tell(CancelAsked())
+    hand.tell(NodesTaken(NEAR, 5.0, again=True))
+    hand.end(0, None, 15)
+    assert hand.outcome[0] is JobStatus.CANCELLED
+
+    hand = running(1)
+    hand.tell(NodesTaken(NEAR, 5.0, again=True))
+    hand.tell(CancelAsked())
+    hand.end(0, None, 15)
+    assert hand.outcome[0] is JobStatus.CANCELLED
+
+
+def test_a_lost_node_is_replaced_where_its_provider_does_that_so_often() -> None:
+    spec = JobSpec(num_nodes=2, run="true", restarts=Restarts(on_lost_nodes=2))
+    for num_lost, status in ((1, JobStatus.PENDING), (2, JobStatus.FAILED)):
+        hand = Hand(spec, replaces_nodes=True, restarts=num_lost, num_lost=num_lost)
+        hand.up(0, 1)
+        hand.down(1)
+        hand.end(0, None, 15)
+        assert hand.outcome[0] is status
 
 
 def test_a_job_larger_than_its_cluster_is_refused() -> None:

@@ -5,7 +5,9 @@
 socket in FOLDER, which only this user can enter. Both then hand their stdin and stdout to the session, so that no
 byte goes through them, and wait: they see what the session can't, namely how their end of the ssh connection ends.
 The end of stdin while sshd lives on means that the driver closed it or died, and the session ends. An sshd that is
-gone means that the connection was lost, and the session waits GRACE_S seconds for an ``attach``.
+gone means that the connection was lost, and the session waits GRACE_S seconds for an ``attach``. Under srun, on a node
+of a Slurm job, nobody can tell the two apart: a driver that goes says so over the link, and one that dies counts as
+cut off.
 
 AGENT is a JSON object: ``argv``, to which the channel's descriptor and -1 are added, and ``pid_namespace``, whether
 the agent is to have its own where this user may make one.
@@ -62,14 +64,21 @@ class _Front:
 
 
 class Session(Relay):
-    """The process that stays."""
+    """The process that stays.
 
-    def __init__(self, folder: str, listener: socket.socket, grace_s: float, agent: dict[str, Any]) -> None:
+    ``is_kept``: a keeper has started it, whose job may be told to end: SIGTERM then reaches every process of the job,
+    and it is the driver that ends the agent, once what that runs has saved.
+    """
+
+    def __init__(
+        self, folder: str, listener: socket.socket, grace_s: float, agent: dict[str, Any], *, is_kept: bool = False
+    ) -> None:
         ours, self._theirs = socket.socketpair()
         super().__init__(ours)
         self._folder = folder
         self._listener = listener
         self._grace_s = grace_s
+        self._is_kept = is_kept
         self._command = agent
         self._agent: subprocess.Popen[bytes] | None = None
         self._token = ""
@@ -84,9 +93,10 @@ class Session(Relay):
         """Until the agent or the driver ends, or no link came for too long."""
         self.loop.watch(self._listener.fileno(), lambda *_: self._accept())
         self.loop.after(_BEGIN_S, self._finish, "begin")
-        signal.signal(signal.SIGTERM, lambda *_: self.loop.post(self._finish))
-        for number in (signal.SIGHUP, signal.SIGINT):  # not ignored, which the agent would inherit
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # not ignored, which the agent would inherit
             signal.signal(number, lambda *_: None)
+        if not self._is_kept:
+            signal.signal(signal.SIGTERM, lambda *_: self.loop.post(self._finish))
         try:
             while not self._done:
                 self.loop.turn()
@@ -343,11 +353,13 @@ def _start(folder: str, grace_s: float, agent: dict[str, Any]) -> None:
     _serve(listener, folder, grace_s, agent)
 
 
-def _serve(listener: socket.socket, folder: str, grace_s: float, agent: dict[str, Any]) -> NoReturn:
+def _serve(
+    listener: socket.socket, folder: str, grace_s: float, agent: dict[str, Any], *, is_kept: bool = False
+) -> NoReturn:
     listener.setblocking(False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        Session(folder, listener, grace_s, agent).serve()
+        Session(folder, listener, grace_s, agent, is_kept=is_kept).serve()
     finally:
         os._exit(0)
 
@@ -355,7 +367,7 @@ def _serve(listener: socket.socket, folder: str, grace_s: float, agent: dict[str
 def serve_kept() -> None:
     """Entry of a session that a keeper has started."""
     descriptor, folder, grace_s, agent = sys.argv[2:]
-    _serve(socket.socket(fileno=int(descriptor)), folder, float(grace_s), json.loads(agent))
+    _serve(socket.socket(fileno=int(descriptor)), folder, float(grace_s), json.loads(agent), is_kept=True)
 
 
 def _attach(folder: str, here: bool) -> None:
@@ -382,6 +394,8 @@ def _attach(folder: str, here: bool) -> None:
                     break
                 return  # the connection was lost
             time.sleep(0.02)
+        if not here and "SLURM_STEP_ID" in os.environ:
+            return
         with contextlib.suppress(OSError):
             control.sendall(_DRIVER_GONE)
             control.settimeout(2 * _AGENT_END_S)

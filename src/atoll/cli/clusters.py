@@ -17,7 +17,8 @@ from atoll.cli.run import RUN_NAME
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import command_line
-from atoll.tasks.listing import cluster_row, job_row, resources_text, waiting_row
+from atoll.providers.base import AllocationState
+from atoll.tasks.listing import cluster_row, job_row, resources_text, status_text, waiting_row
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _print_status(
                 each.name,
                 each.infra,
                 _resources(each),
-                each.status.value,
+                status_text(each),
                 _autostop_text(each),
                 "?" if jobs is None else _jobs_text(jobs),
                 shown.ago(each.created_s),
@@ -144,6 +145,9 @@ def _print_status(
     )
     for each in launches:
         print(f"{each.name}: {each.reason}")
+    for cluster, _ in rows:
+        if (given := cluster.allocation).state is AllocationState.PENDING:
+            print(f"{cluster.name}: waiting for {cluster.infra}: {given.reason or 'its nodes are not there yet'}")
     if any(jobs is None for _, jobs in rows) and not refreshed:
         print("?: the jobs are known on their heads; `atoll status --refresh` asks them")
 
@@ -340,10 +344,13 @@ def stop(
         atoll stop train
         atoll stop 'train-*'
     """
-    from atoll.tasks import lifecycle
+    from atoll.tasks import clusters, lifecycle
 
     def stop_one(name: str, say: Say) -> tuple[list[int], str]:
         jobs = lifecycle.stop(name, on_line=say)
+        if clusters.load(name).allocation.state is AllocationState.RELEASED:
+            gets = command_line("atoll", "launch", "-c", name, "TASK")
+            return jobs, f"stopped, and its nodes are given back; `{gets}` gets others"
         return jobs, f"stopped; `{command_line('atoll', 'start', name)}` restarts it"
 
     _each(names, everything, output, stop_one, up_only=True)

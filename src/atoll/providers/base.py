@@ -153,6 +153,7 @@ class Allocation:
         files_in: below a host's state folder; ``workdir`` is used instead where the user has declared one.
         python: the interpreter of jobs, as a shell there finds it; empty: the caller's.
         max_restarts: how often a job is started again after a node was lost.
+        replaces_nodes: others are given for nodes that are lost or taken (``Provider.renew``), and jobs go on there.
         owner: what its agents are known by, there and in ``/proc``.
         folder: of its record, at a site elsewhere.
         code: digest of the Atoll that drives it.
@@ -171,6 +172,7 @@ class Allocation:
     workdir: str | None = None
     python: str = ""
     max_restarts: int = 3
+    replaces_nodes: bool = False
     owner: str = ""
     folder: str = ""
     code: str = ""
@@ -208,6 +210,14 @@ class Allocation:
         if not all(isinstance(text, str) for text in texts) or not isinstance(found.settings, dict):
             raise ValueError("allocation: it has values of other types")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The nodes of an allocation are about to be taken: why, as a clause, and how long processes have to save."""
+
+    reason: str
+    save_s: float
 
 
 def wait_until_ready(
@@ -271,6 +281,7 @@ class NodePlan:
         base_env: environment of a command there.
         bundles: code that ranks import from, Atoll's first; ``present`` are digests of those that are there.
         packages: folders of packages that its ranks import from before the interpreter's own.
+        wrapper: what comes before the command of each process of a job, so that it runs in a container.
         grace_s: how long a lost connection may last, in seconds.
         seen: what a preflight judges of it, as ``Facts.seen``.
     """
@@ -297,6 +308,7 @@ class NodePlan:
     bundles: tuple[Bundle, ...] = ()
     present: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
+    wrapper: tuple[str, ...] = ()
     grace_s: float = 0.0
     seen: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -460,6 +472,9 @@ class Remote(Protocol):
     def argv(self, module: str, *arguments: str) -> list[str]:
         """The argument list of this machine that runs a module of Atoll there, whose code was brought before."""
 
+    def is_lost(self, code: int, said: bytes) -> bool:
+        """Did the way there break, by the exit code and standard error of what ran through it?"""
+
     def bring_code(self) -> None:
         """Bring Atoll's code there, where it is lacking."""
 
@@ -592,6 +607,18 @@ class Provider(abc.ABC):
     def poll(self, allocation: Allocation) -> Allocation:
         """The allocation as it is now: its state, and its nodes' addresses."""
         return allocation
+
+    def notice(self, allocation: Allocation) -> Notice | None:
+        """Whether its nodes are about to be taken; asked often where its supervisor runs, so it must not wait."""
+        return None
+
+    def renew(self, allocation: Allocation) -> Allocation:
+        """Give its nodes back and get others for it, where it ``replaces_nodes``. Its supervisor may end with them."""
+        raise ProvisionError(f"{self.name} gives no other nodes")
+
+    def may_supervise(self, allocation: Allocation) -> bool:
+        """May a supervisor that runs on this machine start the jobs of an allocation that is to be supervised here?"""
+        return True
 
     def at_site(self, allocation: Allocation) -> Allocation:
         """The allocation as the machine sees it that its supervisor runs on."""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import AtollError, UsageError
 from atoll.core.validation import checks_arguments
+from atoll.providers.base import AllocationState
 from atoll.tasks import clusters, launches, lifecycle, waiting
+from atoll.tasks.client import tell
 from atoll.tasks.jobs import Job, find_job
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.logs import RUN_LOG
@@ -141,7 +143,8 @@ def status(
         AtollError: the record of a cluster is damaged.
     """
     if cluster_names is None:
-        names = clusters.all_names()
+        awaited = {each.name for each in waiting.launches()}
+        names = [each for each in clusters.all_names() if each not in awaited or not clusters.load(each).is_awaited]
     else:
         names = clusters.matching([cluster_names] if isinstance(cluster_names, str) else cluster_names)
     found = []
@@ -159,7 +162,7 @@ def waiting_launches(cluster_names: str | Sequence[str] | None = None) -> list[W
     """Launches that wait for the nodes of clusters that are not there yet; names may be patterns."""
     given = [cluster_names] if isinstance(cluster_names, str) else cluster_names
     found = [each for each in waiting.launches() if given is None or any(fnmatch(each.name, name) for name in given)]
-    return [each for each in found if (have := clusters.find(each.name)) is None or have.status is ClusterStatus.DOWN]
+    return [each for each in found if (have := clusters.find(each.name)) is None or not have.is_there]
 
 
 @checks_arguments
@@ -170,6 +173,8 @@ def queue(cluster_name: str, *, skip_finished: bool = False) -> list[JobRow]:
         UnknownCluster: there is no such cluster.
     """
     cluster = lifecycle.refresh(clusters.load(cluster_name))
+    if cluster.allocation.state is AllocationState.PENDING and not cluster.is_awaited:
+        tell(f"cluster {cluster_name} waits for nodes of {cluster.infra}: {cluster.allocation.reason}")
     rows = clusters.control_of(cluster).queue()
     return [row for row in rows if not (skip_finished and row.status.ended)]
 

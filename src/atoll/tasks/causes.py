@@ -34,7 +34,7 @@ class Cause:
 
     Attributes:
         kind: a process of ``run`` or ``setup`` failed; a node was ``lost``, or could not be had (``start``); the job
-            ran past its time; somebody cancelled it.
+            ran past its time; its nodes are ``taken``; somebody cancelled it.
         reason: one line for people.
         at_s: when it was heard of.
         node, rank: the culprit, where there is one.
@@ -43,7 +43,7 @@ class Cause:
         telling: did it end in a way that we can't have brought about?
     """
 
-    kind: Literal["run", "setup", "lost", "start", "timeout", "cancel"]
+    kind: Literal["run", "setup", "lost", "start", "timeout", "taken", "cancel"]
     reason: str
     at_s: float
     node: int | None = None

@@ -6,7 +6,6 @@ The stream is opened with the first request and kept for the next ones. Standard
 from __future__ import annotations
 
 import contextlib
-import re
 import select
 import subprocess
 import sys
@@ -40,8 +39,6 @@ OnEvent = Callable[[EventRow], object]
 _LOOK_S = 1.0  # whoever hears nothing for so long looks why
 _IDLE_S = 15.0  # a supervisor that does nothing about a new job for so long is named
 _BLOCK_BYTES = 1 << 20
-_NO_CONNECTION = 255  # ssh's own exit code
-_STEP_ENDED = re.compile(rb"^(srun|slurmstepd\S*): error", re.M)
 
 
 def tell(line: str) -> None:
@@ -76,10 +73,14 @@ class SocketStream:
 
 
 class ProgramStream:
-    """Input and output of a program that is started through a login, behind what start files there print."""
+    """Input and output of a program that is started through a login, behind what start files there print.
 
-    def __init__(self, command: Sequence[str], whose: str) -> None:
+    ``is_lost`` tells by its exit code and standard error whether the way there broke.
+    """
+
+    def __init__(self, command: Sequence[str], whose: str, is_lost: Callable[[int, bytes], bool]) -> None:
         self._whose = whose
+        self._is_lost = is_lost
         self._printed, self._began, self._last = b"", False, b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         # Ctrl-C is this process's to handle: a program that it ended too would look like a lost connection.
@@ -127,7 +128,7 @@ class ProgramStream:
         self._errors.seek(0)
         errors = self._errors.read()
         text = errors.decode(errors="replace").strip()[-2000:]
-        if code == _NO_CONNECTION or _STEP_ENDED.search(errors):
+        if self._is_lost(code, errors):
             return StreamLost(text)
         if not self._began:
             return never_began(self._whose, self._printed, errors)

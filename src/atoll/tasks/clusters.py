@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.agent.process_tree import is_stopped
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.paths import atoll_home, sweep_temporary, user_name
 from atoll.core.validation import command_line, nearest
 from atoll.providers import registry
@@ -273,8 +273,11 @@ def control_of(spec: ClusterSpec) -> LocalControl | RemoteControl:
     """Who answers for the cluster's jobs: this machine, or the head that supervises them.
 
     Raises:
-        ProvisionError: the head can't be reached.
+        ProvisionError: the head can't be reached, or has still to come.
     """
+    if spec.is_awaited:
+        why = spec.allocation.reason or "its nodes are not there yet"
+        raise ProvisionError(f"cluster {spec.name} has no jobs yet: waiting for {spec.infra}: {why}")
     if not spec.allocation.supervised_here:
         from atoll.tasks import remote_control
 
@@ -286,7 +289,7 @@ def control_of(spec: ClusterSpec) -> LocalControl | RemoteControl:
 
 def unfinished(cluster: ClusterSpec) -> list[JobRow]:
     """Jobs of a cluster that have not ended, the newest first."""
-    if cluster.status is not ClusterStatus.UP:
+    if cluster.status is not ClusterStatus.UP or cluster.is_awaited:
         return []
     if not cluster.allocation.supervised_here:
         return [row for row in control_of(cluster).queue() if not row.status.ended]

@@ -180,7 +180,7 @@ class LocalControl:
         after: int = 0,
         hang_up: int | None = None,
     ) -> JobStatus:
-        """Writes a job's log, until the job has ended.
+        """Writes a job's log, until the job has ended or, where it waits for other nodes, its supervisor is elsewhere.
 
         Args:
             job_id: which job.
@@ -211,7 +211,7 @@ class LocalControl:
         seen = FollowPosition(write, on_event, skip_bytes, after)
         how = {"start": start, "rank": rank, "several": _num_ranks(job) > 1}
         status = job.status
-        while follow and not status.ended:
+        while follow and not status.ended and supervisor.belongs_here(self._folder):
             args = (job_id, seen.write, None if on_event is None else seen.on_event)
             look = StallReporter(self._folder, job, self._note).look
             try:
@@ -227,9 +227,9 @@ class LocalControl:
         return status
 
     def wait(self, job_id: int, limit_s: float | None = None) -> JobStatus:
-        """Waits until a job has ended, so many seconds at most; returns where it stands then."""
+        """Waits until a job has ended, so many seconds at most, or as ``follow``; returns where it stands then."""
         began = time.monotonic()
-        while not (status := self.job(job_id).status).ended:
+        while not (status := self.job(job_id).status).ended and supervisor.belongs_here(self._folder):
             left_s = None if limit_s is None else limit_s - (time.monotonic() - began)
             if left_s is not None and left_s <= 0:
                 break

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.agent import keeper
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ProvisionError
+from atoll.providers.base import Allocation, AllocationState, Notice
 from atoll.tasks import reaper, record, supervisor
 from atoll.tasks.causes import TAKEN_BACK
 from atoll.tasks.environment import managed_task_id, task_id
 from atoll.tasks.logs import JobLog
-from atoll.tasks.nodes import ClusterNodes
+from atoll.tasks.nodes import ClusterNodes, with_nodes_now
 from atoll.tasks.ports import PortLocks
 from atoll.tasks.rows import EventRow, JobRow
 from atoll.tasks.runner import JobRunner, unexpected
@@ -39,6 +40,8 @@ _LOOK_S = 0.5  # its files and its nodes' networks are looked at so often
 _PORT_S = 0.1  # a port that another cluster has is tried again
 _RETRY_S = 1.0  # what could not be written is tried again
 _FIRST_S = 5.0  # whoever started the supervisor asks for something within this time
+_TAKEN_S = 20.0  # to save, where nodes are taken without notice: Slurm's KillWait is 30 s
+_NODES_S = 5.0  # nodes that have still to come are looked for so often
 _GIVE_UP_S = 60.0  # and given up after so long, once no job is left
 _STARTS = "supervisor.starts"  # in a cluster's folder: when supervisors began that have not begun a job yet
 _MOST_STARTS = 2  # a job that so many supervisors could not even begin has failed
@@ -104,6 +107,11 @@ class Dispatcher:
         self._changed = True  # look at once
         self._awaited_ports: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
         self._is_ending = False
+        # Elsewhere its jobs are ended, never started: its nodes are not here, and come back with a supervisor.
+        self._ending_reason = ""
+        self._is_guest = not supervisor.belongs_here(folder)
+        self._taken = ""  # why the cluster's nodes are taken
+        self._is_renewed = False  # others come for them, and this process ends with those it has
         self._began = time.monotonic()
         self._starts = folder / _STARTS
         self._file = os.stat(store.path)
@@ -139,7 +147,51 @@ class Dispatcher:
         return min(left_s, _PORT_S) if self._awaited_ports else left_s
 
     def _terminated(self) -> None:
-        self._is_ending = self._changed = True
+        if keeper.VARIABLE not in os.environ:
+            self._is_ending = self._changed = True
+        elif not self._is_renewed:
+            threading.Thread(target=self._ask_why, name="end", daemon=True).start()
+
+    def _ask_why(self) -> None:
+        """The nodes are taken, and this process with them: find out why. In a thread, as one may have to wait."""
+        try:
+            allocation = with_nodes_now(record.load(self._folder), self._folder).allocation
+        except (AtollError, LookupError, OSError):
+            allocation = Allocation(state=AllocationState.LOST, reason=TAKEN_BACK[0])
+        self._loop.post(lambda: self._nodes_end(allocation))
+
+    def _nodes_end(self, allocation: Allocation) -> None:
+        """Ends the jobs, as their nodes end now: they go on elsewhere, are cancelled, or have failed."""
+        self._changed = True
+        self._ending_reason = allocation.reason or TAKEN_BACK[0]
+        self._is_renewed |= allocation.state is AllocationState.PENDING
+        if allocation.state is AllocationState.RELEASED:
+            self._is_ending = True
+        elif not self._taken:
+            self._leave(Notice(self._ending_reason, _TAKEN_S), again=allocation.replaces_nodes)
+
+    def _leave(self, notice: Notice, *, again: bool) -> None:
+        """Has the jobs leave their nodes."""
+        self._taken = notice.reason
+        self._changed = True
+        for runner in self._runners.values():
+            if isinstance(runner, JobRunner) and not runner.cancelled:
+                runner.leave_nodes(notice.reason, notice.save_s, again=again)
+            elif again:
+                runner.leave()
+        for job in [] if again else list(self._pending.values()):
+            self._refuse(job, notice.reason)
+
+    def _renew(self) -> None:
+        """No job runs, and the nodes are lost or taken: get others, with which another supervisor begins."""
+        if self._nodes is None:
+            return
+        self._is_renewed = True
+        try:
+            self._nodes.renew()
+        except ProvisionError as error:
+            for job in list(self._pending.values()):
+                self._refuse(job, f"{self._taken}, and there are no other nodes: {error}")
 
     def _clear_finished(self) -> None:
         for job_id, runner in list(self._runners.items()):
@@ -149,6 +201,9 @@ class Dispatcher:
                 self._forget(job_id)
                 self._remove_files(runner.job)
                 self._changed = True
+                if isinstance(runner, JobRunner) and not runner.status.ended:
+                    self._taken = self._taken or "a node was lost"
+                    self._pending[job_id] = self._store.job(job_id)
 
     def _forget(self, job_id: int) -> None:
         if job_id in self._ports:
@@ -167,6 +222,8 @@ class Dispatcher:
             for job_id, runner in self._runners.items():
                 if self._nodes is not None and (fault := self._nodes.fault_of(job_id)) is not None:
                     runner.tell_fault(fault)
+            if not self._taken and self._nodes is not None and (notice := self._nodes.notice()) is not None:
+                self._leave(notice, again=True)
         self._write_again(now)
         if self._unreachable:
             self._changed = False
@@ -177,7 +234,11 @@ class Dispatcher:
         if self._is_ending:
             self._end_jobs()
         unwritten = {job_id for job_id, _, _ in self._unwritten}
-        if pending := [job for job_id, job in self._pending.items() if job_id not in unwritten]:
+        pending = [job for job_id, job in self._pending.items() if job_id not in unwritten]
+        if self._taken:
+            if self._pending and not self._runners and not self._unwritten and not self._is_renewed:
+                self._renew()
+        elif pending:
             self._start_some(pending)
 
     def _end_jobs(self) -> None:
@@ -259,6 +320,13 @@ class Dispatcher:
         orphans = [job for job in unfinished if job.status is not JobStatus.PENDING and job.spec.managed is None]
         if not orphans:
             return
+        if self._replaces_nodes():
+            for job in orphans:
+                how = f"It goes on as attempt {job.restarts + 2}: its supervisor ended with the nodes"
+                self._say(job.id, how)
+                again = Log("restart", how, data=(("restarts", job.restarts + 1),))
+                self._record(job.id, [again, SetStatus(JobStatus.PENDING, "its supervisor ended with the nodes")])
+            return
         reason = "its supervisor was killed, or the machine restarted"
         if line := supervisor.last_line(self._folder):
             reason += f"; the supervisor's last message, in {self._folder / supervisor.LOG}: {line}"
@@ -269,6 +337,13 @@ class Dispatcher:
         self._reaper.start()
         for job in orphans:
             self._refuse(job, reason)
+
+    def _replaces_nodes(self) -> bool:
+        """Do jobs go on where nodes were lost?"""
+        try:
+            return not self._is_guest and record.load(self._folder).allocation.replaces_nodes
+        except (AtollError, LookupError):
+            return False
 
     def _fail_untried(self) -> None:
         """Jobs that several supervisors in a row could not even begin have failed."""
@@ -311,7 +386,7 @@ class Dispatcher:
             return
         why = "cancelled"
         if self._is_ending:
-            why = TAKEN_BACK[0 if keeper.VARIABLE in os.environ else 1]
+            why = self._ending_reason or TAKEN_BACK[1]
         elif job.id in self._owners and _has_ended(self._owners[job.id]):
             why = f"the process that started it, {job.spec.owner_pid}, ended"
         runner.cancel(why, number)
@@ -338,13 +413,21 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------- starting jobs
     def _start_some(self, pending: Sequence[JobRow]) -> None:
-        for job in [each for each in pending if each.spec.managed is not None and self._may_follow(each)]:
+        managed = [] if self._is_guest else [each for each in pending if each.spec.managed is not None]
+        for job in filter(self._may_follow, managed):
             self._start_managed(job)
         pending = [each for each in pending if each.spec.managed is None]
         if not pending:
             return
         try:
             cluster = record.load(self._folder)
+            if self._nodes is None:
+                cluster = with_nodes_now(cluster, self._folder)
+                if cluster.allocation.state is not AllocationState.READY:
+                    self._have_no_nodes(cluster.allocation, pending)
+                    return
+            if self._is_guest:
+                return
             nodes = self._nodes_of(cluster)
         except (AtollError, LookupError, OSError) as error:
             for job in pending:
@@ -363,6 +446,19 @@ class Dispatcher:
             why = turn.why or self._start(turn, cluster, nodes)
             if why is not None:
                 self._wait(turn.job, why)
+
+    def _have_no_nodes(self, allocation: Allocation, pending: Sequence[JobRow]) -> None:
+        """The cluster's nodes are gone for good, or have still to come: a supervisor comes with them."""
+        for job in pending:
+            if allocation.state is AllocationState.PENDING:
+                self._loop.after(_NODES_S, self._look_again, "nodes")
+                self._wait(job, f"waiting for {allocation.infra}: {allocation.reason}")
+            else:
+                is_cancel = allocation.state is AllocationState.RELEASED
+                self._refuse(job, allocation.reason, JobStatus.CANCELLED if is_cancel else JobStatus.FAILED)
+
+    def _look_again(self) -> None:
+        self._changed = True
 
     def _wait(self, job: JobRow, why: str) -> None:
         if self._waiting.get(job.id) != why:
@@ -423,7 +519,9 @@ class Dispatcher:
         try:
             if (why := self._lock_ports(turn, cluster, nodes)) is not None:
                 return why
-            runner = JobRunner(job, turn.nodes, cluster, nodes, self._folder, self._loop, self._record, self._notes)
+            lost = [event for event in self._store.events(job.id, 0) if event.kind == "lost"] if job.restarts else []
+            where = (turn.nodes, cluster, nodes, self._folder)
+            runner = JobRunner(job, *where, self._loop, self._record, self._notes, len(lost))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this job, the others go on
             self._forget(job.id)
             self._refuse(job, str(error) if isinstance(error, (AtollError, OSError, ValueError)) else unexpected(error))
@@ -514,7 +612,8 @@ class Dispatcher:
     def _idle(self) -> bool:
         if self._unreachable:
             return not self._runners
-        if self._runners or self._pending or self._unwritten or self._changed:
+        waits = self._pending and not self._is_guest and not self._is_renewed
+        if self._runners or waits or self._unwritten or self._changed:
             return False
         return not self._service.awaits_first or time.monotonic() > self._began + _FIRST_S
 

@@ -47,7 +47,8 @@ def launch(
     jobs: list[Job] = []
     with clusters.locked(name, options.command, options.say), registry.kept():
         before = clusters.find(name)
-        if before is not None and before.status is ClusterStatus.UP and not options.as_it_is:  # all hosts at once
+        is_up = before is not None and before.status is ClusterStatus.UP and not before.is_awaited
+        if before is not None and is_up and not options.as_it_is:  # all hosts at once
             any_gpus = replace(before.request(), accelerators=())
             registry.of(before.allocation).plan(any_gpus, before.allocation)
         decisions = decide_cluster(requests, name, options)
@@ -188,7 +189,14 @@ def provision(
     owner = reaper.owner_of(clusters.folder_of(cluster.name))
     recheck = before is None or before.status is not ClusterStatus.UP or _has_lost_nodes(before)
     cluster = placing.provision(
-        cluster, before, owner, options.say, options.given_up, here=options.from_here, recheck=recheck
+        cluster,
+        before,
+        owner,
+        options.say,
+        options.given_up,
+        here=options.from_here,
+        recheck=recheck,
+        on_allocated=lambda made: clusters.save(made, before),
     )
     site = _site_text(cluster)
     if before is not None and is_new and _site_text(before) != site:
@@ -211,7 +219,7 @@ def provision(
 
 def _has_lost_nodes(cluster: ClusterSpec) -> bool:
     """Did its newest job fail for another reason than its own?"""
-    with contextlib.suppress(LookupError):  # it has had none
+    with contextlib.suppress(LookupError, ProvisionError):  # it has had none
         return clusters.control_of(cluster).job(None).status is JobStatus.FAILED_DRIVER
     return False
 
@@ -301,7 +309,7 @@ def rolled_back(name: str, before: ClusterSpec | None, jobs: Sequence[Job], opti
         try:
             if jobs:  # not all that were asked for
                 clusters.control_of(clusters.load(name)).cancel([job.id for job in jobs])
-            elif before is None or before.status is ClusterStatus.DOWN:
+            elif before is None or before.status is ClusterStatus.DOWN or before.is_awaited:
                 lifecycle.rollback_cluster(name, before)
         except (AtollError, OSError) as error:  # why the launch failed is what has to be seen
             options.say(f"cluster {name}: {error}; {record.removes(name)}")

@@ -14,6 +14,7 @@ from atoll.providers import registry
 from atoll.providers.base import AllocationState
 from atoll.tasks import clusters, record
 from atoll.tasks.client import tell
+from atoll.tasks.nodes import with_nodes_now
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
 
 Say = Callable[[str], None]
@@ -73,9 +74,17 @@ def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> li
         UnknownCluster: there is none.
     """
     from atoll.tasks import remote_control
+    from atoll.tasks.control import remove_tree
 
-    with clusters.locked(clusters.load(cluster_name).name, "down", on_line) as folder, registry.kept():
+    if (awaited := clusters.load(cluster_name)).is_awaited:  # a launch that waits for its nodes sees it, and ends
+        _release(awaited, ClusterStatus.DOWN)
+    with clusters.locked(cluster_name, "down", on_line) as folder, registry.kept():
+        if awaited.is_awaited and clusters.find(cluster_name) is None:
+            return []
         cluster = clusters.load(cluster_name)
+        if awaited.is_awaited and not cluster.allocation.nodes:  # the launch that waited was killed
+            remove_tree(folder)
+            return []
         try:
             ended = clusters.control_of(cluster).end() if purge else []
             ended += [job for job in _end(cluster, ClusterStatus.DOWN) if job not in ended]
@@ -157,10 +166,15 @@ def rollback_cluster(name: str, before: ClusterSpec | None) -> None:
     folder, made = clusters.folder_of(name), clusters.find(name)
     if made is None:
         return
+    if before is not None and before.is_awaited:
+        before = None
     with contextlib.suppress(AtollError, OSError):  # what stopped the launch may stop this, too
         _end(made, ClusterStatus.DOWN)
-    at = None if before is None or before.allocation.supervised_here else before.allocation.head
-    if not made.allocation.supervised_here and made.allocation.head != at:
+    if not made.allocation.shares_machine:
+        with contextlib.suppress(AtollError, OSError):
+            _release(made, ClusterStatus.DOWN)
+    at = None if before is None or before.allocation.supervised_here else before.allocation.nodes[:1]
+    if not made.allocation.supervised_here and made.allocation.nodes[:1] not in (at, ()):
         from atoll.tasks import remote_control
 
         remote_control.remove_record(made)
@@ -208,11 +222,14 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
     """
     if cluster.status is not ClusterStatus.UP:
         return cluster
-    now = registry.of(cluster.allocation).poll(cluster.allocation)
-    if now.state is AllocationState.LOST:
+    cluster = with_nodes_now(cluster, clusters.folder_of(cluster.name))
+    now = cluster.allocation
+    if now.state in (AllocationState.LOST, AllocationState.RELEASED):
         ended = {"status": ClusterStatus.DOWN, "setup_done": (), "autostop_minutes": None, "autodown": False}
         tell(f"cluster {cluster.name} is down: {now.reason}")
         return record.change(clusters.folder_of(cluster.name), **ended, notes=(now.reason,))
+    if now.state is AllocationState.PENDING:
+        return cluster
     if cluster.allocation.supervised_here:
         from atoll.tasks.control import LocalControl
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from atoll.providers.base import AllocationState
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, JobStatus
 from atoll.tasks.waiting import WaitingLaunch
@@ -20,12 +21,12 @@ def cluster_row(cluster: ClusterSpec, unfinished: Sequence[JobRow] | None) -> di
     """What ``atoll status -o json`` says of a cluster."""
     return {
         "name": cluster.name,
-        "status": cluster.status.value,
+        "status": status_text(cluster),
         **fields(cluster, "infra", "num_nodes", "accelerator", "num_accelerators", "simulated", "cpus"),
         "memory": cluster.memory_gb,
         **fields(cluster, "autostop_minutes", "autodown"),
         "launched_at": cluster.created_s,
-        "supervised_from": "here" if cluster.allocation.supervised_here else cluster.allocation.head.name,
+        "supervised_from": "here" if cluster.allocation.supervised_here else _head_name(cluster),
         "num_unfinished_jobs": None if unfinished is None else len(unfinished),
         "notes": list(cluster.notes),
     }
@@ -39,6 +40,16 @@ def waiting_row(launch: WaitingLaunch) -> dict[str, Any]:
         **fields(launch, "infra", "num_nodes", "accelerator", "num_accelerators", "simulated", "reason"),
         "launched_at": launch.since_s,
     }
+
+
+def _head_name(cluster: ClusterSpec) -> str | None:
+    return cluster.allocation.head.name if cluster.allocation.nodes else None
+
+
+def status_text(cluster: ClusterSpec) -> str:
+    """Where a cluster stands; ``INIT``, as SkyPilot has it, while its nodes have still to come."""
+    waits = cluster.status is ClusterStatus.UP and cluster.allocation.state is AllocationState.PENDING
+    return "INIT" if waits else cluster.status.value
 
 
 def job_row(row: JobRow) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 One attempt is: start the nodes, wait for all; run setup on each, wait for all; run the job's processes, wait for all;
 stop the nodes. Whatever ends an attempt early (a process that fails, a lost node, a timeout, somebody's cancel) is its
 ``Cause``: processes that still live are terminated, the nodes are stopped, and only then is the job over or, where
-``Restarts`` allows it, started again as the next attempt. Inputs of an older attempt mean nothing.
+``Restarts`` allows it, started again as the next attempt. Inputs of an older attempt mean nothing. Where its provider
+gives others for nodes that are lost or taken, the machine ends with the job ``PENDING``, and another one goes on.
 
 Rows of the event log that others rely on: ``failed`` and ``lost`` name the culprit by ``node`` and ``rank``, with its
 last lines in ``data`` as ``tail``; ``restart`` has in ``data`` how many ``restarts`` there were.
@@ -42,6 +43,8 @@ class JobMachine:
         nodes: of the cluster, that it runs on; the first ones by default.
         num_cluster_nodes: nodes of the cluster; setup runs on all of them.
         setup_needed: run the setup; after a lost node it is run again.
+        restarts: how often it was started again before, and ``num_lost`` of these because a node was lost.
+        replaces_nodes: others are given for nodes that are lost, once the job has left them.
 
     Attributes:
         status: where the job stands.
@@ -52,14 +55,22 @@ class JobMachine:
     """
 
     def __init__(
-        self, spec: JobSpec, *, num_cluster_nodes: int, setup_needed: bool, nodes: Sequence[int] | None = None
+        self,
+        spec: JobSpec,
+        *,
+        num_cluster_nodes: int,
+        setup_needed: bool,
+        nodes: Sequence[int] | None = None,
+        restarts: int = 0,
+        num_lost: int = 0,
+        replaces_nodes: bool = False,
     ) -> None:
         if not 1 <= spec.num_nodes <= num_cluster_nodes:
             raise ConfigError(
                 f"num_nodes={spec.num_nodes}: the cluster has {num_cluster_nodes}: request fewer or launch a larger one"
             )
         self.status = JobStatus.PENDING
-        self.attempt = 0
+        self.attempt = restarts
         self._spec = spec
         self._nodes = tuple(nodes or range(spec.num_nodes))
         self._num_cluster_nodes = num_cluster_nodes
@@ -72,7 +83,9 @@ class JobMachine:
         self._living: set[_Key] = set()  # asked to start and not known to have ended
         self._failed_setups: list[t.ProcessEnded] = []
         self._cause: Cause | None = None
-        self._restarts = self._num_errors = self._num_lost = 0
+        self._restarts, self._num_errors, self._num_lost = restarts, 0, num_lost
+        self._replaces_nodes = replaces_nodes
+        self._taken = ""  # why the nodes are taken that it is leaving for another reason
         self._next_s: float | None = None  # when the phase ends by itself
         self._timeout_at_s: float | None = None
 
@@ -108,6 +121,8 @@ class JobMachine:
                 return self._tick(now)
             case t.CancelAsked():
                 return self._cancel(event, now)
+            case t.NodesTaken():
+                return self._nodes_taken(event, now)
             case _ if event.attempt != self.attempt:
                 return []
             case t.NodeUp():
@@ -129,6 +144,8 @@ class JobMachine:
         self._starting = set(range(self._num_cluster_nodes) if self._setup_due else self._nodes)
         wanted = self._spec.num_nodes
         text = f"Waiting for task resources on {wanted} node{'s' if wanted > 1 else ''}."
+        if self.attempt > 1:
+            text = f"Attempt {self.attempt}. {text}"
         return [
             t.Log("attempt", text, data=(("attempt", self.attempt),)),
             *(t.StartNode(node, self.attempt) for node in sorted(self._starting)),
@@ -269,6 +286,25 @@ class JobMachine:
         self._cause = cause  # everything was terminated before
         return [_cause_row(cause, f"{cause.reason}.")]
 
+    def _nodes_taken(self, event: t.NodesTaken, now: float) -> list[t.Action]:
+        if self._phase == "backoff" and event.again:
+            return self._hand_over(event.why)
+        if self._phase == "stop":
+            self._taken = event.why if event.again else ""
+            return []
+        self._taken = event.why if event.again else ""
+        return self._fail(Cause("taken", event.why, now), now, event.save_s)
+
+    def _hand_over(self, why: str) -> list[t.Action]:
+        """Leave the job to another machine, on other nodes."""
+        self._restarts += 1
+        self._phase = "ended"
+        text = f"It goes on as attempt {self.attempt + 1} on other nodes: {why}"
+        return [
+            t.Log("restart", text, data=(("restarts", self._restarts),)),
+            self._set(JobStatus.PENDING, f"waiting for other nodes: {why}"),
+        ]
+
     def _tick(self, now: float) -> list[t.Action]:
         if self._phase != "stop" and self._timeout_at_s is not None and now >= self._timeout_at_s:
             reason = f"it ran past its time limit of {self._spec.timeout_s:g} s"
@@ -287,11 +323,11 @@ class JobMachine:
 
         That is ``grace_s``, unless the job says another.
         """
-        if self._spec.grace_s is not None:
+        if self._spec.grace_s is not None and cause.kind != "taken":
             grace_s = self._spec.grace_s
         self._cause, self._phase, self._next_s = cause, "stop", now + grace_s
         terminated = [t.Terminate(node, number) for node in sorted({node for _, node, _ in self._living})]
-        what = "the job" if cause.kind in ("cancel", "timeout") else "the others"
+        what = "the job" if cause.kind in ("cancel", "timeout", "taken") else "the others"
         text = f"{cause.reason}; stopping {what}." if terminated else ""  # else the job's last line says it at once
         return [_cause_row(cause, text), *terminated, *self._stop_if_quiet(now)]
 
@@ -324,11 +360,15 @@ class JobMachine:
         cause = self._cause
         assert cause is not None  # _fail set it, and nothing else leads here
         stops = self._stop_nodes()
+        if cause.kind == "taken" and self._taken:
+            return [*stops, *self._hand_over(cause.reason)]
         if not self._restarts_after(cause):
             reason = cause.reason
             if self._restarts and cause.kind != "cancel":
                 reason += f" (it had been restarted {self._restarts} time{'s' if self._restarts > 1 else ''})"
             return [*stops, self._end(_END_STATUS[cause.kind], reason, cause.exit_code)]
+        if self._taken or (self._replaces_nodes and cause.kind in ("lost", "start")):
+            return [*stops, *self._hand_over(self._taken or cause.reason)]
         wait_s = min(2.0 ** min(self._restarts, 10), LONGEST_BACKOFF_S)  # a thousandth is no float any more
         self._restarts += 1
         self._phase, self._next_s = "backoff", now + wait_s
@@ -375,6 +415,7 @@ _END_STATUS: dict[str, JobStatus] = {
     "lost": JobStatus.FAILED,
     "start": JobStatus.FAILED_DRIVER,
     "timeout": JobStatus.FAILED,
+    "taken": JobStatus.FAILED,
     "cancel": JobStatus.CANCELLED,
 }
 _LOG_KIND = {"run": "failed", "setup": "failed", "lost": "lost", "start": "lost"}

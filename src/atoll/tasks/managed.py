@@ -401,7 +401,7 @@ def _state_of(name: str) -> AllocationState | None:
 
 def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[EventRow]) -> r.Ended:
     """How a task's job ended: by itself, by somebody's wish, or with its nodes."""
-    causes = [event for event in events if event.kind in ("failed", "lost", "timeout", "cancel")]
+    causes = [event for event in events if event.kind in ("failed", "lost", "timeout", "taken", "cancel")]
     errors = [each for each in causes if each.kind == "failed"]
     counted = sum(each.data.get("exit_code") not in row.spec.restarts.on_exit_codes for each in errors)
     if row.status is JobStatus.SUCCEEDED:
@@ -410,6 +410,6 @@ def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[Even
         return r.Ended(launch, "cancelled", f"it was {row.reason or 'cancelled'} on cluster {cluster.name}")
     if row.status is JobStatus.FAILED_SETUP:
         return r.Ended(launch, "failed_setup", row.reason, row.exit_code)
-    if row.status is JobStatus.FAILED and causes and causes[-1].kind != "lost":
+    if row.status is JobStatus.FAILED and causes and causes[-1].kind not in ("lost", "taken"):
         return r.Ended(launch, "failed", row.reason, row.exit_code)
     return r.Ended(launch, "lost", row.reason, None, _state_of(cluster.name), counted)

@@ -5,6 +5,7 @@ Standard library only, as everything that a supervisor on a head node needs.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import tempfile
 import threading
@@ -15,9 +16,9 @@ from pathlib import Path
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.gang.members import sweep_stale
 from atoll.providers import registry
-from atoll.providers.base import Boot, Node, NodePlan, Plan, Remote, wait_until_ready
+from atoll.providers.base import AllocationState, Boot, Node, NodePlan, Notice, Plan, Remote, wait_until_ready
 from atoll.providers.gpus import Gpu
-from atoll.tasks import reaper
+from atoll.tasks import reaper, record
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
 
@@ -104,6 +105,8 @@ class ClusterNodes:
                 if now != before:
                     self._session.refresh(now)
                     self.addresses = tuple(node.addr for node in self._session.plan.nodes)
+                if attempt > 1 and not now.shares_machine:
+                    report(f"attempt {attempt} runs on {', '.join(node.name for node in now.nodes)}")
                 known = self._asked[job_id] = attempt, self.addresses
             return known[1]
 
@@ -144,6 +147,18 @@ class ClusterNodes:
         """As the session's: of the cluster's kind where the node has some."""
         return self._session.gpus(node, count, visible)
 
+    def notice(self) -> Notice | None:
+        """Whether the nodes are about to be taken."""
+        return self._provider.notice(self._session.allocation)
+
+    def renew(self) -> None:
+        """Have them replaced by others.
+
+        Raises:
+            ProvisionError: the provider can't.
+        """
+        self._provider.renew(self._session.allocation)
+
     def fault_of(self, job_id: int) -> str | None:
         """What the session knows of it."""
         return self._session.fault_of(job_id)
@@ -151,6 +166,20 @@ class ClusterNodes:
     def close(self) -> None:
         """End the session."""
         self._session.close()
+
+
+def with_nodes_now(cluster: ClusterSpec, folder: Path) -> ClusterSpec:
+    """The record of a cluster in ``folder`` that is up, with the nodes that its allocation has now.
+
+    Its state is not written down: the caller sees to one that is not ready.
+
+    Raises:
+        ProvisionError: nobody can be asked.
+    """
+    allocation = registry.of(cluster.allocation).poll(cluster.allocation)
+    if allocation.nodes != cluster.allocation.nodes and allocation.state is AllocationState.READY:
+        return record.change(folder, allocation=allocation)
+    return dataclasses.replace(cluster, allocation=allocation)
 
 
 def plan_of(cluster: ClusterSpec) -> Plan:

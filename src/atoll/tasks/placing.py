@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.providers import registry
-from atoll.providers.base import DEFAULT, Accelerators, AcceleratorsLacking, NodeRequest, Offer, wait_until_ready
+from atoll.providers.base import (
+    DEFAULT,
+    Accelerators,
+    AcceleratorsLacking,
+    AllocationState,
+    NodeRequest,
+    Offer,
+    wait_until_ready,
+)
 from atoll.tasks import waiting
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
@@ -187,6 +195,7 @@ def provision(
     *,
     here: bool,
     recheck: bool,
+    on_allocated: Callable[[ClusterSpec], object],
 ) -> ClusterSpec:
     """Get a cluster its nodes, waiting while they are pending, and check them before a job.
 
@@ -198,6 +207,7 @@ def provision(
         given_up: where it is true, nodes are waited for no longer.
         here: its supervisor runs on this machine, because its jobs end with a process here.
         recheck: look also at machines that were found well lately.
+        on_allocated: called with it once its nodes are known, or awaited: from then on others can give them back.
 
     Raises:
         ProvisionError: a node can't be had or used.
@@ -207,8 +217,14 @@ def provision(
     request = dataclasses.replace(cluster.request(), supervised_here=here, recheck=recheck, owner=owner)
     with waiting.told(cluster, say) as tell:
         allocation = provider.provision(request, tell, have)
-        with registry.given_back_on_failure(provider, allocation) if have is None else contextlib.nullcontext():
+        is_new = have is None or not have.nodes
+        with registry.given_back_on_failure(provider, allocation) if is_new else contextlib.nullcontext():
+            if is_new and not allocation.shares_machine:
+                on_allocated(dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner)))
+            has_waited = allocation.state is AllocationState.PENDING
             allocation = wait_until_ready(provider, allocation, tell, given_up)
+            if has_waited:  # nobody has looked at its nodes yet
+                provider.plan(request, allocation)
     return dataclasses.replace(cluster, allocation=dataclasses.replace(allocation, owner=owner))
 
 

@@ -16,6 +16,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import atoll_home, write_atomic
 from atoll.core.validation import MOST_ACCELERATORS, MOST_MINUTES, MOST_NODES, command_line
 from atoll.providers import registry
+from atoll.providers.base import AllocationState
 from atoll.tasks.spec import ClusterSpec
 
 RECORD = "cluster.json"
@@ -65,7 +66,8 @@ def _flaw(cluster: ClusterSpec, folder: Path) -> str | None:
         return f"infra: {cluster.infra!r:.40} and its allocation's {cluster.allocation.infra!r:.40} differ"
     if not registry.is_known(cluster.infra):
         return f"infra: invalid value {cluster.infra!r:.40}"
-    if not cluster.allocation.shares_machine and len(cluster.allocation.nodes) < cluster.num_nodes:
+    has_nodes = cluster.allocation.state is AllocationState.READY and not cluster.allocation.shares_machine
+    if has_nodes and len(cluster.allocation.nodes) < cluster.num_nodes:
         return f"it has {cluster.num_nodes} nodes, and {len(cluster.allocation.nodes)} of them are known"
     return None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import select
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.providers import registry
-from atoll.providers.base import Remote
+from atoll.providers.base import AllocationState, Remote
 from atoll.tasks import reaper
 from atoll.tasks.client import Client, OnEvent, ProgramStream, StreamLost, Write, tell
 from atoll.tasks.control import FollowPosition, LocalControl
@@ -23,6 +25,8 @@ from atoll.tasks.sync.host_files import remove_files
 _PATIENCE_S = 300.0  # a connection to the head that was there may be gone for so long
 _ANSWER_S = 120.0  # cancelled jobs end within 30, and a network file system may take its time
 _REMOVE_S = 300.0
+_NO_CONNECTION = 255  # ssh's own exit code
+_NODES_S = 10.0  # nodes that have still to come are asked for so often
 _RETRY_S, _RETRY_MOST_S = 0.5, 5.0
 _MAY_WAIT = ("submit", "job", "events", "position_of_tail", "follow", "wait")  # for a connection that is lost
 
@@ -50,16 +54,28 @@ class RemoteControl:
         cluster: name of the cluster.
         host: what to call that machine in messages, where that is not this one.
         patience_s: where the connection is lost, it is made again for so long before a log or a job is given up.
+        awaited: says what the cluster's nodes are waited for, where they have still to come again.
+        is_lost: tells by the command's exit code and standard error whether the connection was lost.
     """
 
     def __init__(
-        self, command: Callable[[], Sequence[str]], cluster: str, host: str = "", patience_s: float = 0.0
+        self,
+        command: Callable[[], Sequence[str]],
+        cluster: str,
+        host: str = "",
+        patience_s: float = 0.0,
+        awaited: Callable[[], str] = str,
+        is_lost: Callable[[int, bytes], bool] = lambda code, said: code == _NO_CONNECTION,
     ) -> None:
+        self._awaited = awaited
         self._cluster = cluster
         self._head = f"the head of cluster {cluster}" + (f" ({host})" if host else "")
         self._patience_s = patience_s
         self._client = Client(
-            lambda: ProgramStream(command(), self._head), self._head, self._head, functools.partial(_note, self._head)
+            lambda: ProgramStream(command(), self._head, is_lost),
+            self._head,
+            self._head,
+            functools.partial(_note, self._head),
         )
 
     create = remote(LocalControl.create)
@@ -91,8 +107,12 @@ class RemoteControl:
         seen = FollowPosition(write, on_event)
         args = (job_id, seen.write, None if on_event is None else seen.on_event)
         how = {"follow": follow, "rank": rank, "start": start}
-        status: JobStatus = self.call("follow", args, lambda: {**how, **seen.so_far}, None, hang_up)
-        return status
+        told = ""
+        while True:
+            status: JobStatus = self.call("follow", args, lambda: {**how, **seen.so_far}, None, hang_up)
+            if not follow or status.ended:
+                return status
+            told = self._wait_for_nodes(told, None, hang_up)
 
     def wait(self, job_id: int, limit_s: float | None = None) -> JobStatus:
         """Waits until a job has ended, so many seconds at most; returns where it stands then."""
@@ -101,8 +121,29 @@ class RemoteControl:
         def left() -> dict[str, float | None]:
             return {"limit_s": None if limit_s is None else limit_s - (time.monotonic() - began)}
 
-        status: JobStatus = self.call("wait", (job_id,), left, None)
-        return status
+        told = ""
+        while True:
+            status: JobStatus = self.call("wait", (job_id,), left, None)
+            left_s = left()["limit_s"]
+            if status.ended or (left_s is not None and left_s <= 0):
+                return status
+            told = self._wait_for_nodes(told, left_s)
+
+    def _wait_for_nodes(self, told: str, limit_s: float | None, hang_up: int | None = None) -> str:
+        """Its job waits for other nodes: wait with it for a while, and tell what for, unless that was told.
+
+        Raises:
+            BrokenPipeError: ``hang_up`` was hung up.
+        """
+        why = self._awaited()
+        if why and why != told:
+            tell(f"waiting for nodes of cluster {self._cluster}: {why}")
+        reader = select.poll()
+        if hang_up is not None:
+            reader.register(hang_up, 0)
+        if reader.poll(1000 * (_NODES_S if limit_s is None else min(_NODES_S, limit_s))):
+            raise BrokenPipeError
+        return why
 
     def call(
         self,
@@ -229,6 +270,17 @@ class _Desk:
         self._is_new = False
         return self._head.argv("tasks.control", self._cluster.name)
 
+    def is_lost(self, code: int, said: bytes) -> bool:
+        """Did the way there break?"""
+        return self._head.is_lost(code, said)
+
+    def awaited(self) -> str:
+        """What its nodes are waited for, where they have still to come again."""
+        with contextlib.suppress(ProvisionError):  # it is asked again
+            now = registry.of(self._cluster.allocation).poll(self._cluster.allocation)
+            return now.reason if now.state is AllocationState.PENDING else ""
+        return "nobody can be asked just now"
+
 
 def _reach(cluster: ClusterSpec, patience_s: float = _PATIENCE_S) -> tuple[Remote, RemoteControl]:
     """The machine that supervises a cluster elsewhere, with Atoll's code there, and how its program is asked."""
@@ -241,7 +293,8 @@ def _reach(cluster: ClusterSpec, patience_s: float = _PATIENCE_S) -> tuple[Remot
             head.bring_code()
         except ProvisionError as error:
             raise ProvisionError(f"{error}. {advice_on_lost_head(cluster.name)}") from None
-        control = RemoteControl(_Desk(cluster, head).command, cluster.name, head.plan.host, patience_s)
+        desk = _Desk(cluster, head)
+        control = RemoteControl(desk.command, cluster.name, head.plan.host, patience_s, desk.awaited, desk.is_lost)
         _controls[key] = head, control
     return _controls[key]
 

@@ -176,7 +176,7 @@ def _alternatives(task: Task, options: Options) -> list[NodeRequest]:
             infra=place,
             cpus=each.cpus,
             memory=each.memory,
-            resources=each.others,
+            resources={**each.others, **({"config": task.config} if task.config else {})},
             simulate=options.simulate,
         )
         kinds = tuple((kind.name, kind.num_accelerators) for kind in each.requested)

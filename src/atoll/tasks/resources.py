@@ -258,7 +258,7 @@ class _Alternative(Section):
 
 
 _PARTS = ("cloud", "region", "zone")
-_APART = ("infra", "cpus", "memory", "accelerators", "autostop", "job_recovery", "any_of", "ordered")
+_APART = ("infra", "cpus", "memory", "accelerators", "autostop", "any_of", "ordered")
 
 
 # --------------------------------------------------------------------------------------------------- Resources

@@ -70,6 +70,7 @@ class JobRunner:
         loop: the supervisor's.
         record: writes events and status into the store; says what the status is then.
         notes: lines to begin the job's log with.
+        num_lost: how often it was started again before because a node was lost.
 
     Raises:
         ConfigError: the job wants more nodes than the cluster has, or more GPUs than it may lease.
@@ -85,6 +86,7 @@ class JobRunner:
         loop: EventLoop,
         record: Record,
         notes: Sequence[str],
+        num_lost: int = 0,
     ) -> None:
         values = read_variables(folder, job.id)
         secrets = values.get("secrets", {})
@@ -92,8 +94,15 @@ class JobRunner:
         self.job = replace(job, spec=spec)
         self.nodes = tuple(on)
         self.cancelled = False
+        self._replaces_nodes = cluster.allocation.replaces_nodes
         self._machine = JobMachine(
-            spec, num_cluster_nodes=cluster.num_nodes, setup_needed=spec.setup is not None, nodes=on
+            spec,
+            num_cluster_nodes=cluster.num_nodes,
+            setup_needed=spec.setup is not None,
+            nodes=on,
+            restarts=job.restarts,
+            num_lost=num_lost,
+            replaces_nodes=self._replaces_nodes,
         )
         visible = {**spec.base_env, **spec.env}.get(VISIBLE)
         self._gpus = [nodes.gpus(node, spec.num_accelerators, visible) for node in range(cluster.num_nodes)]
@@ -139,7 +148,8 @@ class JobRunner:
         if not self._num_gpus and (known := next(filter(None, self._gpus), None)):
             self._log.say(f"this job requests no GPU and sees none: pass --gpus {known[0].name}:1 for one")
         self._do(self._machine.start(time.monotonic()))
-        drop_variables(self._folder, self.job.id)  # from here on the job ends with this process
+        if not self._replaces_nodes:
+            drop_variables(self._folder, self.job.id)  # from here on the job ends with this process
         self._handle_inputs()
 
     def cancel(self, why: str, number: int = SIGTERM) -> None:
@@ -150,6 +160,10 @@ class JobRunner:
     def leave(self) -> bool:
         """It ends with its supervisor."""
         return False
+
+    def leave_nodes(self, why: str, save_s: float, *, again: bool) -> None:
+        """Its nodes are about to be taken: have it save within so long. ``again``: it goes on on others."""
+        self._guard(lambda: self._hear(t.NodesTaken(why, save_s, again)))
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
@@ -369,15 +383,17 @@ class JobRunner:
                 cores=started.plan.cores,
             )
             here = self._task.cluster.allocation.shares_machine  # it is the caller's shell that it is run from
-            meta["argv"] = list(spec.command) if here else ["bash", "-c", 'exec "$@"', "bash", *spec.command]
+            argv = list(spec.command) if here else ["bash", "-c", 'exec "$@"', "bash", *spec.command]
         else:
             env = environment.script_environment(self._task, action.phase, action.node, node_env)
             text = spec.setup if action.phase == "setup" else spec.run
-            meta["argv"] = environment.script_arguments(spec.strict)
+            argv = environment.script_arguments(spec.strict)
             meta["script"] = {"name": f"{action.phase}.sh", "text": text}
-        if meta["argv"] != list(spec.command or ()):
+        wrapper = started.plan.wrapper
+        # A container's environment is its own, not that of start files outside.
+        if not wrapper and argv != list(spec.command or ()):
             meta["shell"] = environment.shell_text(self._task, started.env, env)
-        meta["env"] = {**env, "PWD": cwd}
+        meta |= {"argv": [*wrapper, *argv], "env": {**env, "PWD": cwd}}
         slot.channel.send(frames.pack(frames.START, number, meta=meta))
 
     def _frame(self, slot: _NodeSlot, frame: RawFrame) -> None:

@@ -20,9 +20,11 @@ from typing import IO
 import atoll
 from atoll.agent import keeper
 from atoll.agent.orphans import VARIABLE
-from atoll.core.errors import AtollError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import is_locked
 from atoll.core.secrets import is_secret
+from atoll.providers import registry
+from atoll.tasks import record
 from atoll.tasks.protocol import wait_readable
 from atoll.tasks.service import at_socket
 from atoll.tasks.store import IN_THE_WAY, Store, unusable
@@ -198,6 +200,7 @@ def watch(folder: Path) -> None:
             [sys.executable, "-I", "-S", "-c", _WATCHER, _source(), str(folder)],
             {1: output.fileno(), 2: output.fileno()},
             _environment(folder),
+            again_log=str(folder / LOG),
         )
 
 
@@ -219,8 +222,17 @@ def resume(folder: Path, store: Store) -> None:
     Raises:
         AtollError: it could not be started.
     """
-    if store.jobs(limit=1, unfinished=True) and not is_running(folder):
+    if store.jobs(limit=1, unfinished=True) and not is_running(folder) and belongs_here(folder):
         reach(folder).close()
+
+
+def belongs_here(folder: Path) -> bool:
+    """May this machine start the cluster's jobs?"""
+    try:
+        allocation = record.load(folder).allocation
+        return registry.of(allocation).may_supervise(allocation)
+    except (LookupError, ConfigError):  # none can be started, and the job is told so
+        return True
 
 
 def last_line(folder: Path) -> str:

@@ -319,6 +319,11 @@ class Task:
         return self.resources.infra or self.resources.choices()[0].infra or DEFAULT
 
     @property
+    def config(self) -> dict[str, Any]:
+        """What is said to single infras, by their kind: ``{"slurm": {"sbatch_options": {"time": "1:00:00"}}}``."""
+        return dict(self._elsewhere.get("config") or {})
+
+    @property
     def variables(self) -> dict[str, str]:
         """Envs and secrets together."""
         return {**self.envs, **self.secrets}
@@ -399,6 +404,8 @@ class Task:
                 lines.append(f"file_mounts.{target} can't be a {mode} on {infra}: {instead}, and not written back")
         # True is what api_server_access is without being said.
         others = [key for key, value in self._elsewhere.items() if (key, value) != ("api_server_access", True)]
+        if self.config.keys() == {infra.partition("/")[0]}:  # its provider sees to it
+            others.remove("config")
         return lines + [f"{key} has no effect on {infra}: only clouds' jobs know it" for key in others]
 
     def job(self, *, infra: str | None = None) -> tuple[JobSpec, dict[str, str]]:

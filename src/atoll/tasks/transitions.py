@@ -35,6 +35,14 @@ class CancelAsked(NamedTuple):
     signal: int = SIGTERM
 
 
+class NodesTaken(NamedTuple):
+    """Its nodes are about to be taken: its processes get so long to save. ``again``: others will be given for them."""
+
+    why: str
+    save_s: float
+    again: bool
+
+
 class Log(NamedTuple):
     """Write a row of the event log, and where ``text`` is not empty a line of the job's own into its log."""
 
@@ -73,7 +81,7 @@ ProcessStarted = NamedTuple(
 )
 Tick = NamedTuple("Tick", [])  # time passed; sent when ``JobMachine.deadline`` is reached, at the latest
 
-Input = NodeUp | NodeDown | NodeSilent | ProcessStarted | ProcessEnded | CancelAsked | Tick
+Input = NodeUp | NodeDown | NodeSilent | ProcessStarted | ProcessEnded | CancelAsked | NodesTaken | Tick
 
 # Actions.
 StartNode = NamedTuple("StartNode", [("node", int), ("attempt", int)])  # answered by NodeUp or NodeDown

@@ -22,15 +22,15 @@ _RETRY_MOST_S = 2.0
 _FLUSH_S = 0.5  # what was said before the end gets this long to go out
 _END_S = 2.0  # and the host this long to end its agent
 _TAIL_BYTES = 4000
-_NO_REASON = "srun: cluster configuration lacks support for cpu binding"  # so none is done, as was asked for
 
 
 class _Connection:
     """One run of the command."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], is_noise: Callable[[str], bool]) -> None:
         assert process.stdin is not None and process.stdout is not None
         self.process = process
+        self._is_noise = is_noise
         self.link = Link(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
         self.stderr = -1
         if process.stderr is not None:
@@ -56,7 +56,7 @@ class _Connection:
         if self.stderr >= 0:
             self.read_stderr()
         lines = self.said.decode(errors="replace").strip().splitlines()
-        return "\n".join(line for line in lines if not line.startswith(_NO_REASON)) or otherwise
+        return "\n".join(line for line in lines if not self._is_noise(line)) or otherwise
 
     def end(self, wait_s: float = 0.0) -> None:
         """Close its channel, and end it by force unless it ends by itself in time."""
@@ -82,6 +82,7 @@ class LinkedChannel(Relay):
         on_silence: told how many seconds nothing was heard, once for each silence, and 0 when it is over. Called in the
             relay's thread.
         name: the host, for messages.
+        is_noise: tells lines of the command's standard error that are no reason for anything.
 
     Attributes:
         socket: the gang's end.
@@ -96,6 +97,7 @@ class LinkedChannel(Relay):
         grace_s: float,
         name: str,
         on_silence: Callable[[float], object] = lambda seconds: None,
+        is_noise: Callable[[str], bool] = lambda line: False,
     ) -> None:
         self.socket, theirs = socket.socketpair()
         super().__init__(theirs)
@@ -105,6 +107,7 @@ class LinkedChannel(Relay):
         self._grace_s = grace_s
         self._name = name
         self._on_silence = on_silence
+        self._is_noise = is_noise
         self._token = secrets.token_hex(16)
         self._current: _Connection | None = None  # the one in use, or being made
         self._retired: list[_Connection] = []
@@ -178,7 +181,7 @@ class LinkedChannel(Relay):
 
     def _attempt(self) -> None:
         try:
-            connection = _Connection(self._connect(self._first))
+            connection = _Connection(self._connect(self._first), self._is_noise)
         except (OSError, ProvisionError) as error:
             self._attempt_failed(str(error))
             return

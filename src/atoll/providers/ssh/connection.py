@@ -27,7 +27,7 @@ from atoll.core import terminal
 from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.providers.ssh.errors import LoginDenied, explain, silent
-from atoll.providers.ssh.hosts import HERE, Facts, Target
+from atoll.providers.ssh.hosts import HERE, SSH_FAILED, Facts, Target
 from atoll.wire.command_output import marked, never_began, own_output
 
 R = TypeVar("R")
@@ -40,7 +40,6 @@ _ALIVE_S, _ALIVE_COUNT = 2, 3  # a host that is silent for their product is give
 _PERSIST_S = 60  # a login that nobody uses ends by itself; it lasts where somebody may have typed a code for it
 _PERSIST_ALONE_S = 5
 _LONGEST_PATH = 104 - 18 - 16  # of a Unix socket, less what ssh and we put behind the folder
-_FAILED = 255  # ssh's own exit code
 _FROM_SRUN = re.compile(rb"^srun: error: (.*)", re.M)
 _IN_A_TERMINAL = "; or run this in a terminal, where ssh asks for the password or code"
 
@@ -94,7 +93,7 @@ class Connection:
                 out, said = self._communicate(process, limit_s)
             finally:
                 self._end(process)
-        if process.returncode == _FAILED and not self._is_here:
+        if process.returncode == SSH_FAILED and not self._is_here:
             raise explain(self.target, said.decode(errors="replace"), self._ssh)
         if (own := own_output(out)) is None:
             if process.returncode < 0:  # ssh itself was killed: abort()

@@ -89,6 +89,7 @@ class SSHNode:
             grace_s=plan.grace_s,
             name=plan.host,
             on_silence=self._silence,
+            is_noise=connection.target.is_noise,
         )
         self.channel: socket.socket = self._link.socket
 

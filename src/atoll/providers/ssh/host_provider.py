@@ -59,6 +59,14 @@ class HostProvider(Provider):
         """How the nodes of an allocation are reached, head first; without one, those that there are."""
         return tuple(self.target(node.reach) for node in allocation.nodes) if allocation is not None else ()
 
+    def shared_marker(self, allocation: Allocation | None) -> str:
+        """The name of a file beside the bundles that every node has to see; empty where nodes need share nothing."""
+        return ""
+
+    def not_shared(self, nodes: Sequence[str], place: str) -> ProvisionError:
+        """What to raise where nodes do not see that file in their state folder, ``place``."""
+        return ProvisionError(f"{', '.join(nodes)}: {place} is not shared")
+
     @abc.abstractmethod
     def target(self, reach: str) -> Target:
         """How a node is reached, of which its allocation keeps that text."""
@@ -78,12 +86,16 @@ class HostProvider(Provider):
         self.check(request)
         found = self.targets_of(allocation)
         code = atoll_bundle(allocation.code if allocation is not None else "")
-        ask = functools.partial(facts.ask, digests=[(code.digest, code.name)], folder=self.shared_workdir)
+        marker = self.shared_marker(allocation)
+        digests = [(code.digest, code.name), *([(marker, marker)] if marker else [])]
+        ask = functools.partial(facts.ask, digests=digests, folder=self.shared_workdir)
         try:
             with connections.used(found[: request.num_nodes]) as logins:
                 said = on_each(logins, ask)
         except ProvisionError as error:
             raise ProvisionError(where_to_type(error, found)) from None
+        if apart := [host for host in said if marker and marker not in host.bundles]:
+            raise self.not_shared([str(host.target) for host in apart], apart[0].place)
         kind, counts = _chosen(said, request)
         within = (allocation.files_in if allocation is not None else request.files_in) or f"clusters/{request.id}"
         planned = []

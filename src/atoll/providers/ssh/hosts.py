@@ -31,6 +31,9 @@ _STEP = (
     'ATOLL_KEEPER="$3" exec srun --jobid="$1" --nodelist="$2" --nodes=1 --ntasks=1 '
     f'--quiet --unbuffered {STEP_OPTIONS} /bin/sh -c "$4"'
 )
+SSH_FAILED = 255  # ssh's own exit code
+_STEP_ENDED = re.compile(rb"^(srun|slurmstepd\S*): error", re.M)
+_NOISE = "srun: cluster configuration lacks support for cpu binding"  # so none is done, as was asked for
 _DEEPEST_INCLUDE = 16  # as ssh has it
 _KEYS = ("hosts", "key", "jump", "python", "grace_s", "workdir", "max_restarts_on_lost_nodes")
 _RESTARTS = 3
@@ -47,6 +50,7 @@ class Target:
         jump: a jump host, as ``ssh -J`` takes it, or None.
         python: the interpreter there, as its shell finds it, or None for ``python3``.
         step: a Slurm job and one of its nodes: what runs there is a step of that job, started from ``host``.
+        is_kept: a keeper of ours runs on the nodes of that job: what is to stay is started by it.
     """
 
     host: str
@@ -55,6 +59,7 @@ class Target:
     jump: str | None = None
     python: str | None = None
     step: tuple[str, str] | None = None
+    is_kept: bool = True
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -73,7 +78,16 @@ class Target:
         if self.step is None:
             return command
         job, node = self.step
-        return "exec " + shlex.join(["/bin/sh", "-c", _STEP, "sh", job, node, f"{KEEPER_FOLDER}{job}", command])
+        keeper = f"{KEEPER_FOLDER}{job}" if self.is_kept else ""
+        return "exec " + shlex.join(["/bin/sh", "-c", _STEP, "sh", job, node, keeper, command])
+
+    def is_lost(self, code: int, said: bytes) -> bool:
+        """Did the way there break, by the exit code and standard error of what ran through it?"""
+        return code == SSH_FAILED or (self.step is not None and _STEP_ENDED.search(said) is not None)
+
+    def is_noise(self, line: str) -> bool:
+        """Is it a line that what leads there writes to standard error, and no reason for anything?"""
+        return self.step is not None and line.startswith(_NOISE)
 
     def __str__(self) -> str:
         if self.step is not None:

@@ -86,6 +86,10 @@ class Host:
             self._is_open = False
             connections.leave(self.target)
 
+    def is_lost(self, code: int, said: bytes) -> bool:
+        """Did the way there break, by the exit code and standard error of what ran through it?"""
+        return self.target.is_lost(code, said)
+
     def abort(self) -> None:
         """Have what runs there through this login fail, from another thread."""
         self.login.abort()

@@ -9,9 +9,9 @@ ends neither job nor steps (``--no-kill``); our agents notice it.
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import os
 import posixpath
-import re
+import secrets
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from atoll.agent import keeper
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.core.validation import check_seconds, command_line, nearest, suggests_fields
-from atoll.providers.accelerators import canonical_gpu_name, refuse_misspelt
+from atoll.providers.accelerators import refuse_misspelt
 from atoll.providers.base import (
     OWN_MACHINES,
     WORKDIR,
@@ -29,13 +29,18 @@ from atoll.providers.base import (
     AllocatedNode,
     Allocation,
     AllocationState,
+    Bundle,
     NodePlan,
     NodeRequest,
+    Notice,
     Plan,
     Remote,
     Report,
 )
 from atoll.providers.bundle import atoll_bundle
+from atoll.providers.slurm import containers
+from atoll.providers.slurm.answers import Gpus, JobNow, PartitionNodes, is_kind
+from atoll.providers.slurm.submission import check_options, resource_options, script, task_options
 from atoll.providers.ssh import facts
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.host_node import node_plan
@@ -43,7 +48,6 @@ from atoll.providers.ssh.host_provider import HostProvider
 from atoll.providers.ssh.hosts import (
     GRACE_S,
     HERE,
-    KEEPER_FOLDER,
     STEP_OPTIONS,
     Target,
     check_keys,
@@ -55,35 +59,15 @@ from atoll.providers.ssh.remote import Host, last_words
 from atoll.providers.ssh.scp import copy, copy_line
 
 _ANSWER_S = 30.0  # of a busy controller
-# A job in which nothing has run for so long is cancelled: whoever submitted it was killed. Packages may be installed
-# before a pool's agents start; in a cluster's the watcher runs, from its launch to its end.
-_UNUSED_S = 900.0
-_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "RESV_DEL_HOLD", "SUSPENDED", "STOPPED"})
-_HERE_NAME = "here"  # slurm/here: the Slurm of this machine
-# What Slurm answers where a job waits, in plain words; other reasons are shown as they are.
-_REASONS = {
-    "Resources": "its nodes are busy",
-    "Priority": "other jobs come first",
-    "None": "Slurm has not looked at it yet",
-    "ReqNodeNotAvail": "a node that it needs is down, drained or reserved",
-    "QOSMaxJobsPerUserLimit": "the quality of service allows no more jobs of yours",
-    "AssocGrpGRES": "your account has used its share of GPUs",
-}
-_ENDS = {
-    "TIMEOUT": "its time limit was reached",
-    "TimeLimit": "its time limit was reached",
-    "CANCELLED": "it was cancelled (scancel)",
-    "PREEMPTED": "it was preempted",
-    "NODE_FAIL": "a node failed",
-    "BOOT_FAIL": "a node did not boot",
-    "OUT_OF_MEMORY": "it ran out of memory",
-    "DEADLINE": "its deadline was reached",
-    "COMPLETING": "it is ending",
-}
-_KEEP = """#!/bin/sh
-exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
-    --kill-on-bad-exit=0 --input=none {options} {python} -I -S -c {keeper} "{folder}$SLURM_JOB_ID" {unused_s:g}
-"""
+_LOGIN_GRACE_S = 120.0  # a login node is restarted, or a laptop moves to another network
+_RENEW_S = 20.0  # of the notice: to write down what was saved, and to have the job queued again
+_HERE_NAME = "here"  # slurm/here: the Slurm of this machine, or the job that this process is in
+_MARKER = f"shared-{secrets.token_hex(6)}"  # a file that this process makes: who sees it shares the folder
+_JOB = "SLURM_JOB_ID"  # of an allocation that the caller has
+
+
+def _node(job: str, name: str) -> AllocatedNode:
+    return AllocatedNode(name=name, reach=f"{job}/{name}")
 
 
 @suggests_fields
@@ -98,7 +82,11 @@ class Slurm(HostProvider):
         sbatch: further options of ``sbatch``, such as ``["--exclusive"]``.
         python: the interpreter on the nodes; ``python3`` by default.
         key, jump: how to log in, as for ``SSH``.
-        grace_s: how long a connection may be lost before its node counts as lost, in seconds.
+        grace_s: how long a connection may be lost before its node counts as lost, in seconds. 0 is two minutes where
+            a login node is in between, and 30 seconds among the job's own nodes.
+        requeue: where the time limit is near, or a node is lost, jobs of a cluster save, Slurm gives other nodes, and
+            they go on there; so it is for tasks that say ``job_recovery``.
+        notice_s: how long before the time limit that is, in seconds; Slurm may say it up to a minute earlier.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -110,7 +98,7 @@ class Slurm(HostProvider):
         "slurm/NAME, with a NAME of [slurm.NAME] in config.toml or of ~/.ssh/config (the login node), or slurm/here"
     )
     lacks: ClassVar[Mapping[str, str]] = {
-        **OWN_MACHINES,
+        **{key: why for key, why in OWN_MACHINES.items() if key != "image_id"},
         "use_spot": "Slurm has no spot machines: preemptible ones are a partition or a quality of service",
         "instance_type": "nodes are chosen by partition and constraint",
         "max_hourly_cost": "Slurm knows no price",
@@ -131,27 +119,61 @@ class Slurm(HostProvider):
     python: str | None = None
     key: str | None = None
     jump: str | None = None
-    grace_s: float = GRACE_S
+    grace_s: float = 0.0
+    requeue: bool = False
+    notice_s: float = 120.0
     declared_as: str = dataclasses.field(default="", repr=False)
+    held: bool = dataclasses.field(default=False, repr=False)  # the nodes are of a job that the caller has
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("sbatch", "grace_s", "declared_as") and not isinstance(value, str | None):
+            if each.type == "str | None" and not isinstance(value, str | None):
                 raise ConfigError(f"Slurm({each.name}={value!r}): expected text or None")
             if isinstance(value, str) and each.name != "declared_as" and (not value.strip() or "\n" in value):
                 raise ConfigError(f"Slurm({each.name}={value!r}): expected a text in one line, or None")
         if isinstance(self.sbatch, str) or not all(isinstance(each, str) for each in self.sbatch):
             raise ConfigError(f"Slurm(sbatch={self.sbatch!r}): expected a list of options, such as ['--exclusive']")
-        check_seconds("Slurm(grace_s=)", self.grace_s)
+        if self.grace_s:
+            check_seconds("Slurm(grace_s=)", self.grace_s)
+        if not self.grace_s:
+            object.__setattr__(self, "grace_s", GRACE_S if self.login is None else _LOGIN_GRACE_S)
+        check_seconds("Slurm(notice_s=)", self.notice_s)
+        if not isinstance(self.requeue, bool):
+            raise ConfigError(f"Slurm(requeue={self.requeue!r}): expected true or false")
+        check_options(self.sbatch, "Slurm(sbatch=)")
         object.__setattr__(self, "sbatch", tuple(self.sbatch))
         if self.login is not None:
             targets([self.login])
 
     @property
     def infra(self) -> str:
-        """``slurm/NAME``."""
+        """``slurm/NAME``, or ``slurm/NAME/PARTITION``."""
         return f"slurm/{self.declared_as or _HERE_NAME}"
+
+    @property
+    def num_nodes(self) -> int:
+        """Of an allocation that the caller has, all."""
+        return int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if self._own_job else 1
+
+    @property
+    def _own_job(self) -> str:
+        """The job that this process is in, or whose shell it is, where its nodes are to be taken."""
+        return os.environ.get(_JOB, "") if self.held else ""
+
+    @classmethod
+    def here(cls) -> Slurm:
+        """The nodes of the job that this process is in (``salloc``, ``sbatch``), as they are; they stay the job's.
+
+        Raises:
+            ConfigError: it is in none.
+        """
+        if not os.environ.get(_JOB):
+            raise ConfigError(
+                "Slurm.here(): this process is in no Slurm job: start it in `salloc --nodes 2` or a script for sbatch, "
+                "or have nodes got for you with Slurm(partition=…)"
+            )
+        return cls(declared_as=_HERE_NAME, held=True)
 
     @classmethod
     def declared(cls) -> list[str]:
@@ -162,17 +184,20 @@ class Slurm(HostProvider):
     def resolve(cls, name: str) -> Slurm:
         """A section of ``config.toml``, a login node of the user's ssh config, or this machine."""
         sections = declared("slurm")
+        whole, (name, _, partition) = name, name.partition("/")
         if name in sections:
-            known = [each.name for each in dataclasses.fields(cls) if each.name != "declared_as"]
+            known = [each.name for each in dataclasses.fields(cls) if each.name not in ("declared_as", "held")]
             section = check_keys(f"slurm.{name}", sections[name], known)
+            section = {**section, **({"partition": partition} if partition else {})}
             try:
-                return cls(**section, declared_as=name)
+                return cls(**section, declared_as=whole)
             except ConfigError as error:
                 raise ConfigError(f"config.toml: [slurm.{name}]: {error}") from None
         if name in (_HERE_NAME, ""):
-            return cls(declared_as=_HERE_NAME)
+            is_held = not partition and bool(os.environ.get(_JOB))
+            return cls(partition=partition or None, declared_as=whole or _HERE_NAME, held=is_held)
         if name in config_hosts():
-            return cls(login=name, declared_as=name)
+            return cls(login=name, partition=partition or None, declared_as=whole)
         hint = nearest(name, [*sections, *config_hosts(), _HERE_NAME])
         raise ConfigError(f"--infra slurm/{name}: no such Slurm cluster{hint or '.'} Expected {cls.expected}")
 
@@ -206,11 +231,11 @@ class Slurm(HostProvider):
             raise ProvisionError(f"{self.infra}: {where} has no {words[0]}: is it a login node of a Slurm cluster?")
         raise ProvisionError(f"{self.infra}: {words[0]} failed on {where}: {said}")
 
-    def _partitions(self) -> list[_Nodes]:
+    def _partitions(self) -> list[PartitionNodes]:
         """What the partition has, or all partitions that are up, one line for each kind of node."""
         words = ["sinfo", "--noheader", "--format=%R|%a|%D|%c|%m|%G|%l"]
         words += [f"--partition={self.partition}"] if self.partition is not None else []
-        found = [_Nodes.parse(line) for line in self._ask(*words).splitlines() if line.count("|") == 6]
+        found = [PartitionNodes.parse(line) for line in self._ask(*words).splitlines() if line.count("|") == 6]
         if not found:
             names = sorted({line.partition("|")[0] for line in self._ask("sinfo", "-h", "-o", "%R|").splitlines()})
             hint = nearest(self.partition or "", names) or f": it has {', '.join(names) or 'none'}"
@@ -222,14 +247,22 @@ class Slurm(HostProvider):
     def target(self, reach: str) -> Target:
         """``JOB/NODE``: a step on that node."""
         job, _, node = reach.partition("/")
-        return dataclasses.replace(self._login(), step=(job, node))
+        return dataclasses.replace(self._login(), step=(job, node), is_kept=not self.held)
 
     def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
         """What Slurm could give; on an allocation, its nodes as they are now."""
+        if allocation is None and self._own_job:
+            allocation = self._take(request)
         if allocation is not None and allocation.nodes:
             if not allocation.settings["gpus"]:  # those that are seen there are others'
                 request = dataclasses.replace(request, accelerators=())
-            return HostProvider.plan(self, request, allocation)
+            found = HostProvider.plan(self, request, allocation)
+            if not (image := allocation.settings.get("image")):
+                return found
+            nodes = tuple(self._in_container(node, *image) for node in found.nodes)
+            return dataclasses.replace(found, nodes=nodes)
+        self._image(request)
+        task_options(request)
         gpus = self._choose(request)
         name, count = (gpus.name, gpus.count) if gpus is not None else (None, 0)
         nodes = tuple(
@@ -239,7 +272,20 @@ class Slurm(HostProvider):
         given = self._pending(request, 0)
         return Plan(self.name, nodes, False, bool(count), (), name, count, given)
 
-    def _choose(self, request: NodeRequest) -> _Gpus | None:
+    def _image(self, request: NodeRequest) -> tuple[str, str] | None:
+        """The image of a request, and what runs it."""
+        if (image_id := request.resources.get("image_id")) is None:
+            return None
+        tool = self._ask("sh", "-c", containers.FIND).strip().rpartition("\n")[2]
+        return containers.image_of(image_id, tool, self.infra), tool
+
+    def _in_container(self, node: NodePlan, image: str, tool: str) -> NodePlan:
+        job, _, name = node.reach.partition("/")
+        step = ["srun", f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--quiet", "--unbuffered"]
+        step += [*STEP_OPTIONS.split(), "--input=none"]
+        return dataclasses.replace(node, wrapper=containers.wrapper(image, tool, node, step))
+
+    def _choose(self, request: NodeRequest) -> Gpus | None:
         """The accelerators of each node, the first of the requested kinds that can be had; None where none are."""
         have = self._partitions()
         enough = [each for each in have if each.num_nodes >= request.num_nodes]
@@ -249,9 +295,9 @@ class Slurm(HostProvider):
         for name, count in request.accelerators or ():
             for each in enough:
                 for gres, num in each.gpus.items():
-                    if num >= count and _is_kind(gres, name):
+                    if num >= count and is_kind(gres, name):
                         shares = [other.cores * count // other.gpus[gres] for other in have if other.gpus.get(gres)]
-                        return _Gpus(name, gres, count, max(1, min(shares)))
+                        return Gpus(name, gres, count, max(1, min(shares)))
         if not request.accelerators:
             return None
         refuse_misspelt(name for name, _ in request.accelerators)
@@ -261,7 +307,53 @@ class Slurm(HostProvider):
             f"{request.num_nodes} × {asked}", f"can't be had on {self.infra}: nodes have {', '.join(shown) or 'no GPU'}"
         )
 
-    def _pending(self, request: NodeRequest, num_gpus: int, job: str = "", code: str = "") -> Allocation:
+    def _take(self, request: NodeRequest) -> Allocation:
+        """Nodes of the job that this process is in.
+
+        Raises:
+            ConfigError: it has too few, or no GPUs where some are asked for.
+            ProvisionError: it is over.
+        """
+        job = self._own_job
+        now = self._show(job)
+        if now.state != "RUNNING" or not now.nodes:
+            why = now.why_it_ended or f"Slurm says {now.state}" if now.is_known else "Slurm does not know it"
+            raise ProvisionError(f"{self.infra}: job {job} ({_JOB}) has no nodes to take: {why}")
+        if request.num_nodes > len(now.nodes):
+            raise ConfigError(f"--num-nodes {request.num_nodes}: Slurm job {job} has {len(now.nodes)}")
+        if request.accelerators and not now.has_gpus:
+            asked = " or ".join(f"{name}:{count}" for name, count in request.accelerators)
+            raise AcceleratorsLacking(asked, f"can't be had: Slurm job {job} has no GPU (salloc --gres=gpu:…)")
+        code = atoll_bundle()
+        _, marker = self._prepare(code)
+        taken = self._pending(request, int(now.has_gpus), job, code.digest, marker)
+        nodes = tuple(_node(job, name) for name in now.nodes[: request.num_nodes])
+        ready = AllocationState.READY
+        return dataclasses.replace(taken, state=ready, site="client", replaces_nodes=False, nodes=nodes)
+
+    def _prepare(self, code: Bundle) -> tuple[str, str]:
+        """Make a folder for the job's files on the login node, and a file that its nodes have to see; both."""
+        with connections.used([self._login()]) as (login,):
+            place = facts.ask(login, [(code.digest, code.name)]).place
+            folder, seen = posixpath.join(place, "slurm"), posixpath.join(place, "bundle", _MARKER)
+            login.run(f"mkdir -p {shlex.quote(folder)} && : > {shlex.quote(seen)}", limit_s=_ANSWER_S)
+        return place, _MARKER
+
+    def shared_marker(self, allocation: Allocation | None) -> str:
+        """What ``_prepare`` made."""
+        return str(allocation.settings.get("marker", "")) if allocation is not None else ""
+
+    def not_shared(self, nodes: Sequence[str], place: str) -> ProvisionError:
+        """With what to do."""
+        login = self.login or "this machine"
+        return ProvisionError(
+            f"{', '.join(nodes)} can't see {place} of {login}, where code, workdirs and logs lie: in ~/.bashrc of "
+            f"{login}, `export ATOLL_HOME=FOLDER` with a folder that all of them share"
+        )
+
+    def _pending(
+        self, request: NodeRequest, num_gpus: int, job: str = "", code: str = "", marker: str = ""
+    ) -> Allocation:
         settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return Allocation(
             infra=self.infra,
@@ -273,8 +365,21 @@ class Slurm(HostProvider):
             files_in=request.files_in,
             python=self.python or "python3",
             code=code,
-            settings={**settings, "sbatch": list(self.sbatch), "job": job, "gpus": num_gpus},
+            replaces_nodes=self._requeues(request),
+            settings={
+                **settings,
+                "sbatch": list(self.sbatch),
+                "job": job,
+                "gpus": num_gpus,
+                "restarts": 0,
+                "marker": marker,
+                "image": self._image(request),
+            },
         )
+
+    def _requeues(self, request: NodeRequest) -> bool:
+        """Do jobs go on where the time limit is near? What is supervised elsewhere would not hear of that in time."""
+        return (self.requeue or "job_recovery" in request.resources) and not request.supervised_here
 
     # -- the job ----------------------------------------------------------------------------------------------------
 
@@ -291,39 +396,31 @@ class Slurm(HostProvider):
                     f"`{command_line('atoll', 'down', request.id)}`, then launch it again"
                 )
             return now
+        if self._own_job:
+            return self._take(request)
         name = f"atoll-{request.id}" if request.id else "atoll-pool"
         code = atoll_bundle()
-        with connections.used([self._login()]) as (login,):
-            known = facts.ask(login, [(code.digest, code.name)])
-            folder = posixpath.join(known.place, "slurm")
-            login.run(f"mkdir -p {shlex.quote(folder)}", limit_s=_ANSWER_S)
-        script = _KEEP.format(
-            options=STEP_OPTIONS,
-            python=shlex.quote(self.python or "python3"),
-            keeper=shlex.quote(inspect.getsource(keeper)),
-            folder=KEEPER_FOLDER,
-            unused_s=_UNUSED_S,
-        )
-        words = [
-            "sbatch",
-            "--parsable",
-            "--no-kill",
-            "--no-requeue",
-            f"--job-name={name}",
-            f"--comment={request.owner}",
-        ]
-        words += [f"--output={folder}/%j.out", f"--nodes={request.num_nodes}", "--ntasks-per-node=1"]
+        place, marker = self._prepare(code)
+        folder = posixpath.join(place, "slurm")
         gpus = self._choose(request)
-        words += self._resources(request, gpus)
+        words = ["sbatch", "--parsable", "--no-kill", f"--job-name={name}", f"--comment={request.owner}"]
+        words += [f"--output={folder}/%j.out", f"--nodes={request.num_nodes}", "--ntasks-per-node=1"]
+        if self._requeues(request):
+            words += ["--requeue", "--open-mode=append", f"--signal=B:USR1@{max(1, int(self.notice_s))}"]
+        else:
+            words.append("--no-requeue")
+        further = [*self.sbatch, *task_options(request)]
+        words += resource_options(request, gpus, further)
         for option in ("partition", "account", "qos", "time", "constraint", "reservation"):
             if (value := getattr(self, option)) is not None:
                 words.append(f"--{option}={value}")
         job = self._submitted(request.owner)
         if job is None:
-            job = self._ask(*words, *self.sbatch, data=script.encode()).split(";")[0].strip().splitlines()[-1]
+            data = script(self.python or "python3", folder).encode()
+            job = self._ask(*words, *further, data=data).split(";")[0].strip().splitlines()[-1]
             report(f"Slurm job {job} was submitted ({name})")
-        allocation = self._pending(request, 0 if gpus is None else gpus.count, job, code.digest)
-        folder = posixpath.join(known.place, "clusters", request.id) if not request.supervised_here else ""
+        allocation = self._pending(request, 0 if gpus is None else gpus.count, job, code.digest, marker)
+        folder = posixpath.join(place, "clusters", request.id) if not request.supervised_here else ""
         return self.poll(dataclasses.replace(allocation, folder=folder))
 
     def _submitted(self, owner: str) -> str | None:
@@ -334,52 +431,71 @@ class Slurm(HostProvider):
         ]
         return found[-1] if found else None
 
-    def _resources(self, request: NodeRequest, gpus: _Gpus | None) -> list[str]:
-        """Options for what is asked of each node; GPUs get their share of the node's cores."""
-        words: list[str] = []
-        if gpus is not None:
-            words.append(f"--gres=gpu:{gpus.gres}:{gpus.count}" if gpus.gres else f"--gres=gpu:{gpus.count}")
-        cpus = re.match(r"\d+", request.cpus or "")
-        if cpus:
-            words.append(f"--cpus-per-task={cpus[0]}")
-        elif gpus is not None and not any(word.startswith(("-c", "--cpus", "--exclusive")) for word in self.sbatch):
-            words.append(f"--cpus-per-task={gpus.cores}")
-        memory = re.match(r"(\d+)", request.memory or "")
-        return [*words, f"--mem={memory[1]}G"] if memory else words
-
     def poll(self, allocation: Allocation) -> Allocation:
         """Its job's state, and once that runs its nodes."""
-        job = str(allocation.settings.get("job", ""))
-        known, names = self._show(job)
-        if not known:
-            return self._lost(allocation, "Slurm knows it no more")
-        state, reason = known.get("JobState", ""), known.get("Reason", "None")
-        if state in _WAITING:
-            why = _REASONS.get(reason, f"Slurm says {reason}")
-            return dataclasses.replace(allocation, state=AllocationState.PENDING, reason=f"job {job}: {why}")
-        if state != "RUNNING" or not names:
-            end = _ENDS.get(reason) or _ENDS.get(state)
-            if end is None:
-                said = self._tail(known.get("StdOut", ""))
-                end = f"Slurm says {state}" + (f"; its output ends with {said!r}" if said else "")
-            return self._lost(allocation, end)
+        return self._as_now(allocation, self._show(allocation.settings["job"]))
+
+    def _as_now(self, allocation: Allocation, now: JobNow) -> Allocation:
+        job, restarts = allocation.settings["job"], allocation.settings.get("restarts", 0)
+        if now.is_known and now.waits(restarts):
+            reason = f"job {job}: {now.why_it_waits}"
+            return dataclasses.replace(allocation, state=AllocationState.PENDING, reason=reason)
+        if now.state != "RUNNING" or not now.nodes:
+            reason = f"Slurm job {job} has ended: {self._why_it_ended(now)}"
+            state = AllocationState.RELEASED if now.is_cancelled else AllocationState.LOST
+            return dataclasses.replace(allocation, state=state, reason=reason)
+        nodes = allocation.nodes
+        if now.restarts > restarts or not nodes:
+            nodes = tuple(_node(job, name) for name in now.nodes)
+            allocation = dataclasses.replace(allocation, settings={**allocation.settings, "restarts": now.restarts})
         # One that Slurm has taken out of the job since, as it was lost, stays: what is started there says so.
-        nodes = allocation.nodes or tuple(AllocatedNode(name=name, reach=f"{job}/{name}") for name in names)
         return dataclasses.replace(allocation, state=AllocationState.READY, reason="", nodes=nodes)
 
-    def _show(self, job: str) -> tuple[dict[str, str], list[str]]:
-        """What Slurm says of a job, nothing where it knows it no more; and the nodes that it runs on."""
+    def _why_it_ended(self, now: JobNow) -> str:
+        if not now.is_known:
+            return "Slurm knows it no more"
+        if why := now.why_it_ended:
+            return why
+        if not now.has_output:
+            return str(self.not_shared(["its nodes"], posixpath.dirname(posixpath.dirname(now.output))))
+        said = self._tail(now.output)
+        return f"Slurm says {now.state}" + (f"; its output ends with {said!r}" if said else "")
+
+    def may_supervise(self, allocation: Allocation) -> bool:
+        """In the job alone; once that is over, or its first node lost for good, wherever its files are."""
+        if not allocation.settings.get("in_job") or keeper.VARIABLE in os.environ:
+            return True
+        job = self._show(allocation.settings["job"])
+        now = self._as_now(allocation, job)
+        if now.state is AllocationState.READY:
+            return now.head.name not in job.nodes and not now.replaces_nodes
+        return now.state is not AllocationState.PENDING
+
+    def notice(self, allocation: Allocation) -> Notice | None:
+        """The job's script has heard that the time limit is near, and left a file beside the keeper's socket."""
+        folder = os.environ.get(keeper.VARIABLE)
+        if not folder or not allocation.replaces_nodes or not os.path.exists(os.path.join(folder, keeper.NOTICE)):
+            return None
+        save_s = max(self.notice_s - _RENEW_S, self.notice_s / 2)
+        return Notice(f"the time limit of Slurm job {allocation.settings['job']} is near", save_s)
+
+    def renew(self, allocation: Allocation) -> Allocation:
+        """Have Slurm queue the job again; it takes healthy nodes."""
         try:
-            first, *names = self._ask("sh", "-c", _POLL, "sh", job).splitlines()
+            self._ask("scontrol", "requeue", str(allocation.settings["job"]))
+        except ProvisionError:  # perhaps the end of the job reached its process before the answer did
+            if self.poll(allocation).state is not AllocationState.PENDING:
+                raise
+        return dataclasses.replace(allocation, state=AllocationState.PENDING)
+
+    def _show(self, job: str) -> JobNow:
+        """A job as it is now."""
+        try:
+            return JobNow.parse(self._ask("sh", "-c", _POLL, "sh", job))
         except ProvisionError as error:
             if "Invalid job id" not in str(error):
                 raise
-            return {}, []
-        return dict(word.partition("=")[::2] for word in first.split()), names
-
-    def _lost(self, allocation: Allocation, why: str) -> Allocation:
-        reason = f"Slurm job {allocation.settings['job']} has ended: {why}"
-        return dataclasses.replace(allocation, state=AllocationState.LOST, reason=reason)
+            return JobNow()
 
     def _tail(self, path: str) -> str:
         """The last line of a file on the login node."""
@@ -390,14 +506,16 @@ class Slurm(HostProvider):
 
     def at_site(self, allocation: Allocation) -> Allocation:
         """The allocation as its supervisor sees it, which is in the job: srun is there."""
-        settings = {**allocation.settings, "login": None, "key": None, "jump": None}
+        settings = {**allocation.settings, "login": None, "key": None, "jump": None, "in_job": True}
+        settings["grace_s"] = min(self.grace_s, GRACE_S)
         return dataclasses.replace(allocation, site="client", settings=settings)
 
     def desk(self, allocation: Allocation) -> Remote:
         """Its first node; once its job has ended, or lost that, the login node, which sees the same files."""
-        _, names = self._show(str(allocation.settings.get("job", "")))
-        if allocation.nodes and allocation.head.name in names:
-            return HostProvider.desk(self, allocation)
+        job = self._show(allocation.settings["job"])
+        now = self._as_now(allocation, job)
+        if now.nodes and now.head.name in job.nodes:
+            return HostProvider.desk(self, now)
         code = atoll_bundle(allocation.code)
         login = self._login()
         with connections.used([login]) as (connection,):
@@ -413,8 +531,8 @@ class Slurm(HostProvider):
         return HostProvider.end_orphans(self, allocation, owner, first)
 
     def release(self, allocation: Allocation, *, keep_disks: bool) -> Allocation:
-        """Cancel the job: a stopped cluster holds no nodes, and gets others when it is started."""
-        if job := str(allocation.settings.get("job", "")):
+        """Cancel the job, unless the caller had it: a stopped cluster holds no nodes, and `launch` gets it others."""
+        if (job := str(allocation.settings.get("job", ""))) and not allocation.settings.get("held"):
             try:
                 self._ask("scancel", job)
             except ProvisionError as error:
@@ -465,53 +583,3 @@ PROVIDER = Slurm
 _CALL = '"$@"; code=$?; [ $code -lt 255 ] || code=1; exit $code'  # 255 would look like ssh's own failure
 _POLL = """scontrol -o show job "$1" || exit; nodes=$(squeue -h -j "$1" -t RUNNING -o %N 2>/dev/null)
 [ -z "$nodes" ] || scontrol show hostnames "$nodes" """
-
-
-@dataclass(frozen=True, slots=True)
-class _Gpus:
-    """GPUs of each node of a request: as the user calls them, as Slurm does, how many, and their share of cores."""
-
-    name: str
-    gres: str
-    count: int
-    cores: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    """Nodes of one kind of a partition."""
-
-    partition: str
-    is_up: bool
-    num_nodes: int
-    cores: int
-    memory_gb: float
-    gpus: Mapping[str, int]  # how many of each node, by the type that Slurm calls them; "" where it has none
-    limit: str
-
-    @classmethod
-    def parse(cls, line: str) -> _Nodes:
-        """Of a line of sinfo."""
-        name, up, num, cores, memory, gres, limit = line.strip().split("|")
-        gpus: dict[str, int] = {}
-        for kind, count in re.findall(r"gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
-            gpus[kind] = gpus.get(kind, 0) + int(count)
-        numbers = [int(re.match(r"\d+", each)[0]) for each in (num, cores, memory)]  # type: ignore[index]  # sinfo's
-        return cls(name, up == "up", numbers[0], numbers[1], numbers[2] / 1024, gpus, limit)
-
-    def __str__(self) -> str:
-        cards = ", ".join(f"{num} × {kind or 'GPU'}" for kind, num in self.gpus.items()) or "no GPU"
-        limit = "no time limit" if self.limit == "infinite" else f"at most {self.limit}"
-        return (
-            f"partition {self.partition}: {self.num_nodes} nodes, each with {self.cores} cores, "
-            f"{self.memory_gb:.0f} GB, {cards}; {limit}"
-        )
-
-
-def _is_kind(gres: str, name: str) -> bool:
-    """May a GPU that Slurm calls so be what was asked for? Where it says no kind, its nodes are believed to have it."""
-    if not gres:
-        return True
-    spellings = (gres, canonical_gpu_name(gres.replace("_", " ")), name)
-    plain, known, wanted = (re.sub(r"[^a-z0-9]", "", each.lower()) for each in spellings)
-    return wanted in (plain, known) or re.sub(r"\d+gb$", "", wanted) == plain
