@@ -29,6 +29,9 @@ from atoll.tasks.jobs import Job
 from atoll.tasks.spec import JobStatus
 from atoll.train import events
 from local_cluster import until
+from testbed.fixtures import MakeBed, make_bed
+
+__all__ = ["make_bed"]
 
 STEPS = 'for i in $(seq 40); do echo "{\\"step\\": $i, \\"loss\\": 4.$((40 - i))}"; done'
 
@@ -130,9 +133,12 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
+def _typed(*words: str) -> str:
+    return subprocess.run([sys.executable, "-m", "atoll", *words], capture_output=True, text=True).stdout
+
+
 def _said(*words: str) -> Any:
-    done = subprocess.run([sys.executable, "-m", "atoll", *words, "-o", "json"], capture_output=True, text=True)
-    return json.loads(done.stdout)
+    return json.loads(_typed(*words, "-o", "json"))
 
 
 def test_it_shows_what_the_commands_show_and_acts(dashboard: Dashboard, home: Path) -> None:
@@ -273,6 +279,26 @@ def test_the_log_of_a_training_job_is_points_and_lines(monkeypatch: pytest.Monke
     assert texts[2:] == [[prefix, '{"event": "Other"}'], [prefix, "plain"], ["", "✓ Job"]]
     assert next(point["loss"] for each in found for point in each.get("points", ()) if "loss" in point) == 2.5
     assert found[-1] == {"status": "SUCCEEDED"}
+
+
+@pytest.mark.long
+def test_it_follows_jobs_of_other_hosts(make_bed: MakeBed) -> None:
+    bed = make_bed(1)
+    Path(os.environ["ATOLL_HOME"], "config.toml").write_text('[ssh.lab]\nhosts = ["h1"]\n')
+    _typed("launch", "-d", "-c", "c", "--infra", "ssh/lab", "echo begun; sleep 300")
+    until(lambda: "begun" in _typed("logs", "c", "--no-follow"), "its output")
+    before = len(bed.hosts[0].command_lines())
+    with running() as dashboard:
+        assert [each["supervised_from"] for each in dashboard.get("clusters")] == ["h1"]
+        assert [each["status"] for each in dashboard.get("clusters/c/jobs")] == ["RUNNING"]
+        assert dashboard.get("gpus/ssh%2Flab")["lines"][0].startswith("h1: ")
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=60)) as connection:
+            connection.request("GET", f"/{dashboard.token}/api/clusters/c/jobs/1/log")
+            _read(iter(connection.getresponse().readline, b""), "begun")
+            assert len(bed.hosts[0].command_lines()) > before
+            assert dashboard.interrupt() == 0
+    until(lambda: len(bed.hosts[0].command_lines()) <= before, "nobody asks any more", 20)
+    _typed("down", "c")
 
 
 # ------------------------------------------------------------------------------------------------------ browser
