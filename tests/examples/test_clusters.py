@@ -130,8 +130,10 @@ VARIES = (
     (r"GPU-[\w-]+", "GPU-#"),
     (r"\b(\d+m )?\d+s( ago)?|\b\d+m ago", "#s"),
     (r"(SUCCEEDED +0 +)\d+\.\d", r"\1#"),
+    (r"\b\d+\.\d s\b", "# s"),
     (r" +", " "),
 )
+_COMPARED = 60  # columns: what stands before them may be a digit longer, and the rest is cut
 
 
 def cut(line: str) -> str:
@@ -140,10 +142,10 @@ def cut(line: str) -> str:
 
 
 def plain(text: str) -> list[str]:
-    """Lines without what differs from run to run."""
+    """Lines without what differs from run to run, and without those of a queue, which may move at once."""
     for pattern, instead in VARIES:
         text = re.sub(pattern, instead, text)
-    return [line.strip() for line in text.splitlines()]
+    return [line.strip()[:_COMPARED] for line in text.splitlines() if not line.startswith("waiting for")]
 
 
 def test_the_page_shows_what_its_commands_print(make_bed: MakeBed, folder: Path) -> None:
