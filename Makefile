@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Commas cannot stand inside a $(call ...).
-ALL_EXTRAS := dev,dashboard,train,transformers,jax,keras,tensorflow,data,s3,gguf,float8,tensorboard,wandb
+ALL_EXTRAS := dev,dashboard,train,transformers,jax,keras,data,s3,gguf,float8,tensorboard,wandb
 # Test workers; tests marked `serial` run alone afterwards.
 WORKERS ?= 2
 # More for pytest, e.g. `make test ARGS="-k shard -x"`.

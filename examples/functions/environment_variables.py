@@ -1,12 +1,13 @@
 """Environment variables: what every rank of a broadcast finds set, beside what `sky.instance_info()` says.
 
-The guide has a table here and no code, so all of this script is ours.
+The guide has two tables here, the second for JAX, and no code, so all of this script is ours.
 """
 
 import atoll as sky
 from where import accelerator, provider
 
-NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+NAMES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",
+         "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_COUNT")
 
 
 @sky.compute
@@ -21,4 +22,4 @@ with sky.ComputePool(provider=provider, nodes=2, accelerator=accelerator) as poo
     one = variables() >> pool
 
 for name in NAMES:
-    print(f"{name:17}", *(f"{result[name]:>10}" for result in results), f"   on one rank, with >>: {one[name]}")
+    print(f"{name:23}", *(f"{result[name]:>15}" for result in results), f"   on one rank, with >>: {one[name]}")

@@ -1,4 +1,5 @@
-"""Small real data for what the guide leaves undefined: paragraphs of two novels, told apart by their words.
+"""Small real data for what the guide leaves undefined or downloads: paragraphs of two novels, told apart by their
+words, and images of digits.
 
 Only the driver uses this file; the data travels to the ranks as globals of the scripts.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 _NOVELS = Path(__file__).parent.parent / "austen" / "data"
@@ -35,6 +37,20 @@ def word_counts(texts: list[str], num_words: int = 256) -> torch.Tensor:
     words = [word for word, _ in sum(counts, Counter()).most_common(num_words)]
     table = torch.tensor([[count[word] for word in words] for count in counts]).float().log1p()
     return (table - table.mean(dim=0)) / table.std(dim=0)
+
+
+def digits(num_test: int = 297) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """scikit-learn's 1,797 handwritten digits in the shape of MNIST: images (N, 28, 28) of 0 to 255 and labels (N,).
+
+    Two pairs, to train and to test with.
+    """
+    import numpy as np
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)  # 8 × 8, of 0 to 16
+    nearest = np.arange(28) * 8 // 28
+    images = (images.reshape(-1, 8, 8)[:, nearest][:, :, nearest] * (255 / 16)).astype(np.uint8)
+    return (images[num_test:], labels[num_test:]), (images[:num_test], labels[:num_test])
 
 
 def _long_paragraphs(novel: str) -> list[str]:

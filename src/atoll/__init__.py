@@ -70,6 +70,7 @@ _WHERE = {
     "ClusterStatus": "atoll.tasks.spec",
     "InstanceInfo": "atoll.functions.info",
     "instance_info": "atoll.functions.info",
+    "strategy": "atoll.functions.integrations._tensorflow",
 }
 
 __all__ = ["__version__", *sorted({*_WHERE, "integrations", "events", "exceptions", "jobs"})]

@@ -82,6 +82,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ by themselves
+@pytest.mark.timeout(400)  # one installs TensorFlow
 @pytest.mark.parametrize(
     "name", [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.long) for name in SCRIPTS]
 )
@@ -104,7 +105,7 @@ def test_accelerator_is_taken_from_the_command_line(tmp_path: Path) -> None:
 
 def run_alone(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=390)
 
 
 # ----------------------------------------------------------------------------------------------------- PyTorch
@@ -396,7 +397,46 @@ def test_mixed_precision_is_on_with_cuda_and_off_without(script: Script) -> None
 
     cuda = torch.cuda.is_available()
     dtype = "torch.float16" if cuda else "torch.float32"
-    assert script("mixed_precision")["results"] == {"scaler": cuda, "dtype": dtype, "fp16": cuda}
+    assert script("mixed_precision")["results"] == {"scaler": cuda, "dtype": dtype, "fp16": cuda, "keras": True}
+
+
+# ------------------------------------------------------------------------------------------------- Keras and JAX
+def test_keras_trains_one_model(script: Script) -> None:
+    first, second = script("keras_jax")["results"]
+    assert (first["node"], second["node"]) == (0, 1)
+    assert first["accuracy"] == second["accuracy"] > 0.95
+    assert [weight.tobytes() for weight in first["weights"]] == [weight.tobytes() for weight in second["weights"]]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_keras_trains_one_model_on_tensorflow(tmp_path: Path) -> None:
+    ended = run_alone("keras_tensorflow.py", tmp_path)
+    found = re.findall(r"^rank \d: accuracy (\S+), weights (\S+)$", ended.stdout, re.MULTILINE)
+    assert len(found) == 2, ended.stderr
+    assert found[0] == found[1]
+    assert float(found[0][0]) > 0.85
+
+
+def test_pmap_steps_along_the_gradient_averaged_over_ranks(script: Script) -> None:
+    import numpy as np
+
+    names = script("jax_pmap")
+    first, second = names["results"]
+    assert first["devices"] == second["devices"] == 2
+    assert first["losses"] == second["losses"]
+    assert first["losses"][1] < 0.5 < first["losses"][0]
+    assert (first["w"] == second["w"]).all()
+    # On one process: each step over what both ranks saw in it.
+    x, y = names["images"].reshape(-1, 784) / np.float32(255), np.eye(10, dtype=np.float32)[names["labels"]]
+    half, w, b = len(x) // 2, np.zeros((784, 10)), np.zeros(10)
+    for step in range(40):
+        rows = np.arange(step * 64, (step + 1) * 64) % half
+        rows = np.concatenate([rows, rows + half])
+        scores = np.exp(x[rows] @ w + b)
+        error = (scores / scores.sum(axis=1, keepdims=True) - y[rows]) / len(rows)
+        w, b = w - 0.5 * x[rows].T @ error, b - 0.5 * error.sum(axis=0)
+    np.testing.assert_allclose(first["w"], w, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ troubleshooting
@@ -468,6 +508,9 @@ GUIDE = {
     "head_node.py": "8bd291b2812b3397",
     "head_node_io.py": "9eedd6a17ec22be5",
     "hugging_face_trainer.py": "12fd4daeeb1a9524",
+    "jax_pmap.py": "64c4cad9f8c71da4",
+    "keras_jax.py": "804b424ef9157058",
+    "keras_tensorflow.py": "699088c6d066325a",
     "mixed_precision.py": "2a675c4f20664c6c",
     "nccl_timeout.py": "d51fdb7bdcb7b7fa",
     "process_group_guard.py": "4b4cdd386b97a04a",

@@ -210,6 +210,18 @@ def test_a_backend_is_checked_where_it_is_written(backend: Any, hint: str) -> No
     assert f"backend={backend!r}" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("backend", "hint"), [("jacks", "'jax'"), ("numpy", "trains over several"), (5, "'jax'")]
+)
+def test_a_backend_of_keras_is_checked_too(backend: Any, hint: str) -> None:
+    with pytest.raises(sky.ConfigError, match=hint) as refused:
+        sky.integrations.keras(backend=backend)
+    assert f"backend={backend!r}" in str(refused.value)
+    with pytest.raises(sky.UsageError, match="name of the argument"):
+        sky.integrations.keras("jax")
+    assert sky.integrations.keras(plain)(3) == sky.integrations.tensorflow()(plain)(3) == 3
+
+
 @pytest.mark.parametrize("backend", ["nccl", "gloo", "mpi", "ucc", "xccl", "GLOO", "cpu:gloo,cuda:nccl", None])
 def test_a_backend_that_torch_knows_is_taken(backend: str | None) -> None:
     assert sky.integrations.torch(backend=backend)(plain)(3) == 3

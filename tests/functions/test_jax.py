@@ -11,7 +11,8 @@ import pytest
 
 import atoll as sky
 from atoll.core.context import CallContext, Peer, set_current
-from atoll.functions.integrations._frameworks import Framework, own_devices, set_up
+from atoll.functions.integrations._devices import own_devices
+from atoll.functions.integrations._frameworks import Framework, set_up
 
 pytestmark = pytest.mark.leaks_per_module
 

@@ -267,6 +267,14 @@ def test_a_pool_cannot_travel(pool: sky.ComputePool) -> None:
         sky.compute(lambda: pool)() >> pool
 
 
+@pytest.mark.parametrize("upper", ["jax", "keras", "tensorflow", "transformers"])
+@pytest.mark.parametrize("lower", ["jax", "keras", "torch"])
+def test_two_decorators_of_frameworks_are_both_named(upper: str, lower: str) -> None:
+    one = getattr(sky.integrations, lower)(sky.compute(len))
+    with refused("two integrations", lower, upper):
+        getattr(sky.integrations, upper)(one)
+
+
 def test_two_integrations_are_refused() -> None:
     with refused("two integrations", "torch", "transformers"):
 

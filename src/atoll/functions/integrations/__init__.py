@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.validation import check_seconds, nearest, suggests_keywords
 from atoll.functions.compute import ComputeFunction
-from atoll.functions.integrations._frameworks import Framework, integrate
+from atoll.functions.integrations._frameworks import Framework, check_keras_backend, integrate
 
-__all__ = ["jax", "torch", "transformers"]
+__all__ = ["jax", "keras", "tensorflow", "torch", "transformers"]
 
 _BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl")
 
@@ -53,9 +53,45 @@ def jax(function: Any = None, /) -> Any:
     return _decorator(Framework("jax"), function)
 
 
+@suggests_keywords
+def keras(function: Any = None, /, *, backend: str | None = None) -> Any:
+    """Train one Keras model over all ranks: ``model.fit`` on each rank's part ends with the same weights everywhere.
+
+    Keras 3 is loaded with the backend, and all ranks get one seed. On JAX, ``keras.distribution.DataParallel`` is set
+    over all devices. On torch and TensorFlow every rank steps by itself and gradients are averaged in the optimizer's
+    ``apply``, batch statistics and logs at the end of each epoch. A batch is that of one rank. ``fit`` drops samples
+    that some ranks have and others lack, and says so. A rank is a new process for each call.
+
+    Args:
+        backend: ``"jax"``, ``"torch"`` or ``"tensorflow"``; None takes ``KERAS_BACKEND``, and JAX where that is not
+            set.
+
+    Raises:
+        ConfigError: a backend that Keras lacks; on the rank, where Keras or the backend is not installed, or where
+            ``fit`` is given what has no equal number of steps on every rank.
+    """
+    if backend is not None:
+        check_keras_backend("backend", backend)
+    return _decorator(Framework("keras", backend), function)
+
+
+@suggests_keywords
+def tensorflow(function: Any = None, /) -> Any:
+    """Make a ``MultiWorkerMirroredStrategy`` over all ranks before the function starts: ``sky.strategy()`` gives it.
+
+    ``TF_CONFIG`` names every rank. For custom training loops and ``tf_keras``; Keras 3 trains with
+    ``@sky.integrations.keras(backend="tensorflow")``. On CPU only. A rank is a new process for each call.
+
+    Raises:
+        ConfigError: on the rank, where TensorFlow is not installed, or ranks have GPUs.
+    """
+    return _decorator(Framework("tensorflow"), function)
+
+
 def _decorator(framework: Framework, function: Any) -> Any:
     if isinstance(function, str):
-        hint = f"(backend={function!r}), with the name of the argument" if framework.name != "jax" else "()"
+        has_backend = framework.name not in ("jax", "tensorflow")
+        hint = f"(backend={function!r}), with the name of the argument" if has_backend else "()"
         raise UsageError(f"write @sky.integrations.{framework.name}{hint}")
     if function is None:
         return lambda decorated: _wrap(framework, decorated)

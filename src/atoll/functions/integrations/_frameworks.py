@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from atoll.core.context import CallContext, current
+from atoll.core.context import current
 from atoll.core.errors import ConfigError, UsageError
+from atoll.core.validation import nearest
 from atoll.functions.serialize import importable, name_of
 
 # Name of the decorator -> the extra that brings what it needs.
@@ -22,6 +22,7 @@ EXTRAS = {
     "keras": "keras",
     "tensorflow": "tensorflow",
 }
+_KERAS_BACKENDS = ("jax", "torch", "tensorflow")
 # These can be set up only before their first use in a process, and not a second time: it ends with the call.
 ONCE_A_PROCESS = ("jax", "keras", "tensorflow")
 
@@ -107,7 +108,7 @@ def set_up(framework: Framework) -> None:
         _need(framework.name)
         from atoll.functions.integrations import _torch
 
-        _torch.set_up(framework, ctx)
+        _torch.set_up(framework.backend, framework.timeout, for_trainer=framework.name == "transformers")
         return
     if _done == framework:
         return
@@ -118,21 +119,32 @@ def set_up(framework: Framework) -> None:
         )
     from atoll.worker.process_group import disarm
 
-    backend = keras_backend(framework) if framework.name == "keras" else None
-    _need(framework.name, *([backend] if backend else []))
+    backend = framework.backend or os.environ.get("KERAS_BACKEND") or "jax"  # of Keras
+    check_keras_backend("KERAS_BACKEND", backend)
+    _need(framework.name, *([backend] if framework.name == "keras" else []))
     worker = disarm()
     # What was set up can't be undone: a fresh process takes the next call. It must not leave the others early, since
     # they lose what rank 0 serves, or are ended by the framework as soon as one of them is gone.
     worker.spent = True
     if ctx.world_size > 1:
         worker.before_result.append(lambda: cast("None", worker.agree()))
-    importlib.import_module(f"atoll.functions.integrations._{framework.name}").set_up(framework, ctx, worker)
+    from atoll.functions.integrations import _jax, _keras, _tensorflow
+
+    match framework.name:
+        case "jax":
+            _jax.join(ctx, worker)
+        case "tensorflow":
+            _tensorflow.set_up(ctx, worker)
+        case _:
+            _keras.set_up(backend, ctx, worker)
     _done = framework
 
 
-def keras_backend(framework: Framework) -> str:
-    """The backend that a function gets where its decorator names none: KERAS_BACKEND's, else JAX."""
-    return framework.backend or os.environ.get("KERAS_BACKEND") or "jax"
+def check_keras_backend(what: str, value: object) -> None:
+    """Raise ConfigError for a backend that Keras lacks, or trains with in one process only."""
+    if value not in _KERAS_BACKENDS:
+        hint = nearest(str(value), _KERAS_BACKENDS) or ": it is none that trains over several ranks."
+        raise ConfigError(f"{what}={value!r}{hint} Expected {', '.join(map(repr, _KERAS_BACKENDS))}")
 
 
 def _need(decorator: str, *others: str) -> None:
@@ -143,20 +155,3 @@ def _need(decorator: str, *others: str) -> None:
                 f"@sky.integrations.{decorator} needs {name}, which is not installed where the ranks run: pip install "
                 f'"atoll[{extra}]" there, or give the pool pip=["{name}"]'
             )
-
-
-def own_devices(ctx: CallContext, local_world_size: int) -> list[int] | None:
-    """Which GPUs of its node a rank uses, by index: each an equal part of them. None on CPU.
-
-    Raises:
-        ConfigError: there are more ranks than GPUs.
-    """
-    if not ctx.accelerators or ctx.simulated:
-        return None
-    num_each = ctx.accelerators // local_world_size
-    if num_each == 0:
-        raise ConfigError(
-            f"{local_world_size} ranks share {ctx.accelerators} GPUs of node {ctx.node}, and each needs its own: leave "
-            f"workers_per_node out, or make it at most {ctx.accelerators}"
-        )
-    return list(range(ctx.local_rank * num_each, (ctx.local_rank + 1) * num_each))

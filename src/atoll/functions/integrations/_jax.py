@@ -9,11 +9,11 @@ from typing import Any
 
 from atoll.core.context import CallContext
 from atoll.core.errors import ConfigError
-from atoll.functions.integrations._frameworks import Framework, own_devices
+from atoll.functions.integrations._devices import own_devices
 from atoll.worker.channel import DriverChannel
 
 
-def set_up(framework: Framework, ctx: CallContext, worker: DriverChannel) -> None:
+def join(ctx: CallContext, worker: DriverChannel) -> None:
     """``jax.distributed`` over the ranks of the call, over one too; every rank has its own GPUs, or a CPU device."""
     devices = own_devices(ctx, worker.setup["local_world_size"])
     if devices is None:

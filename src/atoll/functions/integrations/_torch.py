@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 
-from atoll.core.context import CallContext
-from atoll.functions.integrations._frameworks import Framework
 from atoll.worker.process_group import disarm, explicit
 
 
-def set_up(framework: Framework, ctx: CallContext) -> None:
-    """Make the group, over one rank too."""
+def set_up(backend: str | None, timeout: float | None, *, for_trainer: bool) -> None:
+    """Make the group, over one rank too; ``for_trainer``: Hugging Face's has to see it."""
     disarm()  # the group asked for here is the only one to make
     import torch
 
-    if framework.name == "transformers" and not torch.cuda.is_available():
+    if for_trainer and not torch.cuda.is_available():
         # On CPU ranks the Trainer silently assumes world size 1 unless told otherwise.
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    explicit(framework.backend, framework.timeout)
+    explicit(backend, timeout)
