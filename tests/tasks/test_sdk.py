@@ -112,6 +112,10 @@ def test_a_task_is_changed_as_sdk_scripts_do() -> None:
     }
     again = sky.Task.from_yaml_config(task.to_yaml_config())
     assert again.to_yaml_config() == task.to_yaml_config()
+    task.set_resources({sky.Resources(accelerators="H200:8"), sky.Resources(accelerators="H100:8")})
+    either = [{"accelerators": "H100:8"}, {"accelerators": "H200:8"}]
+    assert task.to_yaml_config()["resources"] == {"any_of": either}
+    assert sky.Resources(cloud=sky.Local()).infra == "local"
     with pytest.raises(sky.ConfigError, match="acelerators"):
         task.resources.copy(acelerators="L4")
 

@@ -254,6 +254,8 @@ class _Alternative(Section):
                 raise Expected("text", value[key], key)
         _cloud(parts[0] or "*", "cloud")
         rest = {key: item for key, item in value.items() if key not in _PARTS}
+        while len(parts) > 1 and parts[-1] is None:
+            parts.pop()
         return {**rest, "infra": "/".join(part or "*" for part in parts)}
 
 
@@ -287,10 +289,16 @@ class Resources(_Alternative):
             if name not in (known := [*type(self).model_fields, *_PARTS]):
                 hint = nearest(name, known) or f": it takes {', '.join(known)}"
                 raise UsageError(f"Resources() has no argument {name!r}{hint}")
+        cloud = getattr(keys.get("cloud"), "infra", None)  # of sky.AWS(region="us-east-1")
+        if isinstance(cloud, str):
+            keys["cloud"], _, keys["region"] = cloud.partition("/") if "/" in cloud else (cloud, "", keys.get("region"))
         try:
             super().__init__(**keys)
         except ValidationError as error:
             raise config_error(type(self), error, Document("Resources")) from None
+
+    def __hash__(self) -> int:
+        return hash(repr(self.config))
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections that hold one do without it
 

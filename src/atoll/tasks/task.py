@@ -352,6 +352,8 @@ class Task:
         else:
             given: object = resources  # whatever it is
             each_of = list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
+            if isinstance(given, (set, frozenset)):
+                each_of.sort(key=repr)  # a set has no order that lasts
             configs = [each.config for each in each_of if isinstance(each, Resources)]
             if len(configs) < len(each_of):
                 expected = "sky.Resources(...), a mapping, or a list or set of sky.Resources"
