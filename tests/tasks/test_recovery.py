@@ -199,6 +199,13 @@ def test_a_cluster_that_its_provider_calls_healthy_is_waited_for_ten_minutes() -
     assert asked(machine.handle(r.Unheard(1, "no route", READY), 610.0), r.Launch)
 
 
+def test_a_cluster_that_waits_for_other_nodes_is_not_lost() -> None:
+    machine = running("a", "b")
+    for at in range(0, 100_000, 10):
+        actions = machine.handle(r.Unheard(1, "behind 3 jobs", AllocationState.PENDING), 10.0 + at)
+        assert not asked(actions, r.Launch)
+
+
 def test_a_task_that_is_lost_again_and_again_at_once_has_failed() -> None:
     machine, now = begun("a"), 0.0
     for launch in range(1, 100):

@@ -332,7 +332,8 @@ class ManagedRunner:
                 start, pause_s = self._log.position(action.launch), _RETRY_S
                 control.follow(action.job_id, self._copy, lambda event: self._moved(action, event), start=start)
                 row, events = control.job(action.job_id), control.events(action.job_id)
-                return _ended(action.launch, cluster, row, events)
+                if row.status.ended:  # else its supervisor has gone to other nodes
+                    return _ended(action.launch, cluster, row, events)
             except LookupError as error:
                 return r.Ended(action.launch, "cancelled", f"cluster {name} was removed: {error}")
             except (AtollError, OSError) as error:
@@ -401,7 +402,7 @@ def _state_of(name: str) -> AllocationState | None:
 
 def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[EventRow]) -> r.Ended:
     """How a task's job ended: by itself, by somebody's wish, or with its nodes."""
-    causes = [event for event in events if event.kind in ("failed", "lost", "timeout", "taken", "cancel")]
+    causes = [event for event in events if event.kind in ("failed", "lost", "taken", "timeout", "cancel")]
     errors = [each for each in causes if each.kind == "failed"]
     counted = sum(each.data.get("exit_code") not in row.spec.restarts.on_exit_codes for each in errors)
     if row.status is JobStatus.SUCCEEDED:
@@ -410,6 +411,6 @@ def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[Even
         return r.Ended(launch, "cancelled", f"it was {row.reason or 'cancelled'} on cluster {cluster.name}")
     if row.status is JobStatus.FAILED_SETUP:
         return r.Ended(launch, "failed_setup", row.reason, row.exit_code)
-    if row.status is JobStatus.FAILED and causes and causes[-1].kind not in ("lost", "taken"):
+    if row.status is JobStatus.FAILED and causes and causes[-1].kind in ("failed", "timeout"):
         return r.Ended(launch, "failed", row.reason, row.exit_code)
     return r.Ended(launch, "lost", row.reason, None, _state_of(cluster.name), counted)

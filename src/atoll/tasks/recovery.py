@@ -326,6 +326,9 @@ class RecoveryMachine:
         if s.unheard_s is None:
             s.unheard_s = now
             actions = [t.Log("silent", f"Its cluster does not answer: {event.reason}; trying again.")]
+        if event.state is AllocationState.PENDING:  # it waits for other nodes, as long as that takes
+            s.unheard_s, s.lost_s = now, None
+            return actions
         is_gone = event.state in (AllocationState.LOST, AllocationState.RELEASED)
         s.lost_s = (now if s.lost_s is None else s.lost_s) if is_gone else None
         if s.lost_s is not None and now - s.lost_s >= LOST_S:
