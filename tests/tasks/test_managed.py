@@ -320,7 +320,7 @@ def test_a_preempted_cluster_is_replaced_elsewhere(fake: Script, shared: Path) -
     steps(shared, 1)
     name = task_cluster()
     assert clusters.load(name).infra == "fake"
-    fake(state="LOST", reason="the spot machine was taken back", preempted="the spot machine was taken back")
+    fake(state="LOST", reason="the spot machine was taken back")
     kill_agents(name)
     steps(shared, 2)
     assert clusters.load(task_cluster()).infra == "local"

@@ -27,6 +27,14 @@ def apart(make_bed: MakeBed) -> Testbed:
     return bed
 
 
+def trust_second(bed: Testbed) -> None:
+    """The first host's user may log in to the second, which is declared there."""
+    files = {f".ssh/{name}": (bed.home / ".ssh" / name).read_text() for name in ("id_ed25519", "known_hosts")}
+    files[".atoll/config.toml"] = f'[ssh.two]\nhosts = ["{bed.hosts[1].name}"]\npython = "{PYTHON}"\n'
+    for name, text in files.items():
+        bed.hosts[0].run(f"umask 077; mkdir -p ~/.ssh; cat > ~/{name} <<'END'\n{text}\nEND", user="sky")
+
+
 def log_of(job_id: int, *more: str) -> str:
     return atoll("jobs", "logs", str(job_id), "--no-follow", *more, code=101)
 
@@ -58,14 +66,18 @@ def test_a_host_controls_jobs(apart: Testbed, tmp_path: Path, monkeypatch) -> No
     assert "from here" in said
     assert re.search(r"\(task, pid=\d+\) job-1-\w+-1-head", said)
     assert "✓ Managed job 1 finished (status: SUCCEEDED)." in said
+    trust_second(apart)
+    said = atoll("jobs", "launch", *one, "--infra", "ssh/two", "--workdir", ".", "cat file; echo; hostname")
+    assert "from here" in said
+    assert re.search(r"\(task, pid=\d+\) h2", said)
     atoll("jobs", "launch", *one, "--infra", "local", "-n", "waits", "-d", "sleep 1000")
     eventually(lambda: "RUNNING" in atoll("jobs", "queue", *one), "it runs")
     cluster = managed_api.controller_of("ssh/one")
     (pid,) = apart.hosts[0].run(f"cat ~/.atoll/clusters/{cluster}/supervisor.lock", user="sky").split()
     apart.hosts[0].run(f"kill -9 {pid}")
-    eventually(lambda: "started again" in log_of(2, *one), "the controller is started again, there")
-    assert "Managed job 2 is being cancelled" in atoll("jobs", "cancel", *one, "-n", "waits")
-    atoll("jobs", "logs", *one, "2", code=103)
+    eventually(lambda: "started again" in log_of(3, *one), "the controller is started again, there")
+    assert "Managed job 3 is being cancelled" in atoll("jobs", "cancel", *one, "-n", "waits")
+    atoll("jobs", "logs", *one, "3", code=103)
     assert "atoll-jobs-ssh-one" in atoll("status")
     atoll("down", cluster)
     eventually(lambda: not apart.hosts[0].command_lines(), "nothing runs there")

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import atoll
 from atoll.core.errors import ProvisionError
 from atoll.core.paths import atoll_home, write_atomic
 from atoll.providers.base import Bundle
@@ -20,11 +21,13 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same content is the same file, whenever it
 def atoll_bundle(digest: str = "") -> Bundle:
     """Atoll as one file under ``ATOLL_HOME``: as it is installed here, or the one of a digest where that is there.
 
-    A supervisor names the digest: on a head it runs from that file itself, and nowhere can it pack one.
+    A supervisor names the digest of its cluster's: it can't pack one. Where Atoll runs from such a file, that is it.
     """
     kept = Bundle(atoll_home() / "bundle" / f"{digest[:24]}.zip", digest)
     if digest and kept.path.exists():
         return kept
+    if (source := Path(atoll.__file__).parents[1]).is_file():
+        return Bundle(source, hashlib.sha256(source.read_bytes()).hexdigest())
     try:
         return pack([*_package("atoll"), *_package("cloudpickle")])
     except ProvisionError:

@@ -12,6 +12,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import site
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -141,6 +143,8 @@ class ManagedRunner:
 
     def __init__(self, job: JobRow, folder: Path, loop: EventLoop, record_rows: Record) -> None:
         assert job.spec.managed is not None
+        if sys.flags.no_site:  # a launch packs a package for hosts, and may fetch what a URL names
+            site.main()
         values = read_variables(folder, job.id)
         self._secrets = values.get("secrets", {})
         spec = replace(job.spec, base_env=values.get("base_env", {}), env=values.get("env", {}))
@@ -337,7 +341,8 @@ class ManagedRunner:
             except LookupError as error:
                 return r.Ended(action.launch, "cancelled", f"cluster {name} was removed: {error}")
             except (AtollError, OSError) as error:
-                self._post(r.Unheard(action.launch, str(error), _state_of(name)))
+                state, said = _polled(name)
+                self._post(r.Unheard(action.launch, said or str(error), state))
             if self._left.wait(pause_s) or self._left_launch >= action.launch:
                 return t.Tick()
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
@@ -391,13 +396,14 @@ def _job_of(cluster: ClusterSpec, key: str) -> int | None:
     return next((row.id for row in rows if row.spec.key == key), None)
 
 
-def _state_of(name: str) -> AllocationState | None:
-    """What a cluster's provider says of it; None where it says nothing."""
+def _polled(name: str) -> tuple[AllocationState | None, str]:
+    """What a cluster's provider says of it, and why; None where it says nothing."""
     try:
         allocation = clusters.load(name).allocation
-        return registry.of(allocation).poll(allocation).state
+        now = registry.of(allocation).poll(allocation)
     except (AtollError, OSError):
-        return None
+        return None, ""
+    return now.state, now.reason
 
 
 def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[EventRow]) -> r.Ended:
@@ -413,4 +419,6 @@ def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[Even
         return r.Ended(launch, "failed_setup", row.reason, row.exit_code)
     if row.status is JobStatus.FAILED and causes and causes[-1].kind in ("failed", "timeout"):
         return r.Ended(launch, "failed", row.reason, row.exit_code)
-    return r.Ended(launch, "lost", row.reason, None, _state_of(cluster.name), counted)
+    state, said = _polled(cluster.name)
+    reason = row.reason if said in row.reason else f"{said} ({row.reason})"
+    return r.Ended(launch, "lost", reason, None, state, counted)
