@@ -20,7 +20,7 @@ from tests.pools import eventually
 import atoll as sky
 import leaks
 from atoll.agent.process_tree import command_line
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
 from atoll.tasks import clusters, lifecycle, managed_api, supervisor
 from atoll.tasks.jobs import Job
@@ -359,6 +359,21 @@ def test_a_place_that_has_nothing_is_passed_over(fake: Script, shared: Path) -> 
     job = launch("true", resources={"any_of": [{"infra": "fake"}, {"infra": "local"}]})
     assert job.wait(60) is JobStatus.SUCCEEDED
     assert "Attempt 1 came to nothing: fake gave no nodes: its quota is used up" in job.logs()
+
+
+@pytest.mark.long
+def test_a_launch_of_a_job_that_is_not_managed_passes_over_it_too(fake: Script) -> None:
+    fake(state="LOST", reason="its quota is used up")
+    said: list[str] = []
+    task = sky.Task(run="true", resources={"infra": "local", "ordered": [{"infra": "fake"}, {"infra": "local"}]})
+    job = sky.launch(task, "c", on_line=said.append)
+    assert job.wait(60) is JobStatus.SUCCEEDED
+    assert clusters.load("c").infra == "local"
+    assert "fake failed, trying local: fake gave no nodes: its quota is used up" in said
+    lifecycle.down("c")
+    with pytest.raises(ProvisionError, match="its quota is used up"):
+        sky.launch(sky.Task(run="true", resources={"ordered": [{"infra": "fake"}]}), "d")
+    lifecycle.purge("c", print)
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.images.interpreters import user_path
 from atoll.providers import registry
+from atoll.providers.base import DEFAULT
 from atoll.tasks import clusters, lifecycle, placing, reaper, record
 from atoll.tasks.jobs import Job
 from atoll.tasks.placing import Decision, accelerators_text, decide_any
@@ -41,9 +42,28 @@ def launch(
     Raises:
         UnknownCluster: there is no such cluster, and it is to be used as it is.
         ConfigError: a request, the name or the infra can't work, or the cluster is too small and busy.
-        ProvisionError: a node can't be used or written to, or no supervisor could be started.
+        ProvisionError: a node can't be used or written to, or no supervisor could be started. Of a request that
+            something else would do for as well, all that would do have failed.
     """
     refresh_record(name, options)
+    while True:
+        tried: list[str] = []
+        try:
+            return _launch_once(requests, name, options, earlier, tried)
+        except ProvisionError as error:
+            request, have = requests[0], clusters.find(name)
+            others = [each for each in (request.resources, *request.others) if (each.infra or DEFAULT) not in tried]
+            is_new = have is None or have.status is ClusterStatus.DOWN
+            if len(requests) > 1 or not (is_new and tried and others):
+                raise
+            options.say(f"{tried[0]} failed, trying {others[0].infra or DEFAULT}: {error}")
+            requests = [replace(request, resources=others[0], others=tuple(others[1:]))]
+
+
+def _launch_once(
+    requests: Sequence[JobRequest], name: str, options: Options, earlier: Sequence[Job] | None, tried: list[str]
+) -> list[Job]:
+    """``launch`` where it is decided now, which ``tried`` gets the infra of."""
     jobs: list[Job] = []
     with clusters.locked(name, options.command, options.say), registry.kept():
         before = clusters.find(name)
@@ -52,6 +72,7 @@ def launch(
             any_gpus = replace(before.request(), accelerators=())
             registry.of(before.allocation).plan(any_gpus, before.allocation)
         decisions = decide_cluster(requests, name, options)
+        tried.append(decisions[-1].cluster.infra)
         for line in announcement(requests, decisions) if options.announce else decisions[-1].lines:
             options.say(line)
         specs = make_jobs(requests, decisions)
