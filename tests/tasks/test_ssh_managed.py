@@ -14,7 +14,7 @@ from atoll.tasks import managed_api
 from testbed.fixtures import MakeBed
 from testbed.hosts import Testbed
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -29,10 +29,14 @@ def apart(make_bed: MakeBed) -> Testbed:
 
 def trust_second(bed: Testbed) -> None:
     """The first host's user may log in to the second, which is declared there."""
-    files = {f".ssh/{name}": (bed.home / ".ssh" / name).read_text() for name in ("id_ed25519", "known_hosts")}
-    files[".atoll/config.toml"] = f'[ssh.two]\nhosts = ["{bed.hosts[1].name}"]\npython = "{PYTHON}"\n'
-    for name, text in files.items():
-        bed.hosts[0].run(f"umask 077; mkdir -p ~/.ssh; cat > ~/{name} <<'END'\n{text}\nEND", user="sky")
+    name = bed.hosts[1].name
+    files = {
+        ".ssh/id_ed25519": (bed.home / ".ssh" / "id_ed25519").read_text(),
+        ".ssh/known_hosts": bed.hosts[0].run(f"ssh-keyscan {name} 2>/dev/null"),
+        ".atoll/config.toml": f'[ssh.two]\nhosts = ["{name}"]\npython = "{PYTHON}"\n',
+    }
+    for path, text in files.items():
+        bed.hosts[0].run(f"umask 077; mkdir -p ~/.ssh ~/.atoll; cat > ~/{path} <<'END'\n{text}\nEND", user="sky")
 
 
 def log_of(job_id: int, *more: str) -> str:
@@ -46,7 +50,7 @@ def test_a_host_that_loses_power_is_left_for_another(apart: Testbed, tmp_path: P
         "run: |\n  echo on $(hostname) as $SKYPILOT_TASK_ID; [ $(hostname) = h2 ] || sleep 1000\n"
     )
     atoll("jobs", "launch", "task.yaml", "-d")
-    eventually(lambda: "on h1" in log_of(1), "it runs on the first host")
+    eventually(lambda: "on h1 as" in log_of(1), "it runs on the first host")
     apart.hosts[0].power_off()
     said = atoll("jobs", "logs", "1", timeout=900)
     assert "on h2" in said

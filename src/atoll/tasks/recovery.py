@@ -30,7 +30,7 @@ COOL_S, LONGEST_COOL_S = 60.0, 1800.0
 BACKOFF_S, LONGEST_BACKOFF_S = 2.0, 300.0
 PENDING_S = 900.0  # nodes that are not there by then are looked for elsewhere, where there is an elsewhere
 # A cluster that does not answer is lost once its provider has said so for this long, or nobody has heard of it at all.
-LOST_S, UNHEARD_S = 20.0, 600.0
+LOST_S, UNHEARD_S = 20.0, 300.0
 GOOD_RUN_S = 60.0  # a task that ran for so long shows that its place works
 MOST_FRUITLESS = 10  # runs in a row that were lost before that: the task itself may be why
 CANCEL_S = 60.0  # a cancelled job has ended by then, beside its own time to save
