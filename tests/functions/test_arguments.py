@@ -210,9 +210,7 @@ def test_a_backend_is_checked_where_it_is_written(backend: Any, hint: str) -> No
     assert f"backend={backend!r}" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("backend", "hint"), [("jacks", "'jax'"), ("numpy", "trains over several"), (5, "'jax'")]
-)
+@pytest.mark.parametrize(("backend", "hint"), [("jacks", "'jax'"), ("numpy", "trains over several"), (5, "'jax'")])
 def test_a_backend_of_keras_is_checked_too(backend: Any, hint: str) -> None:
     with pytest.raises(sky.ConfigError, match=hint) as refused:
         sky.integrations.keras(backend=backend)

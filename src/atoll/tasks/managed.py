@@ -414,7 +414,8 @@ def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[Even
     if row.status is JobStatus.SUCCEEDED:
         return r.Ended(launch, "succeeded")
     if row.status is JobStatus.CANCELLED and row.reason not in TAKEN_BACK:
-        return r.Ended(launch, "cancelled", f"it was {row.reason or 'cancelled'} on cluster {cluster.name}")
+        why = "it was cancelled" if row.reason in ("", "cancelled") else row.reason
+        return r.Ended(launch, "cancelled", f"{why} (on cluster {cluster.name})")
     if row.status is JobStatus.FAILED_SETUP:
         return r.Ended(launch, "failed_setup", row.reason, row.exit_code)
     if row.status is JobStatus.FAILED and causes and causes[-1].kind in ("failed", "timeout"):
