@@ -71,6 +71,7 @@ _WHERE = {
     "InstanceInfo": "atoll.functions.info",
     "instance_info": "atoll.functions.info",
     "strategy": "atoll.functions.integrations._tensorflow",
+    "joblib_backend": "atoll.functions.joblib_backend",
 }
 
 __all__ = ["__version__", *sorted({*_WHERE, "integrations", "events", "exceptions", "jobs"})]
