@@ -57,6 +57,7 @@ def test_tasks_that_use_joblib_themselves_do_it_within_their_rank(pool: sky.Comp
         assert Parallel()(delayed(outer)(x) for x in range(3)) == [[0, 0, 0], [0, 1, 2], [0, 2, 4]]
 
 
+@pytest.mark.long  # scikit-learn is loaded on every rank
 def test_a_grid_search_is_as_without_a_pool(pool: sky.ComputePool) -> None:
     from sklearn.datasets import load_iris
     from sklearn.linear_model import LogisticRegression
