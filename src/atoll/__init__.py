@@ -36,6 +36,10 @@ _WHERE = {
     "Local": "atoll.providers.local",
     "SSH": "atoll.providers.ssh.provider",
     "Slurm": "atoll.providers.slurm.provider",
+    "SkyPilot": "atoll.providers.skypilot.provider",
+    **dict.fromkeys(
+        ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod"), "atoll.providers.skypilot.provider"
+    ),
     "Image": "atoll.images.image",
     "ComputePool": "atoll.functions.compute_pool",
     "CallFuture": "atoll.gang.futures",

@@ -102,7 +102,7 @@ def test_infras_are_resolved_or_said_to_be_none(home: Path) -> None:
     for infra, said in (
         ("lab", "did you mean ssh/lab"),
         ("locl", "did you mean 'local'"),
-        ("mars", "this version knows local, slurm/NAME and ssh/NAME"),
+        ("mars", "this version knows local, skypilot.*, slurm/NAME, ssh/NAME and clouds such as aws, gcp"),
         ("registry", "no such infra"),
         ("local/x", "local alone"),
         ("ssh", "ssh/NAME, with a NAME"),

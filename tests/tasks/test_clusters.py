@@ -118,8 +118,8 @@ def test_what_cannot_be() -> None:
         decide("t", have(), NodeRequest(infra="ssh/lab"))
     with pytest.raises(ConfigError, match="ssh/lab: no group of that name"):
         decide("t", None, NodeRequest(infra="ssh/lab"))
-    with pytest.raises(ConfigError, match="no such infra; this version knows local, slurm/NAME and ssh/NAME"):
-        decide("t", None, NodeRequest(infra="aws"))
+    with pytest.raises(ConfigError, match="no such infra; this version knows local, skypilot"):
+        decide("t", None, NodeRequest(infra="mars"))
     with pytest.raises(ConfigError, match=r"accelerator 'H10O' is not known: did you mean H100\?"):
         decide("t", None, NodeRequest(accelerators=(("H10O", 8),)))
     with pytest.raises(ConfigError, match=r"2 × L4:2 can't be had: this machine has no GPU.*--no-simulate"):

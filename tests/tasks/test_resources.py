@@ -203,7 +203,10 @@ def test_what_own_machines_cannot_honour() -> None:
         for named in ("use_spot", "disk_tier", "ports", "priority", "job_recovery.strategy", "requests aws/us-east-1"):
             assert sum(named in line for line in lines) == 1
         assert all(infra in line for line in lines)
-    assert resources.honours("aws/us-east-1") == []
+    assert [line.partition(" ")[0] for line in resources.honours("aws/us-east-1")] == [
+        "resources.priority",
+        "job_recovery.strategy",
+    ]
     (line,) = Resources(autostop={"wait_for": "none"}).honours("local")
     assert line == "autostop.wait_for=none has no effect on local: it waits for jobs"
     assert Resources(use_spot=False, cpus=2, accelerators="L4").honours("local") == []

@@ -61,6 +61,12 @@ def launch(
         bool, typer.Option("--down", help="Remove the cluster when idle; without -i, right after the last job.")
     ] = False,
     no_setup: Annotated[bool, typer.Option("--no-setup", help="Skip setup.")] = False,
+    max_cost: Annotated[
+        float | None,
+        typer.Option(
+            "--max-cost", min=0.0, help="Save and take the cluster down at this spend, in US$.", metavar="USD"
+        ),
+    ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Skip setup if it already ran on this cluster.")] = False,
     no_simulate: options.NoSimulate = False,
     sweep: Sweep = None,
@@ -84,7 +90,8 @@ def launch(
 
     name = clusters.check_name(cluster) if cluster is not None else clusters.fresh_name()
     how = {"simulate": not no_simulate, "setup": not no_setup, "fast": fast, "idle_minutes": idle, "down": down}
-    _Command(flags, detach, dryrun, sweep, parallel, output, cluster is None).run(entrypoint, name, **how)
+    run = _Command(flags, detach, dryrun, sweep, parallel, output, cluster is None).run
+    run(entrypoint, name, max_cost=max_cost, **how)
 
 
 def exec_(

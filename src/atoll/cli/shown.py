@@ -219,6 +219,7 @@ def decision_row(decision: Decision) -> dict[str, Any]:
         **fields(decision.cluster, "infra", "num_nodes"),
         **fields(decision, "accelerator", "num_accelerators"),
         "simulated": decision.cluster.simulated,
+        "hourly_cost": decision.hourly_cost,
         "notes": list(decision.lines),
     }
 

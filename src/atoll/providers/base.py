@@ -115,6 +115,7 @@ class AllocationState(enum.StrEnum):
 
     PENDING = "PENDING"
     READY = "READY"
+    STOPPED = "STOPPED"  # its machines are switched off, their disks are kept
     LOST = "LOST"
     RELEASED = "RELEASED"
 
@@ -157,6 +158,9 @@ class Allocation:
         owner: what its agents are known by, there and in ``/proc``.
         folder: of its record, at a site elsewhere.
         code: digest of the Atoll that drives it.
+        since_s: when its machines were rented, in seconds since 1970, later where they were stopped meanwhile; 0 where
+            nothing is rented.
+        hourly_cost: of all its machines, in US dollars; None where it is not known, or nothing is rented.
         settings: the provider's own; nobody else reads them.
     """
 
@@ -176,6 +180,8 @@ class Allocation:
     owner: str = ""
     folder: str = ""
     code: str = ""
+    since_s: float = 0.0
+    hourly_cost: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -187,6 +193,16 @@ class Allocation:
     def supervised_here(self) -> bool:
         """Does its supervisor run on the machine that keeps this record?"""
         return self.site == "client"
+
+    @property
+    def is_rented(self) -> bool:
+        """Does somebody pay for it as long as it is there?"""
+        return self.since_s > 0
+
+    @property
+    def spent(self) -> float | None:
+        """What it has cost so far, in US dollars; None where that is not known."""
+        return None if self.hourly_cost is None else self.hourly_cost * (time.time() - self.since_s) / 3600
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -353,11 +369,14 @@ class Offer:
         return self.spot_price if self.use_spot else self.price
 
     def __str__(self) -> str:
-        prices = ((self.price, ""), (self.spot_price, " as spot"))
-        if self.use_spot:
-            prices = ((self.spot_price, " as spot"), (self.price, " on demand"))
-        said = ", ".join(f"${price:.2f} an hour{how}" for price, how in prices if price is not None)
-        return f"{self.infra}: {self.instance_type or 'machines'}, {f'each {said}' if said else 'price unknown'}"
+        shown = [f"{how}${price:.2f}/h" for price, how in self._prices() if price is not None]
+        others = f" ({', '.join(shown[1:])})" if shown[1:] else ""
+        return f"{self.infra}: {self.instance_type or 'machines'}, {shown[0] if shown else 'price unknown'}{others}"
+
+    def _prices(self) -> list[tuple[float | None, str]]:
+        """What it is rented for first, and the other one."""
+        both = [(self.price, "on demand " if self.use_spot else ""), (self.spot_price, "spot ")]
+        return both[::-1] if self.use_spot else both
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +422,7 @@ class Plan:
             rows.append(f"  node {node.node}  {node.addr}  {node.num_ranks} ranks  {what}")
         if self.offer is not None:
             rows.append(f"  {self.offer}")
-            rows += [f"  ${self.hourly_cost:.2f} an hour in all"] if self.hourly_cost is not None else []
+            rows += [f"  ${self.hourly_cost:.2f}/h in all"] if self.hourly_cost is not None else []
             rows += [f"  it can't be started yet: {self.offer.missing}"] if self.offer.missing else []
         return "\n".join([*rows, *self.lines])
 
@@ -619,6 +638,17 @@ class Provider(abc.ABC):
     def may_supervise(self, allocation: Allocation) -> bool:
         """May a supervisor that runs on this machine start the jobs of an allocation that is to be supervised here?"""
         return True
+
+    def restart(self, allocation: Allocation) -> Allocation:
+        """Start a stopped allocation; may return before its nodes are there, as PENDING."""
+        return allocation
+
+    def keep(self, allocation: Allocation) -> bool:
+        """Have nodes that would end themselves stay for another while, and say whether they had to be told.
+
+        Whoever looks after a cluster asks for it every few seconds.
+        """
+        return False
 
     def at_site(self, allocation: Allocation) -> Allocation:
         """The allocation as the machine sees it that its supervisor runs on."""

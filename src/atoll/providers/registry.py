@@ -24,6 +24,7 @@ from atoll.providers.base import DEFAULT, Allocation, Provider
 _BESIDE = frozenset(
     {"accelerators", "base", "bundle", "gpus", "local_node", "local_session", "network", "registry"}
 )  # modules that are no provider
+_FEW = 7  # of clouds, in a message
 _registered: dict[str, type[Provider]] = {}
 
 
@@ -148,8 +149,9 @@ def close_idle() -> None:
 
 
 def _forms() -> str:
-    *others, last = (_known(kind).form for kind in kinds())
-    return f"{', '.join(others)} and {last}"
+    also = [kind for words in _beside().values() for kind in words]
+    forms = ", ".join(_known(kind).form for kind in kinds() if kind not in also)
+    return f"{forms} and clouds such as {', '.join(also[:_FEW])}"
 
 
 def kinds() -> list[str]:

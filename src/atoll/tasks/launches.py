@@ -14,7 +14,7 @@ from atoll.core.validation import command_line
 from atoll.images.interpreters import user_path
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT
-from atoll.tasks import clusters, lifecycle, placing, reaper, record
+from atoll.tasks import clusters, lifecycle, placing, reaper, record, supervisor
 from atoll.tasks.jobs import Job
 from atoll.tasks.placing import Decision, accelerators_text, decide_any
 from atoll.tasks.requests import JobRequest, Options
@@ -73,6 +73,7 @@ def _launch_once(
             registry.of(before.allocation).plan(any_gpus, before.allocation)
         decisions = decide_cluster(requests, name, options)
         tried.append(decisions[-1].cluster.infra)
+        _check_cost(decisions[-1], options)
         for line in announcement(requests, decisions) if options.announce else decisions[-1].lines:
             options.say(line)
         specs = make_jobs(requests, decisions)
@@ -98,6 +99,7 @@ def plan(requests: Sequence[JobRequest], name: str, options: Options) -> list[De
 
     refresh_record(name, options)
     decisions = decide_cluster(requests, name, options)
+    _check_cost(decisions[-1], options)
     make_jobs(requests, decisions)
     for request in requests:
         if request.workdir is not None or request.mounts:
@@ -116,6 +118,16 @@ def announcement(requests: Sequence[JobRequest], decisions: Sequence[Decision]) 
     return lines
 
 
+def _check_cost(decision: Decision, options: Options) -> None:
+    """Refuse a limit of costs that nobody could keep."""
+    is_known = decision.hourly_cost is not None or decision.cluster.allocation.hourly_cost is not None
+    if options.max_cost is not None and not is_known:
+        where = decision.cluster.infra
+        raise ConfigError(
+            f"--max-cost {options.max_cost:g}: what {where} costs is not known, or nothing is rented there"
+        )
+
+
 def _offer_lines(decision: Decision) -> list[str]:
     """What a new cluster costs, and what else would do."""
     lines = []
@@ -124,7 +136,7 @@ def _offer_lines(decision: Decision) -> list[str]:
         if each.offer is None:
             lines += [] if each is decision else [f"{start}{each.cluster.infra}"]
             continue
-        cost = "" if each.hourly_cost is None else f"; ${each.hourly_cost:.2f} an hour in all"
+        cost = "" if each.hourly_cost is None else f"; ${each.hourly_cost:.2f}/h in all"
         missing = f". It can't be started yet: {each.offer.missing}" if each.offer.missing else ""
         lines.append(f"{start}{each.offer}{cost}{missing}")
     return lines
@@ -207,6 +219,8 @@ def provision(
     is_new = before is None or before.status is ClusterStatus.DOWN
     if autostop is not None and is_new:  # at once: whoever looks after this process was killed takes it down
         cluster = replace(cluster, **lifecycle.autostop_fields(autostop[0], down=autostop[1]))
+    if options.max_cost is not None:
+        cluster = replace(cluster, max_cost=options.max_cost)
     owner = reaper.owner_of(clusters.folder_of(cluster.name))
     recheck = before is None or before.status is not ClusterStatus.UP or _has_lost_nodes(before)
     cluster = placing.provision(
@@ -233,6 +247,8 @@ def provision(
             options.say(f"{which} of cluster {cluster.name} still ran on {site} and {verb} ended")
     if cluster != before or not cluster.allocation.shares_machine:  # a head whose home is this one's writes it, too
         clusters.save(cluster, before)
+    if cluster.allocation.is_rented:
+        supervisor.watch(clusters.folder_of(cluster.name), is_rented=True)
     if autostop is not None and not is_new:
         lifecycle.set_autostop(cluster, autostop[0], down=autostop[1])
     return cluster

@@ -11,8 +11,8 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import MOST_MINUTES, checks_arguments, command_line
 from atoll.providers import registry
-from atoll.providers.base import AllocationState
-from atoll.tasks import clusters, record
+from atoll.providers.base import AllocationState, wait_until_ready
+from atoll.tasks import clusters, record, supervisor
 from atoll.tasks.client import tell
 from atoll.tasks.nodes import with_nodes_now
 from atoll.tasks.spec import ClusterSpec, ClusterStatus, is_name
@@ -57,8 +57,15 @@ def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
             gets = command_line("atoll", "launch", "-c", cluster_name, "TASK")
             raise ConfigError(f"cluster {cluster_name} gave its nodes back when it was stopped: `{gets}` gets others")
         # It has been idle from now on only, and an autostop after its last job has done what it was for.
-        minutes = cluster.autostop_minutes or None
-        return clusters.change(cluster, status=ClusterStatus.UP, created_s=time.time(), autostop_minutes=minutes)
+        fields: dict[str, Any] = {"created_s": time.time(), "autostop_minutes": cluster.autostop_minutes or None}
+        provider = registry.of(cluster.allocation)
+        allocation = wait_until_ready(provider, provider.restart(cluster.allocation), on_line)
+        if allocation != cluster.allocation:
+            fields["allocation"] = allocation
+        started = clusters.change(cluster, status=ClusterStatus.UP, **fields)
+        if allocation.is_rented:
+            supervisor.watch(clusters.folder_of(cluster_name), is_rented=True)
+        return started
 
 
 @checks_arguments
@@ -125,8 +132,6 @@ def purge(name: str, say: Say, *, on_line: Say = silent) -> list[int]:
     Raises:
         UnknownCluster: nothing is there.
     """
-    from atoll.tasks import supervisor
-
     folder = clusters.folder_of(name)
     if not os.path.lexists(folder):
         clusters.load(name)  # raises
@@ -185,7 +190,14 @@ def rollback_cluster(name: str, before: ClusterSpec | None) -> None:
 
 
 def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
-    """End its jobs, then have it stopped or down; the jobs that were ended."""
+    """End its jobs, then have it stopped or down; the jobs that were ended. Whatever happens, its nodes go back."""
+    try:
+        return _end_jobs(cluster, status)
+    finally:
+        _release(cluster, status)
+
+
+def _end_jobs(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
     control = clusters.control_of(cluster)
     if status is ClusterStatus.DOWN:
         from atoll.tasks.sync.host_files import remove_files
@@ -193,13 +205,12 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
         ended, lines = control.remove_nodes()
         for line in lines:
             tell(line)
-        if cluster.allocation.files != "homes":
+        if cluster.allocation.files != "homes" and not cluster.allocation.is_rented:
             remove_files(cluster)
         clusters.change(cluster, status=status, setup_done=(), autostop_minutes=None, autodown=False)
     else:
         ended = control.cancel(None)
         clusters.change(cluster, status=status)
-    _release(cluster, status)
     return ended
 
 
@@ -224,6 +235,9 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
         return cluster
     cluster = with_nodes_now(cluster, clusters.folder_of(cluster.name))
     now = cluster.allocation
+    if now.state is AllocationState.STOPPED:
+        tell(f"cluster {cluster.name} is stopped: {now.reason}")
+        return record.change(clusters.folder_of(cluster.name), status=ClusterStatus.STOPPED, allocation=now)
     if now.state in (AllocationState.LOST, AllocationState.RELEASED):
         ended = {"status": ClusterStatus.DOWN, "setup_done": (), "autostop_minutes": None, "autodown": False}
         tell(f"cluster {cluster.name} is down: {now.reason}")

@@ -67,6 +67,7 @@ class Options:
         setup: run the task's setup; ``fast``: unless the cluster is set up already.
         strict: scripts end at the first command that fails (``set -e``).
         idle_minutes: stop the cluster after so many idle minutes; ``down``: take it down instead.
+        max_cost: take it down once its rented nodes have cost so many US dollars.
         variants: one job for each, with the variables that it sets; ``parallel``: so many of them at once.
         from_here: this machine supervises the jobs, because they end with a process here.
         announce: tell where the jobs run.
@@ -84,6 +85,7 @@ class Options:
     strict: bool = False
     idle_minutes: int | None = None
     down: bool = False
+    max_cost: float | None = None
     variants: Sequence[Mapping[str, str]] = ()
     parallel: int = 1
     from_here: bool = False
@@ -168,8 +170,6 @@ def _alternatives(task: Task, options: Options) -> list[NodeRequest]:
     for each in able or choices[:1]:
         is_closer = infra is None or (each.infra is not None and registry.fits(infra, each.infra))
         place = each.infra if is_closer else infra
-        if place is not None and infra is None and not registry.is_known(place):
-            place = None  # a task written for a cloud that this version does not know runs here, with a note
         key = place, repr((each.cpus, each.memory, each.others))
         request = found.get(key) or NodeRequest(
             num_nodes=task.num_nodes,

@@ -31,11 +31,6 @@ from atoll.tasks.schema import (
 )
 from atoll.tasks.spec import Restarts
 
-_CLOUDS = (
-    *("local", "ssh", "slurm", "k8s", "kubernetes", "aws", "gcp", "azure", "nebius", "lambda", "runpod", "oci", "ibm"),
-    *("cudo", "do", "fluidstack", "hyperbolic", "mithril", "paperspace", "primeintellect", "scp", "seeweb"),
-    *("shadeform", "vast", "verda", "vsphere"),
-)
 _GB = {"": 1.0, "M": 2.0**-10, "G": 1.0, "T": 1024.0}
 _MINUTES = {"": 1.0, "s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0, "w": 10080.0}
 _AMOUNT = r"(\d{1,12}(?:\.\d+)?)"  # hundreds of digits before the point are infinite as a number
@@ -140,8 +135,8 @@ def _accelerators(value: Any) -> str | list[str] | dict[str, None] | None:
 
 def _cloud(value: str, key: str | None = None) -> str:
     name = value.strip().lower()
-    if name not in (*_CLOUDS, "*") and not registry.is_known(name):
-        expected = f"local, ssh/NAME, slurm/CLUSTER or a cloud such as aws{nearest(name, _CLOUDS)}"
+    if name not in (*(known := registry.kinds()), "*"):
+        expected = f"local, ssh/NAME, slurm/CLUSTER or a cloud such as aws{nearest(name, known)}"
         raise Expected(expected, value, key)
     return name
 
@@ -153,8 +148,6 @@ def _infra(value: Any) -> str | None:
         raise Expected("cloud/region/zone with no part empty; * stands for any")
     if (expected := registry.wrong_form("/".join([cloud, *rest]))) is not None:
         raise Expected(expected)
-    if cloud not in ("ssh", "k8s", "kubernetes") and len(rest) > 2:
-        raise Expected("cloud/region/zone, three parts at most")
     parts = [cloud, *rest]
     while parts and parts[-1] == "*":
         parts.pop()

@@ -230,6 +230,7 @@ class ClusterSpec:
         setup_done: nodes whose setup has succeeded at least once.
         autostop_minutes: idle minutes after which it is stopped, or None; ``autodown``: taken down instead.
         autostop_set_s: when that was set: the minutes before it don't count.
+        max_cost: what its rented nodes may cost in all, in US dollars, before it is taken down; None for no limit.
         notes: lines said when it was made (what is simulated, what an infra can't honour).
     """
 
@@ -249,6 +250,7 @@ class ClusterSpec:
     autostop_minutes: int | None = None
     autostop_set_s: float = 0.0
     autodown: bool = False
+    max_cost: float | None = None
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -277,6 +279,11 @@ class ClusterSpec:
             resources=self.resources,
             files_in=self.allocation.files_in,
         )
+
+    @property
+    def is_spent(self) -> bool:
+        """Has it cost what it may?"""
+        return self.max_cost is not None and (self.allocation.spent or 0.0) >= self.max_cost
 
     @property
     def is_set_up(self) -> bool:
@@ -321,6 +328,7 @@ _RECORD_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("setup_done", "notes"), _LIST),
     **dict.fromkeys(("created_s", "autostop_set_s"), (int, float)),
     "autostop_minutes": (int, type(None)),
+    "max_cost": (int, float, type(None)),
 }
 
 

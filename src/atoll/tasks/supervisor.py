@@ -56,6 +56,7 @@ if os.fork(): os._exit(0)
 sys.path.insert(0, sys.argv[1])
 from atoll.tasks.dispatcher import main
 main(sys.argv[2], int(sys.argv[3]))"""
+_ALONE = "import os\nif os.fork(): os._exit(0)\n"
 _GUARD = """import os, sys
 if os.fork(): os._exit(0)
 sys.path.insert(0, sys.argv[1])
@@ -191,17 +192,21 @@ def _detach(program: list[str], folder: Path, output: IO[bytes], *fds: int) -> N
     )
 
 
-def watch(folder: Path) -> None:
-    """Have the cluster looked after by a process of its own, where this is a node that a job holds (``watcher``)."""
-    if keeper.VARIABLE not in os.environ:
-        return
+def watch(folder: Path, *, is_rented: bool) -> None:
+    """Have the cluster looked after by a process of its own (``watcher``).
+
+    That is where this is a node that a job holds, and where its nodes are rented.
+    """
     with _opened(folder / LOG) as output:
-        keeper.spawn(
-            [sys.executable, "-I", "-S", "-c", _WATCHER, _source(), str(folder)],
-            {1: output.fileno(), 2: output.fileno()},
-            _environment(folder),
-            again_log=str(folder / LOG),
-        )
+        if keeper.VARIABLE in os.environ:
+            keeper.spawn(
+                [sys.executable, "-I", "-S", "-c", _WATCHER, _source(), str(folder)],
+                {1: output.fileno(), 2: output.fileno()},
+                _environment(folder),
+                again_log=str(folder / LOG),
+            )
+        elif is_rented:
+            _detach([_ALONE + _WATCHER, _source(), str(folder)], folder, output)
 
 
 def _source() -> str:

@@ -36,6 +36,7 @@ _PROMPT_S = 180.0  # the same where a person types
 _LOGOUT_S = 5.0
 _LOOK_S = 0.2
 _CONNECT_S = 5  # two more tries of TCP, after 1 and 3 s
+_PROXY_S = 45  # for a login through a program of its own, which may have to start
 _ALIVE_S, _ALIVE_COUNT = 2, 3  # a host that is silent for their product is given up by ssh
 _PERSIST_S = 60  # a login that nobody uses ends by itself; it lasts where somebody may have typed a code for it
 _PERSIST_ALONE_S = 5
@@ -71,6 +72,8 @@ class Connection:
             ProvisionError: the host can't be reached, does not let us in, runs no command, or says nothing within
                 ``limit_s`` seconds.
         """
+        if self.target.config is not None and not self._socket.exists():
+            limit_s += _PROXY_S
         with self._login:  # the first makes the login, those after it share it
             try:
                 return self._run(command, data, limit_s, ask=False)
@@ -146,10 +149,10 @@ class Connection:
     def _options(self, ask: bool) -> list[str]:
         settings = {
             "BatchMode": "no" if ask else "yes",
-            "StrictHostKeyChecking": "yes",
+            "StrictHostKeyChecking": "yes" if self.target.config is None else "accept-new",
             "UpdateHostKeys": "no",
             # Who types a code for a jump host holds up what is behind it.
-            "ConnectTimeout": int(_PROMPT_S) if ask else _CONNECT_S,
+            "ConnectTimeout": int(_PROMPT_S) if ask else _CONNECT_S if self.target.config is None else _PROXY_S,
             "ServerAliveInterval": _ALIVE_S,
             "ServerAliveCountMax": _ALIVE_COUNT,
             "ControlMaster": "auto",

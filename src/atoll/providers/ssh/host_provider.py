@@ -33,6 +33,7 @@ from atoll.providers.ssh.connection import connections, on_each
 from atoll.providers.ssh.host_node import SSHNode, node_plan, start_agent
 from atoll.providers.ssh.hosts import HERE, Facts, Target
 from atoll.providers.ssh.remote import Host
+from atoll.providers.ssh.scp import copy, copy_line
 
 _END_S = 10.0  # to end what hangs; a host that can't be reached is not waited for longer
 _ANSWER_S = 20.0
@@ -170,6 +171,21 @@ class HostProvider(Provider):
         finally:
             connections.close_idle()
         return [each for left, _ in found for each in left], [line for _, lines in found for line in lines]
+
+    def login_command(
+        self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
+    ) -> list[str]:
+        """The user's own ssh."""
+        target = self.targets_of(allocation)[node]
+        return ["ssh", *target.options, *options, target.host, *command]
+
+    def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
+        """With scp."""
+        return copy(self.targets_of(allocation)[node], path, here, up=up)
+
+    def copy_line(self, plan: NodePlan, path: str, into: str) -> str:
+        """An ``scp`` command."""
+        return copy_line(self._target(plan), path, into)
 
     def _end_on(self, plan: NodePlan, owner: str, limit_s: float) -> list[str]:
         """End what an owner left on a host; returns what does not end, with the host."""

@@ -49,6 +49,8 @@ class Target:
         key: path of a private key, or None.
         jump: a jump host, as ``ssh -J`` takes it, or None.
         python: the interpreter there, as its shell finds it, or None for ``python3``.
+        config: an ssh config of ours instead of the user's, whose entry for the host says all else; a key of the host
+            that is not known yet is believed, and no other one later.
         step: a Slurm job and one of its nodes: what runs there is a step of that job, started from ``host``.
         is_kept: a keeper of ours runs on the nodes of that job: what is to stay is started by it.
     """
@@ -58,6 +60,7 @@ class Target:
     key: str | None = None
     jump: str | None = None
     python: str | None = None
+    config: str | None = None
     step: tuple[str, str] | None = None
     is_kept: bool = True
 
@@ -66,7 +69,8 @@ class Target:
         """What ``ssh`` needs before the host's name."""
         port = ("-p", str(self.port)) if self.port is not None else ()
         key = ("-i", os.path.expanduser(self.key).replace("%", "%%")) if self.key is not None else ()
-        return (*port, *key, *(("-J", self.jump) if self.jump is not None else ()))
+        config = ("-F", self.config) if self.config is not None else ()
+        return (*config, *port, *key, *(("-J", self.jump) if self.jump is not None else ()))
 
     @property
     def command(self) -> str:

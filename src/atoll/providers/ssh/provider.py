@@ -24,7 +24,6 @@ from atoll.providers.ssh import facts, preflight, site
 from atoll.providers.ssh.connection import connections, on_each
 from atoll.providers.ssh.host_provider import HostProvider
 from atoll.providers.ssh.hosts import GRACE_S, HERE, Group, Target, declared_groups, find_group, targets
-from atoll.providers.ssh.scp import copy, copy_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,21 +256,6 @@ class SSH(HostProvider):
             connections.close_idle()
         lines = [f"{host.target}: {host.gpu_problem or 'no GPU'}" for host in said if not host.gpus]
         return [{"host": str(host.target), **gpu_row(gpu)} for host in said for gpu in host.gpus], lines
-
-    def login_command(
-        self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
-    ) -> list[str]:
-        """The user's own ssh."""
-        target = self.targets_of(allocation)[node]
-        return ["ssh", *target.options, *options, target.host, *command]
-
-    def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
-        """With scp."""
-        return copy(self.targets_of(allocation)[node], path, here, up=up)
-
-    def copy_line(self, plan: NodePlan, path: str, into: str) -> str:
-        """An ``scp`` command."""
-        return copy_line(self._target(plan), path, into)
 
 
 PROVIDER = SSH

@@ -1,0 +1,154 @@
+"""Where SkyPilot lives: a virtual environment, a home and a port of its own, below ``ATOLL_HOME/skypilot``."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from atoll.core.errors import ProvisionError
+from atoll.core.paths import atoll_home, write_atomic
+
+VERSION = "0.14.1"
+# What a cloud's own packages are called as an extra of SkyPilot, where that is not the cloud's name.
+_EXTRAS = {"k8s": "kubernetes", "*": "", "": ""}
+_STAMP = "atoll.json"
+_SPIN_S = 0.2
+# Of the caller's environment, what would have another Python or another state folder used.
+_OTHERS = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SKY_RUNTIME_DIR", "SKYPILOT_CONFIG", "SKYPILOT_PROJECT_CONFIG")
+
+
+def folder() -> Path:
+    """Everything of SkyPilot's."""
+    return atoll_home() / "skypilot"
+
+
+def interpreter(cloud: str) -> Path:
+    """The Python that has SkyPilot and the packages of a cloud; installs what is missing.
+
+    Raises:
+        ProvisionError: it can't be installed; the message says what to do.
+    """
+    extra = _EXTRAS.get(cloud, cloud)
+    venv = folder() / "venv"
+    python = venv / "bin" / "python"
+    with _locked(folder() / "venv.lock"):
+        have = _stamp(venv)
+        if have and have["version"] == VERSION and (not extra or extra in have["extras"]):
+            return python
+        extras = sorted({*(have["extras"] if have else ()), *([extra] if extra else ())})
+        if not have or have["version"] != VERSION:
+            end_server()  # one that runs refuses to work once its code has changed
+            _run([sys.executable, "-m", "venv", "--clear", str(venv)], f"making {venv}")
+        what = f"skypilot[{','.join(extras)}]=={VERSION}" if extras else f"skypilot=={VERSION}"
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what]
+        _run(install, f"installing {what} into {venv}, which is done once")
+        write_atomic(venv / _STAMP, json.dumps({"version": VERSION, "extras": extras}).encode())
+    return python
+
+
+def environ() -> dict[str, str]:
+    """The environment of SkyPilot's processes: no telemetry, and a home that has the user's credentials in it."""
+    home = folder() / "home"
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _link(Path.home(), home)
+    found = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    found |= {
+        "HOME": str(home),
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+        "SKYPILOT_API_SERVER_LOCAL_PORT": str(_port()),
+        "SKYPILOT_GLOBAL_CONFIG": str(_config()),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return found
+
+
+def end_server() -> None:
+    """End SkyPilot's server of this state folder, if one runs."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        python = folder() / "venv" / "bin" / "python"
+        stop = [str(python), "-c", "import sky; sky.api_stop()"]
+        subprocess.run(stop, env=environ(), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+
+
+def _config() -> Path:
+    """The user's settings for SkyPilot, as its ``config.yaml`` takes them."""
+    path = folder() / "config.yaml"
+    if not path.exists():
+        path.write_text("# SkyPilot's settings, as its config.yaml has them.\n")
+    return path
+
+
+def _port() -> int:
+    """Where its server listens on the loopback interface: one port for each state folder, so that two don't meet."""
+    path = folder() / "port"
+    with _locked(folder() / "port.lock"):
+        if not path.exists():
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                path.write_text(str(free.getsockname()[1]))
+        return int(path.read_text())
+
+
+def _link(real: Path, ours: Path) -> None:
+    """Have credentials and settings of the user's home (``~/.aws``, ``~/.kube``, …) seen in ours."""
+    for each in ours.iterdir():
+        if each.is_symlink() and not each.exists():
+            each.unlink()
+    for each in real.glob(".*"):
+        if each.name not in (".sky", ".atoll") and not os.path.lexists(ours / each.name):
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                (ours / each.name).symlink_to(each)
+
+
+def _stamp(venv: Path) -> dict[str, str | list[str]] | None:
+    """What was installed there to the end."""
+    try:
+        found = json.loads((venv / _STAMP).read_bytes())
+        return found if (venv / "bin" / "python").exists() else None
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: Sequence[str], doing: str) -> None:
+    """Run a step of the installation, with a spinner where there is a terminal."""
+    is_terminal, began = sys.stderr.isatty(), time.monotonic()
+    if not is_terminal:
+        print(f"atoll: {doing}", file=sys.stderr)
+    env = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    ) as process:
+        assert process.stdout is not None
+        while True:
+            try:
+                said, _ = process.communicate(timeout=_SPIN_S)
+                break
+            except subprocess.TimeoutExpired:
+                if is_terminal:
+                    seconds = time.monotonic() - began
+                    mark = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(seconds / _SPIN_S) % 10]
+                    print(f"\r{mark} {doing} ({seconds:.0f} s)\x1b[K", end="", file=sys.stderr, flush=True)
+    if is_terminal:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    if process.returncode != 0:
+        errors = [line for line in said.splitlines() if line.startswith("ERROR: ")] or said.strip().splitlines()
+        why = errors[0].removeprefix("ERROR: ") if errors else f"exit code {process.returncode}"
+        raise ProvisionError(
+            f"SkyPilot {VERSION}, which clouds are reached through, could not be installed: {why}. It needs a package "
+            f"index that pip reaches (PIP_INDEX_URL, PIP_FIND_LINKS), and Python's venv module"
+        )
