@@ -26,7 +26,7 @@ def dashboard(
     ] = None,
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; any free one by default.")] = 0,
 ) -> None:
-    """Show clusters, jobs, logs, loss curves and GPUs on a page of this machine.
+    """Show clusters, jobs, logs, losses and GPUs in a browser.
 
     \b
         atoll dashboard

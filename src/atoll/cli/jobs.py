@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atoll.tasks.jobs import Job
 
 jobs_app = typer.Typer(
-    help="Managed jobs: started again elsewhere when their nodes are lost.",
+    help="Managed jobs, started again elsewhere if nodes are lost.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": options.normalized},
