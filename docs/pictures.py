@@ -23,7 +23,7 @@ DOCS = Path(__file__).parent
 
 def main(folder: Path, output: Path) -> None:
     """Draw all of them."""
-    draw("train.svg", "$ atoll train examples/austen/austen.toml --nodes 2", panel(folder, at=252), width=92)
+    draw("train.svg", "$ atoll train examples/austen/austen.toml --nodes 2", panel(folder, at=140), width=92)
     lines = [line for line in output.read_text().splitlines() if not line.startswith(("validating:", "waiting"))]
     draw("quickstart.svg", "$ make quickstart", Text("\n".join(lines)), width=120)
     for name, words in (
@@ -53,8 +53,8 @@ def panel(folder: Path, *, at: int) -> RunPanel:
     keys = RunStarted.__dataclass_fields__.keys() & about.keys()
     session = Session()
     session.add(RunStarted(**{key: about[key] for key in keys}, tokens_per_step=0))
-    session.add(Validated(180, _validation(folder)[180], 0, 0.0))
-    session.add(CheckpointSaved(180, "", 0.007, 0.2))
+    session.add(Validated(100, _validation(folder)[100], 0, 0.0))
+    session.add(CheckpointSaved(100, "", 0.007, 0.2))
     for line in (folder / "metrics.jsonl").read_text().splitlines()[:at]:
         row = json.loads(line)
         session.add(StepDone(**{key: row[key] for key in StepDone.__dataclass_fields__.keys() & row.keys()}))
