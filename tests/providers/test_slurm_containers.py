@@ -32,10 +32,11 @@ for word in "$@"; do
         --container-image=*) export INSIDE="${word#*=}" ;;
         --container-workdir=*) export AT="${word#*=}" ;;
         --container-mounts=*) export MOUNTS="${word#*=}" ;;
+        --chdir=*) ;;
         *) words+=("$word") ;;
     esac
 done
-exec /usr/bin/srun "${words[@]}"
+exec /usr/bin/srun "--chdir=${AT:-/}" "${words[@]}"
 """
 TASK = """
 num_nodes: 2

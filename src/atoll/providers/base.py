@@ -236,13 +236,18 @@ class Notice:
     save_s: float
 
 
+class AllocationReleased(ProvisionError):
+    """Somebody has given an allocation back: who wanted its nodes wants them no more."""
+
+
 def wait_until_ready(
     provider: Provider, allocation: Allocation, report: Report, given_up: Callable[[], bool] = lambda: False
 ) -> Allocation:
     """Poll until an allocation is ready, and report why it is not whenever that changes.
 
     Raises:
-        ProvisionError: it is lost, or was released, or is ``given_up``.
+        AllocationReleased: somebody gave it back.
+        ProvisionError: it is lost, or is ``given_up``.
     """
     said, pause_s = None, _POLL_S
     while allocation.state is AllocationState.PENDING:
@@ -255,7 +260,8 @@ def wait_until_ready(
         pause_s = min(2 * pause_s, _POLL_MOST_S)
         allocation = provider.poll(allocation)
     if allocation.state is not AllocationState.READY:
-        raise ProvisionError(f"{allocation.infra} gave no nodes: {allocation.reason or allocation.state.lower()}")
+        kind = AllocationReleased if allocation.state is AllocationState.RELEASED else ProvisionError
+        raise kind(f"{allocation.infra} gave no nodes: {allocation.reason or allocation.state.lower()}")
     return allocation
 
 

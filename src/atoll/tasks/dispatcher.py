@@ -42,6 +42,7 @@ _RETRY_S = 1.0  # what could not be written is tried again
 _FIRST_S = 5.0  # whoever started the supervisor asks for something within this time
 _TAKEN_S = 20.0  # to save, where nodes are taken without notice: Slurm's KillWait is 30 s
 _NODES_S = 5.0  # nodes that have still to come are looked for so often
+_ASK_TRIES, _ASK_S = 3, 0.3
 _GIVE_UP_S = 60.0  # and given up after so long, once no job is left
 _STARTS = "supervisor.starts"  # in a cluster's folder: when supervisors began that have not begun a job yet
 _MOST_STARTS = 2  # a job that so many supervisors could not even begin has failed
@@ -154,10 +155,12 @@ class Dispatcher:
 
     def _ask_why(self) -> None:
         """The nodes are taken, and this process with them: find out why. In a thread, as one may have to wait."""
-        try:
-            allocation = with_nodes_now(record.load(self._folder), self._folder).allocation
-        except (AtollError, LookupError, OSError):
-            allocation = Allocation(state=AllocationState.LOST, reason=TAKEN_BACK[0])
+        allocation = Allocation(state=AllocationState.LOST, reason=TAKEN_BACK[0])
+        for _ in range(_ASK_TRIES):  # what ends this job may end the question, too
+            with contextlib.suppress(AtollError, LookupError, OSError):
+                allocation = with_nodes_now(record.load(self._folder), self._folder).allocation
+                break
+            time.sleep(_ASK_S)
         self._loop.post(lambda: self._nodes_end(allocation))
 
     def _nodes_end(self, allocation: Allocation) -> None:
@@ -327,6 +330,10 @@ class Dispatcher:
                 again = Log("restart", how, data=(("restarts", job.restarts + 1),))
                 self._record(job.id, [again, SetStatus(JobStatus.PENDING, "its supervisor ended with the nodes")])
             return
+        if (end := self._end_of_nodes()) is not None:  # which its supervisor did not outlive
+            for job in orphans:
+                self._refuse(job, *end)
+            return
         reason = "its supervisor was killed, or the machine restarted"
         if line := supervisor.last_line(self._folder):
             reason += f"; the supervisor's last message, in {self._folder / supervisor.LOG}: {line}"
@@ -337,6 +344,16 @@ class Dispatcher:
         self._reaper.start()
         for job in orphans:
             self._refuse(job, reason)
+
+    def _end_of_nodes(self) -> tuple[str, JobStatus] | None:
+        """Why the cluster's nodes are gone for good, and how its jobs have ended with them; None where they are not."""
+        with contextlib.suppress(AtollError, LookupError):
+            allocation = with_nodes_now(record.load(self._folder), self._folder).allocation
+            if allocation.state is AllocationState.RELEASED:
+                return allocation.reason, JobStatus.CANCELLED
+            if allocation.state is AllocationState.LOST:
+                return allocation.reason, JobStatus.FAILED
+        return None
 
     def _replaces_nodes(self) -> bool:
         """Do jobs go on where nodes were lost?"""
@@ -449,13 +466,13 @@ class Dispatcher:
 
     def _have_no_nodes(self, allocation: Allocation, pending: Sequence[JobRow]) -> None:
         """The cluster's nodes are gone for good, or have still to come: a supervisor comes with them."""
+        end = self._end_of_nodes()
         for job in pending:
-            if allocation.state is AllocationState.PENDING:
+            if end is not None:
+                self._refuse(job, *end)
+            else:
                 self._loop.after(_NODES_S, self._look_again, "nodes")
                 self._wait(job, f"waiting for {allocation.infra}: {allocation.reason}")
-            else:
-                is_cancel = allocation.state is AllocationState.RELEASED
-                self._refuse(job, allocation.reason, JobStatus.CANCELLED if is_cancel else JobStatus.FAILED)
 
     def _look_again(self) -> None:
         self._changed = True
@@ -557,7 +574,7 @@ class Dispatcher:
                 importlib.import_module("atoll.tasks.managed").remove_files(self._folder, job)
 
     def _refuse(self, job: JobRow, reason: str, status: JobStatus = JobStatus.FAILED_DRIVER) -> None:
-        how = "failed" if status is JobStatus.FAILED_DRIVER else "was cancelled"
+        how = "was cancelled" if status is JobStatus.CANCELLED else "failed"
         self._say(job.id, f"✗ Job {job.id} {how} (status: {status}): {reason.removesuffix('.')}.")
         self._record(job.id, [SetStatus(status, reason)])
         self._drop_pending(job.id)

@@ -19,6 +19,7 @@ from signal import SIGTERM
 from typing import Any, TypeVar
 
 from atoll.core.errors import AtollError, ConfigError
+from atoll.providers.base import AllocationReleased
 from atoll.providers.gpus import VISIBLE, bound_text, lease_wish
 from atoll.tasks import environment
 from atoll.tasks import transitions as t
@@ -260,7 +261,9 @@ class JobRunner:
 
         def started(result: tuple[tuple[str, ...], StartedNode] | AtollError | OSError) -> None:
             if isinstance(result, (AtollError, OSError)):
-                if not slot.stopped:
+                if isinstance(result, AllocationReleased):
+                    self.cancel(str(result))
+                elif not slot.stopped:
                     self._hear(t.NodeDown(slot.node, slot.attempt, str(result), started=False))
                 return
             addresses, slot.started = result
