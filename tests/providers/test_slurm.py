@@ -272,6 +272,7 @@ def test_a_launch_that_waits_is_taken_down_and_a_drained_node_is_told(slurm: Tes
     atoll("launch", "-d", "-c", "first", "--infra", "slurm/lab", "--num-nodes", "2", "sleep 600")
     login.run("scontrol update NodeName=h3 State=DRAIN Reason=fan")
     assert "RUNNING" in atoll("queue", "first")  # what runs there goes on
+    assert "without h3, which is draining: fan" in atoll("check", "slurm/lab")
     atoll("down", "first")
     command = [ATOLL, "launch", "-c", "second", "--infra", "slurm/lab", "--num-nodes", "2", "true"]
     with running(command) as process:

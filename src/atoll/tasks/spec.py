@@ -15,7 +15,7 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.core.exit_codes import ExitCode
 from atoll.core.validation import MOST_ACCELERATORS, MOST_NODES, MOST_PROCESSES, MOST_TRIES, check_whole
-from atoll.providers.base import DEFAULT, Allocation, AllocationState, NodeRequest
+from atoll.providers.base import DEFAULT, Allocation, NodeRequest
 
 _NAME = re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*")
 LONGEST_NAME = 63  # it becomes part of host names
@@ -258,8 +258,8 @@ class ClusterSpec:
 
     @property
     def is_awaited(self) -> bool:
-        """Have its nodes still to come, for the first time?"""
-        return self.allocation.state is AllocationState.PENDING and not self.allocation.nodes
+        """Has it had no nodes yet?"""
+        return not self.allocation.shares_machine and not self.allocation.nodes
 
     @property
     def is_there(self) -> bool:

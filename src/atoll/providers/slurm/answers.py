@@ -15,7 +15,8 @@ _REASONS = {
     "Priority": "other jobs come first",
     "None": "Slurm has not looked at it yet",
     "BeginTime": "Slurm begins a job that was queued again about two minutes later",
-    "ReqNodeNotAvail": "a node that it needs is down, drained or reserved",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "Nodes_required_for_job_are_DOWN": "nodes that it needs are down, drained or reserved",
     "PartitionNodeLimit": "it asks for more nodes than its partition allows",
     "PartitionTimeLimit": "it asks for more time than its partition allows",
     "PartitionDown": "its partition is down",
@@ -83,9 +84,12 @@ class JobNow:
 
     @property
     def why_it_waits(self) -> str:
-        """As a clause; of several words, as for nodes that are not available, the first counts."""
-        known = _REASONS.get(re.split(r"[,_]", self.reason)[0])
-        return known or f"Slurm says {self.reason}"
+        """As a clause, with the nodes that are not available where Slurm names them."""
+        known = _REASONS.get(self.reason.partition(",")[0])
+        if known is None:
+            return f"Slurm says {self.reason}"
+        nodes = re.search(r"UnavailableNodes:([^\s,]\S*)", self.reason)
+        return f"{known}: {nodes[1]}" if nodes else known
 
     @property
     def is_cancelled(self) -> bool:

@@ -546,6 +546,9 @@ class Slurm(HostProvider):
         """What its partitions have."""
         for each in self._partitions():
             yield True, str(each)
+        for line in self._ask("sinfo", "--noheader", "--list-reasons", "--format=%N|%T|%E").splitlines():
+            names, state, reason = line.strip().split("|", 2)
+            yield True, f"without {names}, which is {state.rstrip('*')}: {reason}"
 
     def gpu_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Slurm tells kinds and counts, not cards."""
