@@ -21,15 +21,17 @@ def give_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     folder = tmp_path / "gpus"
     given: list[str] = []
 
-    def give(num: int, name: str = "NVIDIA L4", *, slices: int = 0, more: str | None = None) -> list[str]:
+    def give(num: int, name: str = "NVIDIA L4", *, slices: int | list[str] = 0, more: str | None = None) -> list[str]:
+        profiles = ["1g.10gb"] * slices if isinstance(slices, int) else slices
         uuids, text = rows(num, name)
         if more is not None:
             uuids.append(f"GPU-{uuid.uuid4()}")
             text += f"{num}, {uuids[-1]}, {more}, 81559, 0, 580.95\n"
-        parts = [f"MIG-{uuid.uuid4()}" for _ in range(slices)]
+        parts = [f"MIG-{uuid.uuid4()}" for _ in profiles]
         folder.mkdir()
         shutil.copy(NVIDIA_SMI, folder)
-        (folder / "gpus.csv").write_text(text + "".join(f"{part}\n" for part in parts))
+        lines = [f"{part},{profile}\n" for part, profile in zip(parts, profiles, strict=True)]
+        (folder / "gpus.csv").write_text(text + "".join(lines))
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         given.extend((*uuids, *parts))

@@ -371,6 +371,13 @@ def test_barrier_comes_before_the_aggregation(script: Script) -> None:
     assert list(script("synchronize")["results"]) == [[201], []]
 
 
+@pytest.mark.long  # on ranks of its own, which load torch
+def test_slices_train_apart(tmp_path: Path) -> None:
+    ended = run_alone("mig.py", tmp_path)
+    losses = re.findall(r"^slice \d: learning rate \S+, loss (\S+)$", ended.stdout, re.MULTILINE)
+    assert len({*losses}) == 2, ended.stderr
+
+
 # ------------------------------------------------------------------------------------------- the other practices
 def test_gradient_accumulation_equals_large_batches(script: Script) -> None:
     import torch
@@ -511,6 +518,7 @@ GUIDE = {
     "jax_pmap.py": "64c4cad9f8c71da4",
     "keras_jax.py": "804b424ef9157058",
     "keras_tensorflow.py": "699088c6d066325a",
+    "mig.py": "a850f7f19614a1a1",
     "mixed_precision.py": "2a675c4f20664c6c",
     "nccl_timeout.py": "d51fdb7bdcb7b7fa",
     "process_group_guard.py": "4b4cdd386b97a04a",

@@ -22,7 +22,6 @@ from atoll.providers.accelerators import (
     Google,
     Habana,
     canonical_gpu_name,
-    mig_workers,
 )
 from atoll.providers.gpus import gpu_report, local_gpus
 
@@ -115,10 +114,13 @@ def test_specs_can_be_copied_and_pickled() -> None:
         (NVIDIA.H100(mig="1g.10gb"), 7),
         (NVIDIA.A100(memory=40, mig="1g.5gb"), 7),
         (NVIDIA.A100(mig="3g.20gb"), 2),
+        (NVIDIA.B200(memory=180, mig="1g.23gb"), 7),
+        (NVIDIA.H100(memory="94GB", mig="3g.47gb"), 2),
+        (NVIDIA.A100(mig=["3g.40gb", "2g.20gb", "2g.20gb"]), 3),
     ],
 )
 def test_a_mig_profile_says_how_many_workers_a_card_holds(spec: AcceleratorSpec, workers: int) -> None:
-    assert mig_workers(spec) == workers
+    assert (len(spec.slices()) or 1) == workers
 
 
 def test_a_profile_that_the_card_does_not_have_is_refused() -> None:
@@ -126,6 +128,12 @@ def test_a_profile_that_the_card_does_not_have_is_refused() -> None:
         NVIDIA.A100(mig="5g.40gb")
     with pytest.raises(ConfigError, match="no such profile"):
         NVIDIA.A100(memory="80GB", mig="1g.5gb")
+    with pytest.raises(ConfigError, match="that is 8 compute slices, and the card has 7"):
+        NVIDIA.A100(mig=["4g.40gb", "4g.40gb"])
+    with pytest.raises(ConfigError, match="that is 120 GB, and the card has 80"):
+        NVIDIA.A100(mig=["1g.20gb"] * 6)
+    with pytest.raises(ConfigError, match=r"expected a profile such as '3g.40gb', a list of some"):
+        NVIDIA.A100(mig=[])
     with pytest.raises(ConfigError, match="no MIG profiles; cards that do: A100"):
         NVIDIA.T4(mig="1g.10gb")
 

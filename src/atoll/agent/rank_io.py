@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 # Where a rank finds what the agent gave it, after standard input, output and error.
 CHANNEL_FD, CONTROL_FD = 3, 4
+MIG_VARIABLE = "ATOLL_MIG"  # profiles of the MIG slices of the node's ranks; from a rank's start on, its own alone
 LOOK, LEAVE = b"?", b"."  # on CONTROL_FD: say where you are; end now. Anything else is the number of a call to stop
 _TAIL_BYTES = 1 << 14
 _WAITING = struct.Struct("i")

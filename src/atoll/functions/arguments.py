@@ -12,6 +12,7 @@ from atoll.core.secrets import redact
 from atoll.core.validation import MOST_PROCESSES
 from atoll.functions.serialize import name_of
 from atoll.images.image import Image
+from atoll.providers.accelerators import AcceleratorSpec
 from atoll.providers.base import DEFAULT, Provider
 from atoll.providers.registry import is_known, resolve
 
@@ -51,6 +52,21 @@ def check_workers(value: object) -> int | str:
             f"workers_per_node={value!r}: expected 'auto', 'gpu' or a whole number from 1 to {MOST_PROCESSES}"
         )
     return value
+
+
+def check_mig(accelerator: AcceleratorSpec, provider: Provider, workers_per_node: object) -> None:
+    """Refuse slices where a provider gives none, or another number of ranks than there are slices."""
+    if not provider.gives_slices:
+        raise ConfigError(
+            f"accelerator={accelerator}: {provider.name} gives whole cards only; leave mig out, or use slices of this "
+            f"machine's with sky.Local()"
+        )
+    num_slices = len(accelerator.slices()) * accelerator.count
+    if workers_per_node not in (None, "auto", "gpu", num_slices):
+        raise ConfigError(
+            f"workers_per_node={workers_per_node!r} with {num_slices} slices of each node: every slice has one rank; "
+            f"leave workers_per_node out"
+        )
 
 
 def safe_callback(value: Callable[[events.Event], object] | None) -> Callable[[events.Event], object] | None:

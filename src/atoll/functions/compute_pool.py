@@ -21,6 +21,7 @@ from atoll.core.paths import atoll_home, current_folder
 from atoll.core.validation import MOST_NODES, MOST_TRIES, check_seconds, check_truth, check_whole, suggests_keywords
 from atoll.functions.arguments import (
     check_image,
+    check_mig,
     check_provider,
     check_workers,
     not_a_call,
@@ -116,10 +117,7 @@ class ComputePool:
         self.nodes = check_whole("nodes", self.provider.num_nodes if nodes is None else nodes, 1, MOST_NODES)
         self.accelerator = AcceleratorSpec.parse(accelerator)
         if self.accelerator is not None and self.accelerator.mig is not None:
-            raise ConfigError(
-                f"mig={self.accelerator.mig!r}: MIG slices are not supported by this version; leave mig out to use "
-                f"whole cards"
-            )
+            check_mig(self.accelerator, self.provider, workers_per_node)
         self.image = check_image(image)
         self.pip = check_pip("pip=", pip) or None
         self.env = check_env("env=", env)
@@ -175,10 +173,12 @@ class ComputePool:
 
     def _request(self) -> NodeRequest:
         wanted = self.accelerator
+        slices = wanted.slices() * wanted.count if wanted is not None else ()
         return NodeRequest(
             id=self.name or self.id,
             num_nodes=self.nodes,
-            accelerators=None if wanted is None else ((wanted.name, wanted.count),),
+            accelerators=None if wanted is None else ((wanted.name, len(slices) or wanted.count),),
+            resources={"mig": slices} if slices else {},
             workers_per_node=self.workers_per_node,
             supervised_here=True,
             recheck=False,

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -36,13 +36,17 @@ _CATALOG: dict[str, dict[str, tuple[int, ...]]] = {
     for vendor, text in _CARDS.items()
 }
 
-# MIG profile -> slices of it that one card holds, by card and memory in GB (NVIDIA's MIG user guide).
+# MIG profile -> slices of it that one card holds, by card and memory in GB (NVIDIA's MIG user guide). The last one of a
+# card is all of it.
 _MIG_80: dict[str, int] = {"1g.10gb": 7, "1g.20gb": 4, "2g.20gb": 3, "3g.40gb": 2, "4g.40gb": 1, "7g.80gb": 1}
 MIG_PROFILES: dict[tuple[str, int], dict[str, int]] = {
     ("A30", 24): {"1g.6gb": 4, "2g.12gb": 2, "4g.24gb": 1},
     ("A100", 80): _MIG_80,
     ("A100", 40): {"1g.5gb": 7, "2g.10gb": 3, "3g.20gb": 2, "4g.20gb": 1, "7g.40gb": 1},
     ("H100", 80): _MIG_80,
+    ("H100", 94): {"1g.12gb": 7, "1g.24gb": 4, "2g.24gb": 3, "3g.47gb": 2, "4g.47gb": 1, "7g.94gb": 1},
+    ("H100", 96): {"1g.12gb": 7, "1g.24gb": 4, "2g.24gb": 3, "3g.48gb": 2, "4g.48gb": 1, "7g.96gb": 1},
+    ("B200", 180): {"1g.23gb": 7, "1g.45gb": 4, "2g.45gb": 3, "3g.90gb": 2, "4g.90gb": 1, "7g.180gb": 1},
     ("H200", 141): {"1g.18gb": 7, "1g.35gb": 4, "2g.35gb": 3, "3g.71gb": 2, "4g.71gb": 1, "7g.141gb": 1},
 }
 
@@ -69,7 +73,8 @@ class AcceleratorSpec:
         name: canonical name, e.g. ``"A100"``.
         count: accelerators of each node, at least 1.
         memory_gb: memory of one card in GB if it was given, otherwise None.
-        mig: MIG profile that every card is split into, e.g. ``"3g.40gb"``, or None.
+        mig: MIG profile that every card is split into, e.g. ``"3g.40gb"``; or the profiles of its slices, as in
+            ``("3g.40gb", "2g.20gb", "2g.20gb")``; or None.
 
     Raises:
         ConfigError: a name, count, memory size or profile that does not exist.
@@ -78,7 +83,7 @@ class AcceleratorSpec:
     name: str
     count: int = 1
     memory_gb: int | None = None
-    mig: str | None = None
+    mig: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         name, memory_gb = _split_memory(self.name)
@@ -86,33 +91,72 @@ class AcceleratorSpec:
         if self.memory_gb is None:
             object.__setattr__(self, "memory_gb", memory_gb)
         check_whole(f"{self.name} count", self.count, 1, MOST_ACCELERATORS)
-        if not (self.mig is None or isinstance(self.mig, str)):
-            raise ConfigError(f"mig={self.mig!r}: expected a profile such as '3g.40gb', or None")
+        if isinstance(self.mig, (list, tuple)) and self.mig and all(isinstance(each, str) for each in self.mig):
+            object.__setattr__(self, "mig", tuple(self.mig))
+        elif not (self.mig is None or isinstance(self.mig, str)):
+            raise ConfigError(f"mig={self.mig!r}: expected a profile such as '3g.40gb', a list of some, or None")
         if self.memory_gb is not None and self.memory_gb not in _MEMORY[self.name]:
             sizes = " or ".join(f"{size}GB" for size in _MEMORY[self.name])
             raise ConfigError(f"{self.name} memory {self.memory_gb}GB: this card comes with {sizes}")
         if self.mig is not None:
-            mig_workers(self)
+            self.slices()
 
     def __call__(
-        self, count: int | None = None, memory: str | int | None = None, mig: str | None = None
+        self,
+        count: int | None = None,
+        memory: str | int | None = None,
+        mig: str | Sequence[str] | None = None,
     ) -> AcceleratorSpec:
         """The same card with another count, memory size (``"80GB"`` or 80) or MIG profile."""
         return replace(
             self,
             count=self.count if count is None else count,
             memory_gb=self.memory_gb if memory is None else _parse_memory(self.name, memory),
-            mig=self.mig if mig is None else mig,
+            mig=self.mig if mig is None else mig if isinstance(mig, str) else tuple(mig),
         )
 
     def __str__(self) -> str:
         memory = f"-{self.memory_gb}GB" if self.memory_gb is not None else ""
-        return f"{self.name}{memory}:{self.count}" + (f" (mig {self.mig})" if self.mig else "")
+        profiles = ", ".join((self.mig,) if isinstance(self.mig, str) else self.mig or ())
+        return f"{self.name}{memory}:{self.count}" + (f" (mig {profiles})" if profiles else "")
 
     @property
     def vendor(self) -> str:
         """``"NVIDIA"``, ``"AMD"``, ``"AWS"``, ``"Google"`` or ``"Habana"``."""
         return next(vendor for vendor, cards in _CATALOG.items() if self.name in cards)
+
+    def slices(self) -> tuple[str, ...]:
+        """Profiles of the slices of one card: two of ``3g.40gb`` for ``A100(mig="3g.40gb")``; none without MIG.
+
+        Raises:
+            ConfigError: a card that can't be split, a profile that it lacks, or more than it holds.
+        """
+        if self.mig is None:
+            return ()
+        # The larger card first: where the memory was left open, a profile both have means the newer one.
+        tables = [
+            table
+            for (name, memory_gb), table in sorted(MIG_PROFILES.items(), key=lambda item: -item[0][1])
+            if name == self.name and self.memory_gb in (None, memory_gb)
+        ]
+        if not tables:
+            splittable = ", ".join(sorted({name for name, _ in MIG_PROFILES}))
+            raise ConfigError(
+                f"{self.name} mig={self.mig!r}: this card has no MIG profiles; cards that do: {splittable}"
+            )
+        wanted = (self.mig,) if isinstance(self.mig, str) else self.mig
+        table = next((each for each in tables if each.keys() >= {*wanted}), None)
+        if table is None:
+            profiles = dict.fromkeys(profile for each in tables for profile in each)
+            raise ConfigError(f"{self.name} mig={self.mig!r}: no such profile; this card has {', '.join(profiles)}")
+        if isinstance(self.mig, str):
+            return (self.mig,) * table[self.mig]
+        whole = list(table)[-1]
+        for part, what in ((0, "compute slices"), (1, "GB")):
+            asked, there = sum(_size(each)[part] for each in wanted), _size(whole)[part]
+            if asked > there:
+                raise ConfigError(f"{self.name} mig={self.mig!r}: that is {asked} {what}, and the card has {there}")
+        return wanted
 
     @classmethod
     def parse(cls, value: object) -> AcceleratorSpec | None:
@@ -130,28 +174,10 @@ class AcceleratorSpec:
         raise ConfigError(f"accelerator={value!r} ({type(value).__name__}): expected {_FORMS}")
 
 
-def mig_workers(spec: AcceleratorSpec) -> int:
-    """Slices of ``spec.mig`` on one card: 2 for ``A100(mig="3g.40gb")``; 1 without a profile.
-
-    Raises:
-        ConfigError: a card that cannot be split, or a profile it does not have.
-    """
-    if spec.mig is None:
-        return 1
-    # The larger card first: where the memory was left open, a profile both have means the newer one.
-    tables = [
-        table
-        for (name, memory_gb), table in sorted(MIG_PROFILES.items(), key=lambda item: -item[0][1])
-        if name == spec.name and spec.memory_gb in (None, memory_gb)
-    ]
-    for table in tables:
-        if spec.mig in table:
-            return table[spec.mig]
-    if not tables:
-        splittable = ", ".join(sorted({name for name, _ in MIG_PROFILES}))
-        raise ConfigError(f"{spec.name} mig={spec.mig!r}: this card has no MIG profiles; cards that do: {splittable}")
-    profiles = [profile for table in tables for profile in table]
-    raise ConfigError(f"{spec.name} mig={spec.mig!r}: no such profile; this card has {', '.join(profiles)}")
+def _size(profile: str) -> tuple[int, int]:
+    """Compute slices and GB of a MIG profile."""
+    computing, _, memory = profile.partition("g.")
+    return int(computing), int(memory.removesuffix("gb"))
 
 
 def canonical_gpu_name(product: str) -> str:

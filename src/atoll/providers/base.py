@@ -556,6 +556,7 @@ class Provider(abc.ABC):
             left out is in brackets.
         undeclared: how to declare one, where none is.
         lacks: settings of a task's resources that it can't honour, and why.
+        gives_slices: MIG slices can be requested of it, as ``mig`` of a request's resources: the profiles of a node.
         is_elsewhere: its nodes are on other machines.
     """
 
@@ -564,6 +565,7 @@ class Provider(abc.ABC):
     expected: ClassVar[str] = "an infra of its kind"
     undeclared: ClassVar[str] = ""
     lacks: ClassVar[Mapping[str, str]] = OWN_MACHINES
+    gives_slices: ClassVar[bool] = False
     is_elsewhere: ClassVar[bool] = False
 
     @property

@@ -30,12 +30,14 @@ class Gpu:
         uuid: its UUID, which ``CUDA_VISIBLE_DEVICES`` takes too.
         name: canonical name, e.g. ``"H100"``.
         memory_gb: its memory in GiB.
+        mig: profile of the slice that this is of a card, e.g. ``"3g.40gb"``; empty for a whole one.
     """
 
     index: int
     uuid: str
     name: str
     memory_gb: float
+    mig: str = ""
 
     @property
     def device(self) -> str:
@@ -43,7 +45,7 @@ class Gpu:
         return self.uuid or str(self.index)
 
     def __str__(self) -> str:
-        return f"GPU {self.index} ({self.name})"
+        return f"GPU {self.index} ({self.name})" + (f", slice {self.mig}" if self.mig else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,16 @@ def _look(program: str | None, visible: str | None) -> GpuReport:
     return GpuReport(chosen, None if chosen else f"{VISIBLE}={visible!r} matches no GPU of this machine")
 
 
+def local_slices() -> tuple[Gpu, ...]:
+    """MIG slices of this machine's GPUs that ``CUDA_VISIBLE_DEVICES`` leaves: those it names, or all of such a card."""
+    gpus = local_gpus()
+    if named := tuple(gpu for gpu in gpus if gpu.mig):
+        return named
+    program = shutil.which("nvidia-smi")
+    answer = _ask([program, "-L"]) if program and gpus else ""
+    return tuple(_slices(gpus, answer)) if isinstance(answer, str) else ()
+
+
 def _ask(command: list[str]) -> str | GpuReport:
     """What it prints, or why there is no GPU."""
     try:
@@ -130,7 +142,8 @@ def _slices(gpus: Sequence[Gpu], listed: str) -> Iterator[Gpu]:
         if not found[1].startswith("MIG-"):
             card = next((gpu for gpu in gpus if gpu.uuid == found[1]), None)
         elif card is not None:
-            yield replace(card, uuid=found[1])
+            profile = re.search(r"MIG (\S+)", line)
+            yield replace(card, uuid=found[1], mig=profile[1] if profile else "")
 
 
 def parse_line(line: str) -> Gpu | None:

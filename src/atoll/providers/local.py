@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atoll.agent.leases import holders
+from atoll.agent.rank_io import MIG_VARIABLE
 from atoll.core.errors import ConfigError
 from atoll.core.validation import check_truth, suggests_fields
 from atoll.providers.accelerators import refuse_misspelt
@@ -25,7 +26,7 @@ from atoll.providers.base import (
     Provider,
     Session,
 )
-from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, gpu_row, in_turn, local_gpus
+from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, gpu_row, in_turn, local_gpus, local_slices
 from atoll.providers.local_node import LocalNode, first_granted, isolation, start_agent
 from atoll.providers.local_session import LocalSession
 from atoll.providers.network import Network, NetworkUnavailable, address_of, reason_unavailable
@@ -51,6 +52,7 @@ class Local(Provider):
     kind: ClassVar[str] = "local"
     form: ClassVar[str] = "local"
     expected: ClassVar[str] = "local alone: it is this machine"
+    gives_slices: ClassVar[bool] = True
 
     simulate: bool = True
 
@@ -76,6 +78,8 @@ class Local(Provider):
     def plan(self, request: NodeRequest, allocation: Allocation | None = None) -> Plan:
         """Share this machine's GPUs between the nodes, or simulate what it lacks."""
         self.check(request)
+        if (profiles := request.resources.get("mig")) is not None:
+            return self._plan_slices(request, profiles)
         nodes, gpus = request.num_nodes, local_gpus()
         have = f"this machine has {_counted(gpus)}{bound_text(os.environ.get(VISIBLE))}"
         if request.accelerators is None:
@@ -102,6 +106,38 @@ class Local(Provider):
             found = self._plan(request, gpus, count, gpus[0].name, (line,))
             return dataclasses.replace(found, accelerator=name)
         return self._plan(request, (), count, name, (f"{asked} simulated on CPU: {have}",), simulated=True)
+
+    def _plan_slices(self, request: NodeRequest, profiles: Sequence[str]) -> Plan:
+        """Share the MIG slices that there are, which nobody makes or removes here, or simulate those of a card."""
+        ((name, count),) = request.accelerators or ()
+        asked = f"{request.num_nodes} × {name} with slices {', '.join(profiles)}"
+        left = [gpu for gpu in local_slices() if gpu.name == name]
+        taken: list[tuple[Gpu, ...]] = []
+        for _ in range(request.num_nodes):
+            found = [left.pop(at) for each in profiles if (at := _index(left, each)) is not None]
+            taken.append(tuple(found))
+        if all(len(each) == count for each in taken):
+            # One profile alone: any of its slices will do, so that those which others hold can be passed over.
+            same = tuple(gpu for gpu in local_slices() if (gpu.name, gpu.mig) == (name, profiles[0]))
+            plan = self._plan(request, same, count, name)
+            nodes = (
+                plan.nodes
+                if len({*profiles}) == 1
+                else tuple(dataclasses.replace(node, gpus=gpus) for node, gpus in zip(plan.nodes, taken, strict=True))
+            )
+        elif any(gpu.name == name for gpu in local_gpus()) or not (self.simulate and request.simulate):
+            there = ", ".join(gpu.mig for gpu in local_slices() if gpu.name == name) or "none"
+            raise AcceleratorsLacking(
+                asked,
+                f"can't be had: the slices of this machine are {there}. Where nobody uses the card, its administrator "
+                f"makes them: nvidia-smi -i 0 -mig 1; nvidia-smi mig -i 0 -cgi {','.join(profiles)} -C",
+            )
+        else:
+            line = f"{asked} simulated on CPU: this machine has no {name}"
+            plan = self._plan(request, (), count, name, (line,), simulated=True)
+            nodes = plan.nodes
+        env = {MIG_VARIABLE: ",".join(profiles)}
+        return dataclasses.replace(plan, nodes=tuple(dataclasses.replace(n, env={**n.env, **env}) for n in nodes))
 
     def _plan(
         self,
@@ -180,6 +216,10 @@ PROVIDER = Local
 
 def _address(node: int) -> str:
     return f"127.0.{node // 254}.{node % 254 + 1}"
+
+
+def _index(gpus: Sequence[Gpu], profile: str) -> int | None:
+    return next((at for at, gpu in enumerate(gpus) if gpu.mig == profile), None)
 
 
 def _hostname(cluster: str, node: int) -> str:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from atoll.agent.process_tree import PR_SET_PDEATHSIG, prctl
-from atoll.agent.rank_io import CHANNEL_FD, CONTROL_FD
+from atoll.agent.rank_io import CHANNEL_FD, CONTROL_FD, MIG_VARIABLE
 from atoll.core.context import CallContext, Peer, set_current
 from atoll.wire import definitions, frames
 from atoll.wire.codec import dumps, is_plain, loads
@@ -304,11 +304,22 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _keep_own_slice(setup: dict[str, Any]) -> None:
+    """In a MIG pool: hide the slices of the node's other ranks, of which CUDA would take the first."""
+    profiles = os.environ.get(MIG_VARIABLE, "").split(",")
+    setup["mig"] = profiles != [""]
+    if setup["mig"]:
+        os.environ[MIG_VARIABLE] = profiles[setup["local_rank"]]
+        if not setup["simulated"]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"].split(",")[setup["local_rank"]]
+
+
 def main() -> None:
     """Entry of a rank's process."""
     if os.environ.pop("ATOLL_PDEATHSIG", None):
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     setup: dict[str, Any] = json.loads(os.environ.pop("ATOLL_SETUP"))
+    _keep_own_slice(setup)
     if setup.get("path"):
         sys.path[:] = setup["path"]
     sys.argv[:] = [""]

@@ -42,7 +42,8 @@ _state = _State()
 def before_call(worker: DriverChannel, all_have_torch: bool) -> None:
     """Get ready for a broadcast: make the group now if torch is loaded everywhere, else when it is imported."""
     _state.worker = worker
-    _state.armed = worker.broadcast and worker.setup["world_size"] > 1
+    # The slices of a GPU are jobs of their own: a group over them is made where it is asked for.
+    _state.armed = worker.broadcast and worker.setup["world_size"] > 1 and not worker.setup["mig"]
     _state.num_groups = 0  # counted within a call: a rank that started later has to come to the same names
     worker.at_end.append(_after_call)
     if type(sys.meta_path[0]) is not _TorchFinder and _TorchFinder not in map(type, sys.meta_path):
@@ -78,6 +79,13 @@ def backend_for(asked: str | None, *, simulated: bool, local_world_size: int) ->
     import torch
 
     own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+    if _state.worker is not None and _state.worker.setup["mig"] and not simulated:
+        if asked is not None and "nccl" in asked:
+            raise ConfigError(
+                f"backend={asked!r}: NCCL takes two slices of a GPU for the same device and refuses; use "
+                f"backend='gloo', or leave mig out of the pool's accelerator"
+            )
+        own_gpu = False
     if asked is None:
         return "nccl" if own_gpu else "gloo"
     if "nccl" in asked and not own_gpu:
@@ -243,6 +251,8 @@ def _replace_init_process_group(torch: Any) -> None:
             for name, mine in (("rank", ctx.rank), ("world_size", ctx.world_size)):
                 if kwargs.get(name, -1) == -1:
                     kwargs[name] = mine
+        if worker.setup["mig"] and "nccl" in (*args[:1], kwargs.get("backend")):
+            backend_for("nccl", simulated=ctx.simulated, local_world_size=ctx.local_world_size)
         if ctx.simulated and args[:1] == ("nccl",):  # its GPUs are not there
             args = ("gloo", *args[1:])
         if ctx.simulated and kwargs.get("backend") == "nccl":

@@ -1,0 +1,209 @@
+"""What the framework decorators give and cost: two ranks against one, and each beside the framework's own launcher.
+
+    python bench/frameworks.py [--only torch,jax,keras-jax,keras-torch] [--steps 40] [--rounds 3]
+
+Every rank computes on one thread. The work is the same throughout: an MLP with 784, 1024, 1024 and 10 units, a global
+batch of 1,024 images. "two ranks" is Atoll's decorator over two local nodes; "by hand" is the same function in two
+processes that torchrun starts, or two plain ones that call jax.distributed.initialize. "ready" is from the dispatch, or
+the start of the processes, to the function's first line after set-up. Of several rounds, which take turns, the best
+counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import atoll as sky
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
+    "NPROC": "1",
+}
+BATCH = 1024
+UNITS = (784, 1024, 1024, 10)
+
+
+def torch_steps(rank: int, world_size: int, steps: int) -> float:
+    """Seconds that the steps take with DDP."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(UNITS)]
+    model: Any = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+    if world_size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(BATCH // world_size, 784), torch.randint(10, (BATCH // world_size,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return time.perf_counter() - begun
+
+
+def jax_steps(rank: int, world_size: int, steps: int) -> float:
+    """Seconds that the steps take with pmap."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        for weight in params[:-1]:
+            x = jax.nn.relu(x @ weight)
+        return -jnp.take_along_axis(jax.nn.log_softmax(x @ params[-1]), y[:, None], axis=1).mean()
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        gradients = jax.lax.pmean(jax.grad(loss)(params, x, y), "devices")
+        return [p - 0.01 * g for p, g in zip(params, gradients, strict=True)]
+
+    random = np.random.default_rng(0)
+    shapes = list(itertools.pairwise(UNITS))
+    params = [random.normal(0, 0.03, (1, *shape)).astype(np.float32) for shape in shapes]
+    x = random.normal(size=(1, BATCH // world_size, 784)).astype(np.float32)
+    y = random.integers(0, 10, (1, BATCH // world_size))
+    mapped = jax.pmap(step, axis_name="devices")
+    params = jax.block_until_ready(mapped(params, x, y))
+    begun = time.perf_counter()
+    for _ in range(steps):
+        params = mapped(params, x, y)
+    jax.block_until_ready(params)
+    return time.perf_counter() - begun
+
+
+def keras_steps(rank: int, world_size: int, steps: int) -> float:
+    """Seconds that ``fit`` takes."""
+    import keras
+    import numpy as np
+
+    model = keras.Sequential([keras.layers.Dense(n, "relu") for n in UNITS[1:-1]] + [keras.layers.Dense(UNITS[-1])])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    size = BATCH // world_size
+    x, y = np.ones((size * steps, 784), np.float32), np.zeros(size * steps, np.int32)
+    model.fit(x[:size], y[:size], batch_size=size, verbose=0)
+    begun = time.perf_counter()
+    model.fit(x, y, batch_size=size, verbose=0)
+    return time.perf_counter() - begun
+
+
+WORK = {"torch": torch_steps, "jax": jax_steps, "keras-jax": keras_steps, "keras-torch": keras_steps}
+
+
+def measured(name: str, steps: int) -> tuple[float, float]:
+    """On a rank: when it was ready, and seconds for the steps."""
+    ready, info = time.time(), sky.instance_info()
+    return ready, WORK[name](info.rank, info.world_size, steps)
+
+
+def by_hand(name: str, steps: int) -> None:
+    """One of two processes without Atoll's launcher: prints the same."""
+    if name == "torch":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+    else:
+        import jax
+
+        rank = int(os.environ["BENCH_RANK"])
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(os.environ["BENCH_ADDRESS"], 2, rank)
+        if name == "keras-jax":
+            import keras
+
+            keras.utils.set_random_seed(0)
+            devices = keras.distribution.list_devices()
+            keras.distribution.set_distribution(
+                keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False)
+            )
+    print(json.dumps([time.time(), WORK[name](rank, 2, steps)]), flush=True)
+
+
+def run_by_hand(name: str, steps: int) -> tuple[float, float] | None:
+    """Two processes with the framework's own launcher; None for what has none."""
+    if name == "keras-torch":
+        return None
+    me = [os.path.abspath(__file__), "--by-hand", name, "--steps", str(steps)]
+    env = os.environ | ONE_THREAD | ({"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"} if name != "torch" else {})
+    begun = time.time()
+    if name == "torch":
+        commands = [(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *me], env)]
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        commands = [(me, env | {"BENCH_RANK": str(rank), "BENCH_ADDRESS": address}) for rank in range(2)]
+    running = [
+        subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for command, env in commands
+    ]
+    printed = "".join(process.communicate()[0].decode() for process in running)
+    found = [json.loads(each) for each in re.findall(r"\[\d[\d.]*, [\d.]+\]", printed)]
+    if len(found) != 2:
+        raise SystemExit(f"{name} by hand gave {len(found)} results of 2")
+    return max(ready for ready, _ in found) - begun, max(took for _, took in found)
+
+
+def run_pool(pool: sky.ComputePool, name: str, steps: int, *, everywhere: bool) -> tuple[float, float]:
+    """A decorated call, over all ranks or over one."""
+    framework, _, backend = name.partition("-")
+    options = {"backend": backend} if backend else {}
+    function = getattr(sky.integrations, framework)(**options)(measured)
+    begun = time.time()
+    found = pool.run(function, name, steps) if everywhere else [pool.run_one(function, name, steps)]
+    return max(ready for ready, _ in found) - begun, max(took for _, took in found)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default=",".join(WORK), help="frameworks, separated by commas")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--by-hand", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.by_hand:
+        by_hand(options.by_hand, options.steps)
+        return
+    load, version = os.getloadavg()[0], platform.python_version()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, Python {version}")
+    print("| framework | one rank, steps/s | two ranks | ratio | two by hand | ready, decorator | ready, by hand |")
+    print("|---|---|---|---|---|---|---|")
+    for name in options.only.split(","):
+        with sky.ComputePool(nodes=2, logs="quiet", env=ONE_THREAD) as pool:
+            rounds = [
+                (
+                    run_pool(pool, name, options.steps, everywhere=False),
+                    run_pool(pool, name, options.steps, everywhere=True),
+                    run_by_hand(name, options.steps),
+                )
+                for _ in range(options.rounds)
+            ]
+        one, two = (options.steps / min(each[at][1] for each in rounds) for at in (0, 1))
+        ready = min(each[1][0] for each in rounds)
+        hand = [each[2] for each in rounds if each[2] is not None]
+        rate = f"{options.steps / min(took for _, took in hand):.1f}" if hand else "—"
+        hand_ready = f"{min(ready for ready, _ in hand):.1f} s" if hand else "—"
+        print(
+            f"| {name} | {one:.1f} | {two:.1f} | {two / one:.2f} | {rate} | {ready:.1f} s | {hand_ready} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
