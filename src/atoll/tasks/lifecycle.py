@@ -61,7 +61,7 @@ def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
         provider = registry.of(cluster.allocation)
         allocation = wait_until_ready(provider, provider.restart(cluster.allocation), on_line)
         if allocation != cluster.allocation:
-            fields["allocation"] = allocation
+            cluster = record.change(clusters.folder_of(cluster_name), allocation=allocation)
         started = clusters.change(cluster, status=ClusterStatus.UP, **fields)
         if allocation.is_rented:
             supervisor.watch(clusters.folder_of(cluster_name), is_rented=True)
@@ -193,6 +193,14 @@ def _end(cluster: ClusterSpec, status: ClusterStatus) -> list[int]:
     """End its jobs, then have it stopped or down; the jobs that were ended. Whatever happens, its nodes go back."""
     try:
         return _end_jobs(cluster, status)
+    except AtollError as error:
+        if status is not ClusterStatus.DOWN or not cluster.allocation.is_rented:
+            raise
+        tell(f"cluster {cluster.name}: {error}. Its machines are given back, with what runs there")
+        folder = clusters.folder_of(cluster.name)
+        supervisor.kill(folder)
+        record.change(folder, status=status, setup_done=(), autostop_minutes=None, autodown=False)
+        return []
     finally:
         _release(cluster, status)
 

@@ -292,7 +292,8 @@ class SkyPilot(HostProvider):
             report(f"machines of {self.infra} can't end themselves: `{command_line('atoll', 'down', request.id)}` does")
         report("the supervisor runs on this machine. Keep it awake while jobs run")
         settings = {**pending.settings, **begun}
-        return self.poll(dataclasses.replace(pending, code=atoll_bundle().digest, settings=settings))
+        code = atoll_bundle().digest
+        return self.poll(dataclasses.replace(pending, code=code, since_s=time.time(), settings=settings))
 
     def restart(self, allocation: Allocation) -> Allocation:
         """Begin to start machines that were stopped."""
@@ -313,11 +314,12 @@ class SkyPilot(HostProvider):
             try:
                 now = self._ask("request", request_id=begun)
             except AtollError as error:
-                _forget(allocation)
+                with contextlib.suppress(AtollError):  # some of them may be there
+                    self.release(allocation, keep_disks=False)
                 return dataclasses.replace(allocation, state=AllocationState.LOST, reason=str(error))
             if not now["done"]:
                 return dataclasses.replace(allocation, reason=now["line"])
-            return self._reached(allocation, self._ask("describe", name=name, folder=str(_ssh_folder())))
+            return self._reached(allocation, self._ask("describe", name=name, folder=str(_ssh_config().parent)))
         if allocation.state is not AllocationState.READY or _is_fresh(allocation):
             return allocation
         now = self._ask("describe", name=name, refresh=True)
@@ -351,7 +353,6 @@ class SkyPilot(HostProvider):
             nodes=nodes,
             python=self._find_python(nodes),
             hourly_cost=None if cost is None else cost * len(nodes),
-            since_s=allocation.since_s or time.time(),
         )
         _write(ready, {"seen_s": time.time()})
         return ready
