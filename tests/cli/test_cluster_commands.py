@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,18 @@ from tests.pools import SOURCE_ROOT, eventually
 
 import atoll as sky
 import leaks
-from atoll.cli.main import main
 from atoll.cli.task_flags import as_typed
 from atoll.providers.network import address_of
 from atoll.tasks import clusters, control, lifecycle, supervisor
 from atoll.tasks.control import remove_tree
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
+from command_here import Atoll, atoll
 
+__all__ = ["atoll"]
 RUN = "from atoll.cli.main import main; main()"
 COMMANDS = ["launch", "exec", "logs", "queue", "cancel", "status", "stop", "start", "down", "autostop", "ssh", "cp"]
 LISTS = "`atoll queue t` lists its jobs"
 HINT = "(Ctrl-C to exit log streaming; job will not be killed)"
-Atoll = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -50,26 +50,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "home"
     for name in clusters.all_names():
         lifecycle.down(name)
-
-
-@pytest.fixture
-def atoll(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Atoll:
-    """Runs the command in this process; gives exit code, output and errors."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["atoll", *arguments])
-        capfdbinary.readouterr()
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code or 0
-        sys.stdout.flush()
-        out, err = capfdbinary.readouterr()
-        assert b"Traceback" not in out + err
-        return code, out.decode(), err.decode()
-
-    return run
 
 
 def start(*arguments: str, **more: Any) -> subprocess.Popen[str]:
@@ -291,6 +271,7 @@ def test_a_job_outlives_its_terminal(atoll: Atoll) -> None:
     assert "ended" in out
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough(atoll: Atoll) -> None:
     atoll("launch", "-c", "t", "seq 100000")
     logs = start("logs", "t")

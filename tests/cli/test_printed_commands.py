@@ -229,6 +229,7 @@ def test_the_recogniser() -> None:
     assert printed(said) == ["atoll down 'a b' -a", "atoll run 'it'\"'\"'s.py'", "atoll ssh t", "atoll logs t 1"]
 
 
+@pytest.mark.long
 def test_what_the_commands_of_clusters_print_can_be_typed(session: Session) -> None:
     Path("my script.py").write_text("print('hi')")
     makes = "atoll launch -c my-cluster TASK"

@@ -25,7 +25,9 @@ from atoll.providers.base import NodeRequest
 from atoll.tasks import clusters, lifecycle
 from atoll.tasks.placing import decide
 from atoll.tasks.spec import ClusterStatus
+from command_here import Atoll, atoll
 
+__all__ = ["atoll"]
 RUN = "from atoll.cli.main import main; main()"
 # What torchrun of 2.11 and 2.13 takes with a value, and what without one.
 WITH_VALUE = {
@@ -150,7 +152,7 @@ def test_ranks_have_the_variables_of_torchrun_and_the_callers_own_surroundings(m
         assert each["tmp"]
 
 
-@pytest.mark.parametrize("spelling", ["-", "_"])
+@pytest.mark.parametrize("spelling", ["-", pytest.param("_", marks=pytest.mark.long)])
 def test_every_flag_of_torchrun_is_taken_in_both_spellings(spelling):
     words = [word for flag, value in WITH_VALUE.items() for word in ("--" + flag[2:].replace("-", spelling), value)]
     flags = ["--" + flag[2:].replace("-", spelling) for flag in WITHOUT_VALUE if flag != "--module"]
@@ -211,6 +213,7 @@ def test_the_failing_rank_is_named_with_its_last_words():
     assert again.returncode == 100
 
 
+@pytest.mark.long
 def test_all_ranks_start_again_together_after_a_failure():
     text = (
         "import os, time\n"
@@ -432,12 +435,13 @@ def test_logs_of_twenty_runs_are_kept_and_no_cluster_stays(monkeypatch):
         (("--workdir", "nowhere", "train.py"), "--workdir nowhere: no such folder"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(words, said):
+def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(words, said, atoll: Atoll):
     script("", "train.py")
     Path("task.yaml").write_text("run: echo hi\n")
     Path("my.toml").write_text("base = 'llama3_debug'\n")
     Path("folder").mkdir()
-    out, err = run(*words, code=2)
+    code, out, err = atoll("run", *words)
+    assert code == 2
     assert said in " ".join(err.split())
     assert out == ""
 

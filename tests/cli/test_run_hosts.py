@@ -91,6 +91,7 @@ def test_a_mistake_is_told_before_anything_is_copied(lab):
     assert "no cluster is up" in atoll("status", "-a")[0]
 
 
+@pytest.mark.long
 def test_a_command_runs_once_a_host_in_the_folder_named_with_its_own_python(lab):
     Path("inner").mkdir()
     Path("inner", "only.txt").touch()
@@ -104,7 +105,7 @@ def test_a_command_runs_once_a_host_in_the_folder_named_with_its_own_python(lab)
     assert atoll("run", "--infra", "ssh/lab", "--workdir", "inner", "which.py")[0].strip() == python
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_nothing_survives_on_hosts_the_end_of_the_client(lab, number):
     Path("sleep.py").write_text("import time; print('up', flush=True); time.sleep(300)")
     process = start("run", "--infra", "ssh/lab", "--nodes", "2", "sleep.py")
@@ -119,6 +120,7 @@ def test_nothing_survives_on_hosts_the_end_of_the_client(lab, number):
     eventually(lambda: "no cluster is up" in atoll("status")[0], "its cluster is gone", 40)
 
 
+@pytest.mark.long
 def test_a_rank_for_each_gpu_of_the_hosts(lab):
     rows = "0, GPU-aa, NVIDIA L4, 23034\\n1, GPU-bb, NVIDIA L4, 23034\\n"
     for host in lab.hosts:

@@ -68,6 +68,7 @@ def most_at_once(folder: Path) -> int:
     return max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
 
 
+@pytest.mark.long
 def test_never_more_jobs_at_once_than_parallel_says_and_a_failing_one_stops_no_other(shared):
     spans, begun = shared / "spans", shared / "begun"
     spans.mkdir()
@@ -96,6 +97,7 @@ def test_never_more_jobs_at_once_than_parallel_says_and_a_failing_one_stops_no_o
     assert most_at_once(heads) == 2
 
 
+@pytest.mark.long
 def test_one_after_the_other_by_default_on_a_cluster_with_gpus_for_all(shared):
     spans = shared / "spans"
     spans.mkdir()
@@ -131,6 +133,7 @@ def test_ctrl_c_only_detaches_and_cancel_ends_all_that_are_left():
     eventually(lambda: statuses() == ["CANCELLED", "CANCELLED", "SUCCEEDED"], "they end", 40)
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_cancelled_exits_as_such(shared):
     words = ("launch", "-c", "t", "--sweep", "N=1,2", f"touch {shared}/up; sleep 300")
     process = start(*words)

@@ -702,9 +702,9 @@ def broken_rank() -> sky.ComputePool:
 @pytest.mark.parametrize(
     ("make", "kind", "match"),
     [
-        (bad_image, sky.AtollError, "/nowhere/package"),
+        pytest.param(bad_image, sky.AtollError, "/nowhere/package", marks=pytest.mark.long),
         (failing_provider, sky.ProvisionError, "node 1 of 2 could not be started on failing: no machine left"),
-        (broken_rank, sky.ProvisionError, "could not be started"),
+        pytest.param(broken_rank, sky.ProvisionError, "could not be started", marks=pytest.mark.long),
     ],
 )
 def test_a_start_that_fails(home: Path, make: Callable[[], sky.ComputePool], kind: type[Exception], match: str) -> None:
@@ -764,6 +764,7 @@ def test_nobody_else_gets_in(home: Path) -> None:
         os.umask(previous)
 
 
+@pytest.mark.long
 def test_a_very_long_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("d" * 120) / ("e" * 120)
     monkeypatch.setenv("ATOLL_HOME", str(long))

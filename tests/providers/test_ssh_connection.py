@@ -280,6 +280,7 @@ def test_a_jump_host(bed: Testbed, connect: Connect) -> None:
     assert "`ssh sky@10.77.0.11` once" in said
 
 
+@pytest.mark.long
 def test_several_hosts_that_fail_are_all_named(bed: Testbed) -> None:
     some = targets(["h1", "h2:23", "nobody"])
     with pytest.raises(ProvisionError) as caught, connections.used(some) as logins:
@@ -305,6 +306,7 @@ def test_a_pool_that_ends_does_not_log_out_whoever_asks_a_host_meanwhile(bed: Te
         assert asked.result(30).stdout == b"yes\n"
 
 
+@pytest.mark.long
 def test_a_login_that_is_over_holds_up_nobody_where_a_child_was_forked_meanwhile(
     bed: Testbed, connect: Callable[..., Connection]
 ) -> None:
@@ -334,7 +336,9 @@ TWICE = (
 )
 
 
-@pytest.mark.parametrize("asked", ["Enter passphrase for key", "sky@10.77.0.11's password:"])
+@pytest.mark.parametrize(
+    "asked", [pytest.param("Enter passphrase for key", marks=pytest.mark.long), "sky@10.77.0.11's password:"]
+)
 def test_a_terminal_is_asked_once_when_no_key_is_taken(bed: Testbed, connect: Connect, asked: str) -> None:
     """Both commands go through the login that it was typed for, and so does a later program."""
     if asked.startswith("Enter"):

@@ -91,6 +91,7 @@ def test_calls_run_on_every_host_and_what_they_print_return_and_raise_comes_back
     assert {"0: value 3", "1: value 3"} <= set(lines)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_named_and_replaced(bed: Testbed) -> None:
     def die(rank: int) -> None:
         if sky.instance_info().rank == rank:
@@ -261,6 +262,7 @@ def test_a_host_that_loses_power_is_named_in_time(bed: Testbed) -> None:
     lost(bed.hosts[1], Host.power_off)
 
 
+@pytest.mark.long
 def test_a_host_that_freezes_is_named_in_time(bed: Testbed) -> None:
     lost(bed.hosts[1], Host.freeze)
     bed.hosts[1].thaw()
@@ -322,14 +324,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "functions"
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        pytest.param("environment_variables.py", "WORLD_SIZE", marks=pytest.mark.long),
+        ("environment_variables.py", "WORLD_SIZE"),
         ("shard.py", "the whole is 500500"),
-        pytest.param("shard_with_shuffle.py", "", marks=pytest.mark.long),
-        pytest.param("set_epoch.py", "", marks=pytest.mark.long),
-        pytest.param("distributed_sampler.py", "rank 1: ", marks=pytest.mark.long),
-        pytest.param("process_group_guard.py", "", marks=pytest.mark.long),
+        ("shard_with_shuffle.py", ""),
+        ("set_epoch.py", ""),
+        ("distributed_sampler.py", "rank 1: "),
+        ("process_group_guard.py", ""),
     ],
 )
+@pytest.mark.long
 def test_a_script_of_the_guide_runs_with_only_the_provider_changed(
     name: str, said: str, bed: Testbed, tmp_path: Path
 ) -> None:

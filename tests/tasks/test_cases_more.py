@@ -272,6 +272,7 @@ def inside(mount: str, *commands: list[str] | str) -> list[tuple[int, str]]:
 
 
 @AS_ROOT
+@pytest.mark.long
 def test_a_full_disk(home: Path) -> None:
     home.mkdir()
     fill = "dd if=/dev/zero of=~/big bs=1M count=100"
@@ -316,7 +317,10 @@ def test_a_state_folder_that_cannot_be_written_to(home: Path) -> None:
     assert [code for code, _ in said[1:]] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["with  spaces", "ünïcødé ☃", "quotes'\"$HOME", "a:b"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("with  spaces", "a:b")), "ünïcødé ☃", "quotes'\"$HOME"],
+)
 def test_a_state_folder_with_an_odd_name(
     atoll: Atoll, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -232,6 +232,7 @@ def test_a_home_that_cannot_be_made_is_a_provision_error_with_its_name(tmp_path:
     assert caught.value.node == 1
 
 
+@pytest.mark.long
 def test_64_nodes_start_quickly(source: Callable[..., ClusterNodes]) -> None:
     nodes = source("many", 64)
     began = time.monotonic()
@@ -342,7 +343,10 @@ def cluster_processes(cluster: LocalCluster) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["queue", "down", "next", "made anew"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("queue", marks=pytest.mark.long), "down", "next", pytest.param("made anew", marks=pytest.mark.long)],
+)
 def test_what_is_stopped_ends_at_the_latest_before_the_next_job(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

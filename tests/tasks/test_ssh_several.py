@@ -27,7 +27,8 @@ def statuses(cluster: str) -> list[str]:
     return [row["status"] for row in json.loads(atoll("queue", cluster, "-o", "json"))]
 
 
-@pytest.mark.parametrize("supervised", [pytest.param(HERE, marks=pytest.mark.long), HEAD])
+@pytest.mark.long
+@pytest.mark.parametrize("supervised", [HERE, HEAD])
 def test_jobs_that_start_together_all_run(lab: Testbed, supervised: str) -> None:
     if supervised == HEAD:
         trust(lab)

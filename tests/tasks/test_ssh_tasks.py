@@ -222,8 +222,9 @@ def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
     assert "arrived damaged: does something in ~/.bashrc there read standard input?" in said
 
 
-# The quick half of the two begins on its only host, which can't look after a second one.
-@pytest.mark.parametrize("either", [HERE, pytest.param(HEAD, marks=pytest.mark.long)], indirect=True)
+# `make test` has the transcripts of hosts, and the same command on hosts.
+@pytest.mark.long
+@pytest.mark.parametrize("either", [HERE, HEAD], indirect=True)
 def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None:
     work = tmp_path / "work"
     (work / "deep").mkdir(parents=True)
@@ -315,8 +316,10 @@ def refused(*words: str, cwd: Path | None = None) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("either", [pytest.param(HERE, marks=pytest.mark.long), HEAD], indirect=True)
-@pytest.mark.parametrize("end", [pytest.param("finished", marks=pytest.mark.long), "killed"])
+# `make test` has the same of jobs of this machine: tests/tasks/test_secrets.py.
+@pytest.mark.long
+@pytest.mark.parametrize("either", [HERE, HEAD], indirect=True)
+@pytest.mark.parametrize("end", ["finished", "killed"])
 def test_jobs_leave_no_value(
     either: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, end: str
 ) -> None:

@@ -490,6 +490,7 @@ def test_a_node_that_can_not_start(home: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- many jobs
+@pytest.mark.long
 def test_many_quick_submits_lose_no_job(home: Path) -> None:
     """The supervisor ends when nothing is left; a job that comes at that moment must still be seen to."""
     cluster = LocalCluster.make(home)
@@ -595,10 +596,10 @@ def test_a_port_that_can_not_be_locked_fails_its_job_alone(home: Path, monkeypat
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (runner, "read_variables"),
+        pytest.param(runner, "read_variables", marks=pytest.mark.long),
         (ClusterNodes, "start"),
         (runner.JobRunner, "_frame"),
-        (runner.JobRunner, "_answered"),
+        pytest.param(runner.JobRunner, "_answered", marks=pytest.mark.long),
     ],
 )
 def test_an_error_that_nobody_expects_fails_its_job_alone(
@@ -635,6 +636,7 @@ def test_an_error_that_nobody_expects_fails_its_job_alone(
     assert lost.reason in cluster.log(lost.id)
 
 
+@pytest.mark.long
 def test_a_pending_job_is_cancelled_at_once(home: Path) -> None:
     cluster = LocalCluster.make(home, accelerator="L4", num_accelerators=1, simulated=True)
     first = cluster.submit("sleep 300", num_accelerators=1)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from testbed.fixtures import MakeBed, bed, make_bed
 from testbed.hosts import Testbed
 
@@ -48,6 +50,7 @@ def test_a_started_host_listens(bed: Testbed) -> None:
         assert " 00000000:0016 00000000:0000 0A " in Path(f"/proc/{host.pid}/net/tcp").read_text()
 
 
+@pytest.mark.long
 def test_a_cut_host_is_silent_and_comes_back(bed: Testbed) -> None:
     bed.hosts[1].cut()
     said = ssh("h2", "true", connect_s=2).stderr
@@ -58,6 +61,7 @@ def test_a_cut_host_is_silent_and_comes_back(bed: Testbed) -> None:
     eventually(lambda: ssh("h2", "true", connect_s=2).returncode == 0, "h2 is back")
 
 
+@pytest.mark.long
 def test_a_frozen_host_takes_connections_and_says_nothing(bed: Testbed) -> None:
     bed.hosts[1].freeze()
     assert "banner exchange" in ssh("h2", "true", connect_s=3).stderr
@@ -65,6 +69,7 @@ def test_a_frozen_host_takes_connections_and_says_nothing(bed: Testbed) -> None:
     assert ssh("h2", "true").returncode == 0
 
 
+@pytest.mark.long
 def test_a_frozen_host_is_still_whatever_it_was_doing(bed: Testbed) -> None:
     """What forks all the time is never on a list of processes as it is a moment later."""
     host = bed.hosts[1]
@@ -95,6 +100,7 @@ def test_a_host_that_ends_changes_nothing_for_the_others(bed: Testbed) -> None:
     assert before.split("link/ether ")[1] == after.split("link/ether ")[1]
 
 
+@pytest.mark.long
 def test_a_slow_line(bed: Testbed) -> None:
     bed.hosts[1].slow(8)
     started = time.monotonic()

@@ -197,11 +197,9 @@ def fail_to_save(root: str) -> tuple[str, str, list[int]]:
 
 @pytest.mark.parametrize(
     ("how", "cause"),
-    [
-        ("503", "busy"),
-        pytest.param("drop", "Connection was closed before we received a valid response", marks=pytest.mark.long),
-    ],
+    [("503", "busy"), ("drop", "Connection was closed before we received a valid response")],
 )
+@pytest.mark.long
 def test_a_server_that_fails_for_good(store, how, cause):
     ranks.run(1, save_and_load, ROOT, [1], env=store.environment)
     store.gate = lambda method, path: how if method == "PUT" and "__1_0" in path else None
@@ -235,6 +233,7 @@ def test_no_server(store):
         assert took_s < 60
 
 
+@pytest.mark.long
 def test_no_bucket(store):
     (told, _), _ = ranks.run(2, open_nothing, "s3://nosuch/run", env=store.environment)
     assert told.startswith("cleaning up s3://nosuch/run failed on rank 0: FileNotFoundError: ")

@@ -78,7 +78,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", of_all(LAYOUTS, ["context", "tensor"]))
+@pytest.mark.parametrize("name", of_all(LAYOUTS, ["tensor"]))
 def test_a_block_is_one_graph(name: str) -> None:
     world, options = LAYOUTS[name]
     recipe = recipe_of(precision="fp32", **options)

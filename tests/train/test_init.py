@@ -195,7 +195,7 @@ def _initialized(cases: list[tuple[ModelSection, dict[str, int]]], expected: lis
     ("world", "cases"),
     [
         pytest.param(2, [(UNEVEN, {"shard": 2}), (UNEVEN, {"tensor": 2})], marks=pytest.mark.long),
-        (3, [(UNEVEN, {"shard": 3})]),
+        pytest.param(3, [(UNEVEN, {"shard": 3})], marks=pytest.mark.long),
         (
             4,
             [

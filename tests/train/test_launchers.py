@@ -81,6 +81,7 @@ def test_sizes_that_do_not_divide_are_refused_before_pytorch_is_loaded(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_atoll_train_with_one_node_of_two_ranks(reference: Path, tmp_path: Path) -> None:
     _finish([str(BIN / "atoll"), "train", str(reference / "tree.toml"), "--nproc", "2", *_to(tmp_path)])
     small.assert_same_run(reference / "run", tmp_path / "run")

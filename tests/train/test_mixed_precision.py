@@ -76,7 +76,9 @@ def _masters(recipe: Recipe, init: str | None) -> dict[str, Tensor]:
     return {name: _whole(master) for name, master in engine.weights.masters.items()}
 
 
-@pytest.mark.parametrize("start", ["seed", pytest.param("init", marks=pytest.mark.long)])
+# `make test` has the same of the module's own weights: test_layouts_agree_bit_for_bit.
+@pytest.mark.long
+@pytest.mark.parametrize("start", ["seed", "init"])
 def test_masters_are_the_same_bits_in_every_layout(tmp_path: Path, start: str) -> None:
     section = recipe_of({}).model
     exact = build(section, device="cpu")

@@ -319,7 +319,7 @@ def sharded(section, sizes):
     [
         OptimizerSection(lr=0.01),
         OptimizerSection(kind="muon", lr=0.01, momentum=0.9),
-        OptimizerSection(kind="sgd", lr=0.01),
+        pytest.param(OptimizerSection(kind="sgd", lr=0.01), marks=pytest.mark.long),
     ],
     ids=lambda section: section.kind,
 )

@@ -195,7 +195,6 @@ def test_a_layout_without_document_borders(name: str) -> None:
         ),
         [
             ("tp2", "qwen3"),
-            ("tp2", "phi3"),
             ("tp2", "olmo2"),
             ("cp2", "gpt2"),
         ],

@@ -207,7 +207,7 @@ def _fill_after(recipe: dict[str, Any], filler: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("free_pages", [0, 3, 20])
+@pytest.mark.parametrize("free_pages", [0, *(pytest.param(pages, marks=pytest.mark.long) for pages in (3, 20))])
 def test_a_full_disk_is_exit_code_100(tmp_path: Path, small_disk: Path, free_pages: int) -> None:
     (small_disk / "filler").write_bytes(bytes(3 * 2**20 - 4096 * free_pages))
     tree = small.tree(tmp_path, train__output_dir=str(small_disk / "run"), train__steps=2)

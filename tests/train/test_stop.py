@@ -244,7 +244,7 @@ def build(section):
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        pytest.param({"parallel__replicate": 2}, "loss", id="ddp-loss"),
+        pytest.param({"parallel__replicate": 2}, "loss", id="ddp-loss", marks=pytest.mark.long),
         pytest.param({"parallel__replicate": 2}, "gradients", id="ddp-gradients", marks=pytest.mark.long),
         pytest.param({"parallel__shard": 2}, "loss", id="fsdp-loss", marks=pytest.mark.long),
         pytest.param({"parallel__shard": 2}, "gradients", id="fsdp-gradients"),

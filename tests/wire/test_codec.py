@@ -534,6 +534,7 @@ def test_a_local_class_comes_back_as_itself_and_unchanged() -> None:
     assert Counter.add is method
 
 
+@pytest.mark.long
 def test_a_class_of_main_comes_back_as_itself(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(
