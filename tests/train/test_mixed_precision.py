@@ -132,6 +132,29 @@ def test_a_reduction_in_bf16_rounds_once_whatever_the_micro_batches(layout: str)
         assert not any(errors.values()), "no rank to sum over, nothing to round"
 
 
+@pytest.mark.parametrize("layout", ["one", pytest.param("tp", marks=pytest.mark.long)])
+def test_gradients_of_one_micro_batch_stay_in_the_compute_format(layout: str) -> None:
+    world, parallel = LAYOUTS[layout]
+    for narrow, wide in ranks.run(world, _one_micro_batch, recipe_of(parallel, compute="bf16")):
+        for name, gradient in narrow.items():
+            assert gradient.dtype == torch.bfloat16
+            assert wide[name].dtype == torch.float32
+            assert torch.equal(2 * gradient.float(), wide[name]), name
+
+
+def _one_micro_batch(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a batch, and of the same batch twice."""
+    engine, _ = _engine(recipe, None)
+    tokens = torch.arange(16).expand(1, 16)
+    found = []
+    for count in (1, 2, 1):
+        engine.forward_backward([Batch(tokens, tokens, tokens, None)] * count)
+        masters = engine.weights.masters.items()
+        found.append({name: _whole(master.grad) for name, master in masters if master.grad is not None})
+    assert all(torch.equal(gradient, found[2][name]) for name, gradient in found[0].items())
+    return found[0], found[1]
+
+
 def test_a_pipeline_of_shards_is_not_reduced_in_bf16() -> None:
     with pytest.raises(ConfigError, match=r'reduce = "bf16" with \[parallel\] pipeline = 2 and shard × context = 2'):
         resolve(recipe_of({"pipeline": 2, "shard": 2}, reduce="bf16"), 4)

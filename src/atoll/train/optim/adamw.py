@@ -16,24 +16,78 @@ _BUCKET_ELEMENTS = 1 << 25  # moved at a time with bf16 moments: bounds what is 
 
 
 class AdamW(LocalOptimizer):
-    """torch's fused AdamW on local parts. States: ``exp_avg``, ``exp_avg_sq``, in the parameter's format, and ``step``.
+    """Groups have ``lr``, ``betas``, ``eps`` and ``weight_decay``. States as ``adamw_state`` makes them.
 
-    Groups have ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+    Moments in bf16 take 4 bytes a parameter instead of 8. A step changes the second moment by a share of 1 - beta2,
+    less than half of bf16's spacing, so that rounding to the nearest would leave it where it is. Rounding up or down by
+    chance, with probabilities that make the mean right (Gupta et al., "Deep learning with limited numerical precision",
+    2015), keeps the moments right on average. Chance is a hash of (seed, step, place), no generator: a resumed run
+    rounds as the uninterrupted one does.
+
+    Args:
+        moments: their format; None for the parameters'.
+        fused: on a GPU, move fp32 parameters by one Triton kernel a tensor, which reads and writes everything once.
     """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, moments: torch.dtype | None = None, seed: int = 0, fused: bool = True
+    ) -> None:
+        self._moments = moments
+        super().__init__(groups)
+        self.seed = seed
+        self._fused = fused
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
         """Zero moments and step 0."""
-        # The fused kernel reads the step on the device.
-        step = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
-        return {"step": step, "exp_avg": like(parameter), "exp_avg_sq": like(parameter)}
+        return adamw_state(parameter, self._moments)
 
     def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
-        """One fused step."""
-        fused_adamw(self.parts(parameters), group, scaling)
+        """One step; with moments in bf16 bucket by bucket."""
+        if self._moments is None:
+            move_adamw(self.parts(parameters), group, scaling, fused=self._fused)
+            return
+        number_of_group = next(number for number, each in enumerate(self.param_groups) if each is group)
+        for number, bucket in enumerate(_buckets(parameters)):
+            key = _mixed(self.seed, number_of_group, number)
+            move_adamw(self.parts(bucket), group, scaling, key=key, fused=self._fused)
 
 
-def fused_adamw(parts: LocalParts, group: dict[str, Any], scaling: Scaling) -> None:
-    """Move parameters whose states are those of ``AdamW`` by torch's fused kernel."""
+def adamw_state(parameter: nn.Parameter, moments: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Zero ``exp_avg`` and ``exp_avg_sq``, and ``step``, which lies on the CPU: reading it there waits for nothing."""
+    step = torch.zeros((), dtype=torch.float32, device="cpu")
+    return {"step": step, "exp_avg": like(parameter, moments), "exp_avg_sq": like(parameter, moments)}
+
+
+def move_adamw(parts: LocalParts, group: dict[str, Any], scaling: Scaling, *, key: int = 0, fused: bool = True) -> None:
+    """One step of parameters whose states are ``adamw_state``'s.
+
+    Args:
+        key: of the stream of chance that rounds moments in bf16.
+    """
+    weights, states = parts.weights, parts.states
+    if not weights[0].is_cuda and states["exp_avg"][0].dtype == weights[0].dtype:
+        _move_by_torch(parts, group, scaling)
+        return
+    torch._foreach_add_(states["step"], 1.0)
+    steps = [float(step) for step in states["step"]]
+    key = _mixed(key, int(max(steps)))
+    if fused and all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
+        from atoll.train.optim.kernels import adamw_step
+
+        divisor, found_inf = scaling.for_triton(weights[0].device)
+        first = 0  # of a tensor, in the stream of chance
+        for weight, gradient, mean, square, step in zip(
+            weights, parts.gradients(narrow=True), states["exp_avg"], states["exp_avg_sq"], steps, strict=True
+        ):
+            adamw_step(
+                weight, gradient.contiguous(), mean, square, group, divisor, found_inf, first=first, key=key, step=step
+            )
+            first += weight.numel()
+    elif not scaling.skips():
+        _move_plainly(parts, group, scaling, steps, key)
+
+
+def _move_by_torch(parts: LocalParts, group: dict[str, Any], scaling: Scaling) -> None:
     gradients = parts.gradients()
     adamw(
         parts.weights,
@@ -54,84 +108,35 @@ def fused_adamw(parts: LocalParts, group: dict[str, Any], scaling: Scaling) -> N
     )
 
 
-class AdamWLowMemory(LocalOptimizer):
-    """AdamW whose moments are kept in bf16: 4 bytes a parameter instead of 8.
+def _move_plainly(parts: LocalParts, group: dict[str, Any], scaling: Scaling, steps: list[float], key: int) -> None:
+    """The arithmetic itself, in the parameters' format."""
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    weights, gradients = parts.weights, parts.gradients()
+    kept_means, kept_squares = parts.states["exp_avg"], parts.states["exp_avg_sq"]
+    scaling.divide(gradients)
+    means = [kept.to(weight.dtype) for kept, weight in zip(kept_means, weights, strict=True)]
+    squares = [kept.to(weight.dtype) for kept, weight in zip(kept_squares, weights, strict=True)]
 
-    A step changes the second moment by a share of 1 - beta2, less than half of bf16's spacing, so that rounding to
-    the nearest would leave it where it is. Rounding up or down by chance, with probabilities that make the mean right
-    (Gupta et al., "Deep learning with limited numerical precision", 2015), keeps the moments right on average. Chance
-    is a hash of (seed, step, place), no generator: a resumed run rounds as the uninterrupted one does.
+    torch._foreach_mul_(weights, 1.0 - rate * group["weight_decay"])
+    torch._foreach_lerp_(means, gradients, 1.0 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+    divisors = torch._foreach_sqrt(squares)
+    torch._foreach_div_(divisors, [(1.0 - beta2**step) ** 0.5 for step in steps])
+    torch._foreach_add_(divisors, group["eps"])
+    torch._foreach_addcdiv_(weights, means, divisors, [-rate / (1.0 - beta1**step) for step in steps])
+    if means[0] is kept_means[0]:
+        return
+    del divisors
 
-    The arithmetic itself is in the parameters' format. ``step`` lies on the CPU, where reading it waits for nothing.
-
-    Args:
-        fused: on a GPU, move fp32 parameters by one Triton kernel a tensor, which reads and writes everything once.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], *, seed: int = 0, fused: bool = True) -> None:
-        super().__init__(groups)
-        self.seed = seed
-        self._fused = fused
-
-    def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Zero moments and step 0."""
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
-            "exp_avg": like(parameter, torch.bfloat16),
-            "exp_avg_sq": like(parameter, torch.bfloat16),
-        }
-
-    def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
-        """One step, bucket by bucket."""
-        number_of_group = next(number for number, each in enumerate(self.param_groups) if each is group)
-        for number, bucket in enumerate(_buckets(parameters)):
-            self._move_bucket(self.parts(bucket), group, scaling, _mixed(self.seed, number_of_group, number))
-
-    def _move_bucket(self, parts: LocalParts, group: dict[str, Any], scaling: Scaling, key: int) -> None:
-        (beta1, beta2), rate = group["betas"], group["lr"]
-        weights, gradients = parts.weights, parts.gradients()
-        torch._foreach_add_(parts.states["step"], 1.0)
-        steps = [float(step) for step in parts.states["step"]]
-        kept_means, kept_squares = parts.states["exp_avg"], parts.states["exp_avg_sq"]
-        key = _mixed(key, int(max(steps)))
-        if self._fused and all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
-            from atoll.train.optim.kernels import adamw_bf16_moments
-
-            divisor, found_inf = scaling.for_triton(weights[0].device)
-            first = 0  # of a tensor, in the bucket's stream of chance
-            for weight, gradient, mean, square, step in zip(
-                weights, gradients, kept_means, kept_squares, steps, strict=True
-            ):
-                adamw_bf16_moments(
-                    weight, gradient.contiguous(), mean, square, group, divisor, found_inf,
-                    first=first, key=key, step=step,
-                )  # fmt: skip
-                first += weight.numel()
-            return
-        if scaling.skips():
-            return
-        scaling.divide(gradients)
-        means = [kept.to(weight.dtype) for kept, weight in zip(kept_means, weights, strict=True)]
-        squares = [kept.to(weight.dtype) for kept, weight in zip(kept_squares, weights, strict=True)]
-
-        torch._foreach_mul_(weights, 1.0 - rate * group["weight_decay"])
-        torch._foreach_lerp_(means, gradients, 1.0 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
-        divisors = torch._foreach_sqrt(squares)
-        torch._foreach_div_(divisors, [(1.0 - beta2**step) ** 0.5 for step in steps])
-        torch._foreach_add_(divisors, group["eps"])
-        torch._foreach_addcdiv_(weights, means, divisors, [-rate / (1.0 - beta1**step) for step in steps])
-        del divisors
-
-        chance = _hashed(sum(weight.numel() for weight in weights), key, weights[0].device)
-        pieces = torch.split(chance, [weight.numel() for weight in weights])
-        for piece, mean, square, kept_mean, kept_square in zip(
-            pieces, means, squares, kept_means, kept_squares, strict=True
-        ):
-            bits = piece.view(mean.shape)
-            kept_mean.copy_(_rounded(mean, bits & 0xFFFF))
-            kept_square.copy_(_rounded(square, (bits >> 16) & 0xFFFF))
+    chance = _hashed(sum(weight.numel() for weight in weights), key, weights[0].device)
+    pieces = torch.split(chance, [weight.numel() for weight in weights])
+    for piece, mean, square, kept_mean, kept_square in zip(
+        pieces, means, squares, kept_means, kept_squares, strict=True
+    ):
+        bits = piece.view(mean.shape)
+        kept_mean.copy_(_rounded(mean, bits & 0xFFFF))
+        kept_square.copy_(_rounded(square, (bits >> 16) & 0xFFFF))
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -17,13 +17,13 @@ _ROWS, _COLUMNS, _DEPTH = 128, 256, 64  # a tile of a symmetric product, and wha
 
 
 @triton.jit(do_not_specialize=["first", "key"])  # type: ignore[untyped-decorator]
-def _adamw_bf16_moments(  # type: ignore[no-untyped-def]
+def _adamw_step(  # type: ignore[no-untyped-def]
     weight, gradient, mean, square, divisor, found_inf, count, first, key,
-    decay, lerp1, beta2, lerp2, correction2, eps, rate, block: tl.constexpr,
+    decay, lerp1, beta2, lerp2, correction2, eps, rate, rounds: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = (place < count) & (tl.load(found_inf) == 0.0)
-    g = tl.load(gradient + place, mask=inside) / tl.load(divisor)
+    g = tl.load(gradient + place, mask=inside).to(tl.float32) / tl.load(divisor)
     m = tl.load(mean + place, mask=inside).to(tl.float32)
     v = tl.load(square + place, mask=inside).to(tl.float32)
     w = tl.load(weight + place, mask=inside) * decay
@@ -31,20 +31,21 @@ def _adamw_bf16_moments(  # type: ignore[no-untyped-def]
     v = v * beta2 + g * g * lerp2
     w += rate * (m / (tl.sqrt(v) / correction2 + eps))
     tl.store(weight + place, w, mask=inside)
-    # Wellons' lowbias32, as ``adamw._hashed``.
-    bits = (place + first).to(tl.uint32) ^ key.to(tl.uint32)
-    bits ^= bits >> 16
-    bits *= 0x7FEB352D
-    bits ^= bits >> 15
-    bits *= 0x846CA68B
-    bits ^= bits >> 16
-    m_bits = (m.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000
-    v_bits = (v.to(tl.uint32, bitcast=True) + (bits >> 16)) & 0xFFFF0000
-    tl.store(mean + place, m_bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
-    tl.store(square + place, v_bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+    if rounds:
+        # Wellons' lowbias32, as ``adamw._hashed``.
+        bits = (place + first).to(tl.uint32) ^ key.to(tl.uint32)
+        bits ^= bits >> 16
+        bits *= 0x7FEB352D
+        bits ^= bits >> 15
+        bits *= 0x846CA68B
+        bits ^= bits >> 16
+        m = ((m.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        v = ((v.to(tl.uint32, bitcast=True) + (bits >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    tl.store(mean + place, m.to(mean.dtype.element_ty), mask=inside)
+    tl.store(square + place, v.to(square.dtype.element_ty), mask=inside)
 
 
-def adamw_bf16_moments(
+def adamw_step(
     weight: Tensor,
     gradient: Tensor,
     mean: Tensor,
@@ -57,24 +58,25 @@ def adamw_bf16_moments(
     key: int,
     step: float,
 ) -> None:
-    """One AdamW step of one tensor, in place: 20 bytes moved a parameter.
+    """One AdamW step of one tensor, in place: with moments in fp32 and a bf16 gradient 26 bytes moved a parameter.
 
     Args:
-        weight: contiguous, fp32; ``gradient`` likewise; ``mean`` and ``square`` of the same shape in bf16.
+        weight: contiguous, fp32; ``gradient`` of the same shape in fp32 or bf16; ``mean`` and ``square`` too.
         group: the optimizer's, with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         divisor: [] fp32, of the gradient.
         found_inf: [] fp32, 1 where nothing may move.
-        first: place of the first element in the stream of chance, ``key`` the stream's 32-bit key.
+        first: place of the first element in the stream of chance, ``key`` the stream's 32-bit key; for bf16 moments.
         step: number of this step, from 1.
     """
     count = weight.numel()
     if count == 0:
         return
     (beta1, beta2), rate = group["betas"], group["lr"]
-    _adamw_bf16_moments[(triton.cdiv(count, _BLOCK),)](
+    _adamw_step[(triton.cdiv(count, _BLOCK),)](
         weight, gradient, mean, square, divisor, found_inf, count, first, key,
         1.0 - rate * group["weight_decay"], 1.0 - beta1, beta2, 1.0 - beta2,
-        (1.0 - beta2**step) ** 0.5, group["eps"], -rate / (1.0 - beta1**step), block=_BLOCK,
+        (1.0 - beta2**step) ** 0.5, group["eps"], -rate / (1.0 - beta1**step),
+        rounds=mean.dtype == torch.bfloat16, block=_BLOCK,
     )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def _nesterov(  # type: ignore[no-untyped-def]
 ):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = (place < count) & (tl.load(found_inf) == 0.0)
-    g = tl.load(gradient + place, mask=inside) / tl.load(divisor)
+    g = tl.load(gradient + place, mask=inside).to(tl.float32) / tl.load(divisor)
     m = tl.load(momentum + place, mask=inside)
     m += (g - m) * (1.0 - share)
     tl.store(momentum + place, m, mask=inside)
@@ -94,8 +96,8 @@ def _nesterov(  # type: ignore[no-untyped-def]
 def nesterov(momentum: Tensor, gradient: Tensor, out: Tensor, share: float, divisor: Tensor, found_inf: Tensor) -> None:
     """Move ``momentum`` towards the gradient by 1 - ``share``; ``out`` is the gradient towards that by ``share``.
 
-    The gradient is ``gradient`` / ``divisor``. Nothing is written where ``found_inf`` is 1. All contiguous; but for
-    ``out`` in fp32.
+    The gradient is ``gradient`` / ``divisor``. Nothing is written where ``found_inf`` is 1. All contiguous;
+    ``momentum`` in fp32.
     """
     count = momentum.numel()
     if count:

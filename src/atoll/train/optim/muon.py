@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atoll.train.dtensor import local
-from atoll.train.optim.adamw import fused_adamw
+from atoll.train.optim.adamw import adamw_state, move_adamw
 from atoll.train.optim.dealing import Dealing, dealing_of
 from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling, like
 
@@ -47,13 +46,12 @@ class Muon(LocalOptimizer):
         """Zeros."""
         if group["kind"] == "muon":
             return {"momentum": like(parameter)}
-        step = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
-        return {"step": step, "exp_avg": like(parameter), "exp_avg_sq": like(parameter)}
+        return adamw_state(parameter)
 
     def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
         """One step: a matrix moves along the nearest orthogonal matrix to its Nesterov momentum."""
         if group["kind"] != "muon":
-            fused_adamw(self.parts(parameters), group, scaling)
+            move_adamw(self.parts(parameters), group, scaling)
             return
         for alike in _alike(parameters):
             dealing = dealing_of(alike[0], self._replicas)
@@ -62,7 +60,7 @@ class Muon(LocalOptimizer):
                 self._move_batch(self.parts(alike[first : first + count]), group, dealing, scaling)
 
     def _move_batch(self, parts: LocalParts, group: dict[str, Any], dealing: Dealing, scaling: Scaling) -> None:
-        weights, gradients, momenta = parts.weights, parts.gradients(), parts.states["momentum"]
+        weights, momenta = parts.weights, parts.states["momentum"]
         rows, columns = parts.parameters[0].shape
         rate = -group["lr"] * max(1.0, rows / columns) ** 0.5
         decay = 1.0 - group["lr"] * group["weight_decay"]
@@ -73,11 +71,12 @@ class Muon(LocalOptimizer):
             from atoll.train.optim.kernels import decay_and_add, nesterov
 
             divisor, found_inf = scaling.for_triton(weights[0].device)
-            for momentum, gradient, out in zip(momenta, gradients, ahead, strict=True):
+            for momentum, gradient, out in zip(momenta, parts.gradients(narrow=True), ahead, strict=True):
                 nesterov(momentum, gradient.contiguous(), out, group["momentum"], divisor, found_inf)
         elif scaling.skips():
             return
         else:
+            gradients = parts.gradients()
             scaling.divide(gradients)
             torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
             torch._foreach_copy_(list(ahead), torch._foreach_lerp(gradients, momenta, group["momentum"]))

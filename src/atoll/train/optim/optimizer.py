@@ -58,9 +58,14 @@ class LocalParts:
     weights: list[Tensor]
     states: dict[str, list[Tensor]]
 
-    def gradients(self) -> list[Tensor]:
-        """What this rank holds of this step's gradients."""
-        return [local_gradient(parameter) for parameter in self.parameters]
+    def gradients(self, *, narrow: bool = False) -> list[Tensor]:
+        """What this rank holds of this step's gradients, in the weights' format.
+
+        Args:
+            narrow: or as the backward pass has made them, in the compute format.
+        """
+        found = [local_gradient(parameter) for parameter in self.parameters]
+        return found if narrow else [each.to(weight.dtype) for each, weight in zip(found, self.weights, strict=True)]
 
 
 class LocalOptimizer(torch.optim.Optimizer, abc.ABC):

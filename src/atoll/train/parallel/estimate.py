@@ -148,8 +148,9 @@ def _of_rank(
         add("gradients", own * w + largest * (c + 2 * r), f"{own / 1e6:,.1f} M × {w} B, {before}")
     else:
         add("gathered", own * c if c != w else 0, f"copies in the compute format, {c} B each")
-        kept = w + (r if r != w and layout.replicate > 1 else 0)  # and what travels
-        summed = c != w or layout.replicate > 1
+        several = layout.pipeline > 1 or num_micro_batches(recipe, layout) > 1
+        summed = layout.replicate > 1 or (several and c != w)
+        kept = w + (r if r != w and layout.replicate > 1 else 0) if summed else c  # and what travels
         add("gradients", own * kept + (largest * c // 4 if summed else 0), f"{own / 1e6:,.1f} M × {kept} B")
     states, formula = _optimizer(recipe, rank.parameters, rank.matrices, w)
     add("optimizer", -(-states // shards), formula)
@@ -251,7 +252,6 @@ def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
     """What the pipeline's rank ``place`` holds."""
     whole, t = sizes(recipe.model), layout.tensor
     layers, first, last = list(range(len(whole.blocks))), True, True
-    num_micro_batches = max(1, recipe.train.global_batch // (layout.data * recipe.train.micro_batch))
     if layout.pipeline > 1:
         from atoll.train.parallel.pipeline import layers_of_stage, stage_numbers
 
@@ -259,6 +259,7 @@ def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
         num_stages = layout.pipeline * num_stages_per_rank(recipe)
         first, last = 0 in stages, num_stages - 1 in stages
         layers = [each for stage in stages for each in layers_of_stage(stage, num_stages, len(whole.blocks))]
+    count = num_micro_batches(recipe, layout)
     gpipe = layout.pipeline > 1 and recipe.parallel.pipeline_schedule == "gpipe"
     ends = int(not first) + int(not last)
     return _Rank(
@@ -267,11 +268,16 @@ def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
         tables=-(-whole.tables // t) if first else 0,
         head=-(-whole.head // t) if last else 0,
         vocabulary=-(-recipe.model.vocabulary // t) if last else 0,
-        in_flight=_in_flight(recipe, layout, place, num_micro_batches),
-        losses_in_flight=num_micro_batches if gpipe else 1,
+        in_flight=_in_flight(recipe, layout, place, count),
+        losses_in_flight=count if gpipe else 1,
         # The pipeline receives into, and sends from, buffers of each micro-batch.
-        buffers=2 * ends * num_micro_batches * recipe.model.dim if layout.pipeline > 1 else 0,
+        buffers=2 * ends * count * recipe.model.dim if layout.pipeline > 1 else 0,
     )
+
+
+def num_micro_batches(recipe: Recipe, layout: Layout) -> int:
+    """Micro-batches of a rank in a step."""
+    return max(1, recipe.train.global_batch // (layout.data * recipe.train.micro_batch))
 
 
 def _in_flight(recipe: Recipe, layout: Layout, place: int, num_micro_batches: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -93,12 +94,15 @@ class ReplicatedWeights:
         self.masters = everything
         if self._own_masters:
             self.masters = {n: nn.Parameter(p.detach()) if p.requires_grad else p for n, p in everything.items()}
+            for master in self.masters.values():
+                master.grad_dtype = None  # may also have a gradient in the compute format
             for stage in stages:
                 stage.to(compute_dtype)
         self._group = group
         self._reduce_dtype = reduce_dtype
         self._overlap = overlap
         self._summing = False
+        self._alone = False
         self._work: list[dist.Work] = []
         self._buckets: list[_Bucket] = []
         if group is not None or self._own_masters:
@@ -128,6 +132,8 @@ class ReplicatedWeights:
             def arrived(parameter: Tensor, number: int = number, place: int = place) -> None:
                 weights = owner()
                 assert weights is not None and parameter.grad is not None
+                if weights._alone:
+                    return
                 weights._buckets[number].add(place, local(as_sharded(parameter.grad, parameter)))
                 parameter.grad = None
                 if weights._summing:
@@ -136,7 +142,7 @@ class ReplicatedWeights:
             parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        self._summing = False
+        self._summing = self._alone = False
         self._work.clear()
         for parameter in self.masters.values():
             parameter.grad = None
@@ -146,8 +152,10 @@ class ReplicatedWeights:
     def last_micro_batch(self) -> None:
         # In a pipeline the passes of several micro-batches interleave: sums are made when all are done.
         self._summing = self._overlap and self._group is not None
+        # What one backward pass on one rank makes is summed with nothing: it stays where it is, in its own format.
+        self._alone = self._overlap and self._group is None and not any(bucket.filled for bucket in self._buckets)
         for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.views)))
+            bucket.missing = set(range(bucket.size))
 
     def _send(self, *, all_of_them: bool = False) -> None:
         # Strictly one bucket after the other, since ranks must agree on the order of their collectives.
@@ -162,6 +170,11 @@ class ReplicatedWeights:
             self._work.append(work)
 
     def finish(self) -> None:
+        if self._alone and self._own_masters:
+            for name, parameter in self._parameters.items():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.masters[name].grad, parameter.grad = as_sharded(gradient, parameter), None
+            return
         if self._group is not None and self._buckets:
             self._send(all_of_them=True)  # also those with parameters that no token reached
             for work, bucket in zip(self._work, self._buckets, strict=True):
@@ -190,12 +203,27 @@ class _Bucket:
     """Gradients that are summed over the ranks together."""
 
     def __init__(self, parameters: list[Tensor], dtype: torch.dtype) -> None:
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
-        pieces = torch.split(self.flat, [p.numel() for p in parameters])
-        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        self.sent = self.flat  # what travels, in the reduction's format
+        self._shapes = [p.shape for p in parameters]
+        self.size = len(parameters)
+        self._make = partial(torch.empty, sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
         self.missing: set[int] = set()  # those that the last backward pass has yet to reach
         self.filled: set[int] = set()  # those that hold a sum of this step
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """All of them; made when the first is added."""
+        return self._make()
+
+    @cached_property
+    def sent(self) -> Tensor:
+        """What travels, in the reduction's format."""
+        return self.flat
+
+    @cached_property
+    def views(self) -> list[Tensor]:
+        """Each in ``flat``."""
+        pieces = torch.split(self.flat, [shape.numel() for shape in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     def add(self, place: int, gradient: Tensor) -> None:
         """Add a gradient of this step; the first takes the place of what the last step left."""
