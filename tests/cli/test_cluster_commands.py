@@ -149,6 +149,10 @@ def test_a_state_folder_that_cannot_be(atoll: Atoll, monkeypatch: pytest.MonkeyP
     code, out, err = atoll("launch", "-c", "t", "echo")
     assert (code, out) == (2, "")
     assert "file/home: it, or a part of it, is a file; expected a folder" in err
+    monkeypatch.setenv("ATOLL_HOME", "/proc/home")
+    code, out, err = atoll("launch", "-c", "t", "echo")
+    assert (code, out) == (2, "")
+    assert "ATOLL_HOME=/proc/home: No such file or directory; set it to a folder that can be written to" in err
     monkeypatch.setenv("ATOLL_HOME", str(tmp_path / "home"))
 
 

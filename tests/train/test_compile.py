@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,22 @@ def test_a_block_is_one_graph(name: str) -> None:
     losses, _, norm = ranks.run(world, compiled_step, recipe)[0]
     assert losses == pytest.approx(expected[0], rel=1e-5)
     assert norm == pytest.approx(expected[2], rel=1e-5)
+
+
+@pytest.mark.long
+def test_what_is_compiled_is_kept_for_the_next_run(tmp_path: Path) -> None:
+    """Though each run's ranks have a folder of their own for temporary files."""
+    recipe = small.write_toml(small.tree(tmp_path, train__steps=3, compile={"enabled": True}), tmp_path / "tree.toml")
+    home = tmp_path / "home"
+    env = small.environment(ATOLL_HOME=str(home))
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch has set it here
+    kept = []
+    for turn in range(2):
+        command = [sys.executable, "-m", "atoll", "train", str(recipe), "--train.output_dir", str(tmp_path / str(turn))]
+        subprocess.run(command, check=True, capture_output=True, env=env)
+        kept.append({path for path in (home / "compile" / "fxgraph").rglob("*") if path.is_file()})
+    assert kept[0]
+    assert kept[1] == kept[0], "compiled again"
 
 
 def test_a_model_that_breaks_the_graph_is_refused(tmp_path: Path) -> None:

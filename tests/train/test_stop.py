@@ -263,7 +263,7 @@ def test_what_is_not_finite_stops_every_rank_before_the_weights_change(
         assert text == outcomes[0][0]
         assert "step 3" in text
         assert "parameters: inner.blocks.0.bias" in text
-        assert "The weights are those of step 2; the newest checkpoint is of step 2. Lower" in text
+        assert "The weights are those of step 2" in text
         if what == "loss":
             assert "the loss is not finite on rank 1;" in text
         else:
@@ -326,14 +326,20 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ atoll train itself
+_COMMAND = "import sys; sys.modules['torch'] = None; from atoll.cli.main import main; main()"
+
+
 class _Driver:
-    """``atoll train`` in a process group of its own; what it says goes into a file, or ``stdout`` into a pipe."""
+    """``atoll train`` in a process group of its own; what it says goes into a file, or ``stdout`` into a pipe.
+
+    It does without PyTorch, which takes its ranks seconds to load.
+    """
 
     def __init__(self, folder: Path, *arguments: str | Path, stdout: int | None = None) -> None:
         self._said = folder / "said"
         with self._said.open("w") as file:
             self.process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("atoll")), "train", *map(str, arguments)],
+                [sys.executable, "-c", _COMMAND, "train", *map(str, arguments)],
                 stdout=stdout or file,
                 stderr=file,
                 text=True,

@@ -19,6 +19,10 @@ def train_rank(recipe: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
     """
     import dataclasses
 
+    from atoll.train.startup import prepare_process
+
+    prepare_process()
+
     from atoll.train.events import Event, encode
     from atoll.train.trainer import run
 

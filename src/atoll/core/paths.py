@@ -46,6 +46,8 @@ def atoll_home() -> Path:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(f"ATOLL_HOME={home}: it, or a part of it, is a file; expected a folder") from None
+    except OSError as error:
+        raise ConfigError(f"ATOLL_HOME={home}: {error.strerror}; set it to a folder that can be written to") from None
     return home
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode, exit_code_of
+from atoll.train.startup import prepare_process
 
 if TYPE_CHECKING:
     from atoll.train.events import Event
@@ -36,6 +37,7 @@ def main(arguments: list[str]) -> int:
     recipe = rest.pop(0) if rest and not rest[0].startswith("--") else None
     is_head = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
+        prepare_process()
         from atoll.train.trainer import run
 
         report = _print_event if "--events" in given else None

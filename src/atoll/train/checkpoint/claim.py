@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import visible_pid
-from atoll.train.checkpoint.files import Relay
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -24,6 +23,20 @@ if TYPE_CHECKING:
 NAME = ".writer"
 BEAT_S = 10.0  # how often the owner of an object says that it is alive; after three without a word it is dead
 _SETTLE_S = 1.0  # in which of two writers at once the later one shows, where a store knows no conditional writes
+
+
+class Relay:
+    """Turns whatever a file system raises into an ``OSError`` that can travel to the other ranks.
+
+    An object store's client raises its own types, and some of those can't be pickled: then the rank that fails could
+    not tell the others, which would wait for it.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, Exception) and type(error).__module__ != "builtins":
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class Claim(Protocol):

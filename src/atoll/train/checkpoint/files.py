@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemRe
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from atoll.train.checkpoint.claim import Relay
 from atoll.train.checkpoint.manifest import FileEntry, Part, hex_of
 
 if TYPE_CHECKING:
@@ -22,20 +23,6 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 1 << 22
 _AHEAD_BYTES = 1 << 23  # of an object that is read
-
-
-class Relay:
-    """Turns whatever a file system raises into an ``OSError`` that can travel to the other ranks.
-
-    An object store's client raises its own types, and some of those can't be pickled: then the rank that fails could
-    not tell the others, which would wait for it.
-    """
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        if isinstance(error, Exception) and type(error).__module__ != "builtins":
-            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class _Sink:

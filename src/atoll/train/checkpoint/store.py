@@ -13,8 +13,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, write_atomic
 from atoll.train.checkpoint import claim as claims
 from atoll.train.checkpoint import manifest as manifests
-from atoll.train.checkpoint.claim import Claim, FolderClaim, ObjectClaim
-from atoll.train.checkpoint.files import Files, Relay
+from atoll.train.checkpoint.claim import Claim, FolderClaim, ObjectClaim, Relay
+from atoll.train.checkpoint.files import Files
 from atoll.train.checkpoint.manifest import step_name, step_of
 
 if TYPE_CHECKING:

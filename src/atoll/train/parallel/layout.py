@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
-from atoll.train.models.family import family_of
 from atoll.train.recipe.schema import Recipe
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -132,13 +131,16 @@ def check(recipe: Recipe, layout: Layout) -> None:
                 f"[model] python = {model.python!r} with [parallel] {axis} = {size}: a model of your own can be "
                 f"replicated or sharded; set {axis} = 1"
             )
-    if train.seq_len > model.max_seq_len and model.python is None and not family_of(model).rotary:
+    if (train.seq_len > model.max_seq_len and model.python is None) or tensor > 1:
+        from atoll.train.models.family import family_of  # with torch, which whoever starts the ranks does without
+
+        rotary, hidden_dim = family_of(model).rotary, family_of(model).hidden_dim(model)
+    if train.seq_len > model.max_seq_len and model.python is None and not rotary:
         raise ConfigError(
             f"[train] seq_len = {train.seq_len} is longer than [model] max_seq_len = {model.max_seq_len}, and "
             f"{model.family} has a learnt vector for each position: shorten seq_len, or raise max_seq_len"
         )
     if tensor > 1:
-        hidden_dim = family_of(model).hidden_dim(model)
         common = math.gcd(model.heads, model.num_kv_heads, hidden_dim)
         allowed = f"it can be {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"
         for name, number in (("heads", model.heads), ("kv_heads", model.num_kv_heads), ("hidden_dim", hidden_dim)):
