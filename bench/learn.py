@@ -3,6 +3,7 @@
     python bench/learn.py                                    # on a CPU: beside a plain Llama of transformers, small
     python bench/learn.py --peer torchtitan --out gpu.json   # Llama 3.2 1B untied, on each GPU one run at a time
     python bench/learn.py --peer torchtitan --seeds 1 --optimizer muon --atoll-lr 1e-3     # AdamW's rate beside Muon's
+    python bench/learn.py --peer float8 --seeds 1 --steps 500 --seq-len 4096 --batch 1     # Atoll's own 8-bit products
     python bench/learn.py --draw gpu.json cpu.json --picture docs/learning.png
 
 Each side starts from its own initial weights, which is what is compared, with the rest of its defaults: AdamW (0.9,
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 
 NOVELS = Path(__file__).parents[1] / "examples" / "austen" / "data"
+ON_GPU = ("torchtitan", "float8")  # peers that need one
 ROLE = "ATOLL_BENCH_LEARN"  # in the environment of a run: who it is, and its setting as JSON
 
 CPU = {
@@ -101,6 +103,7 @@ def recipe(setting: dict[str, Any]) -> dict[str, Any]:
         "schedule": {"kind": "linear", "warmup": setting["warmup"], "floor": 0.0},
         "checkpoint": {"at_end": False},
         "metrics": {"plot": False},
+        "precision": setting.get("precision", {}),
     }
 
 
@@ -207,7 +210,9 @@ def be(who: str, setting: dict[str, Any]) -> None:
     if who == "torchtitan":
         be_torchtitan(setting)
         return
-    losses = be_atoll(setting) if who == "atoll" else be_transformers(setting)
+    if who == "float8":
+        setting["precision"] = {"float8": "tensorwise"}
+    losses = be_transformers(setting) if who == "transformers" else be_atoll(setting)
     Path(setting["folder"], "losses.json").write_text(json.dumps(losses))
 
 
@@ -236,9 +241,8 @@ def losses_of(who: str, setting: dict[str, Any], gpu: str | None, limit_s: float
         path = Path(setting["folder"], "losses.json")
         found = json.loads(path.read_text()) if path.exists() else []
         journal = Path(setting["folder"], "metrics.jsonl")
-        speeds = (
-            [json.loads(line)["tokens_per_s"] for line in journal.read_text().splitlines()] if who == "atoll" else []
-        )
+        lines = journal.read_text().splitlines() if journal.exists() else []
+        speeds = [json.loads(line)["tokens_per_s"] for line in lines]
     if len(found) != setting["steps"]:
         tail = "\n".join(done.stdout.splitlines()[-25:])
         raise RuntimeError(f"{who}, seed {setting['seed']}: {len(found)} of {setting['steps']} steps\n{tail}")
@@ -249,7 +253,7 @@ def compare(peer: str, setting: dict[str, Any], seeds: int, folder: Path, limit_
     import torch
 
     gpus: Queue[str | None] = Queue()
-    for number in range(torch.cuda.device_count()) if peer == "torchtitan" else ():
+    for number in range(torch.cuda.device_count()) if peer in ON_GPU else ():
         gpus.put(str(number))
     if gpus.empty():
         gpus.put(None)
@@ -275,7 +279,7 @@ def compare(peer: str, setting: dict[str, Any], seeds: int, folder: Path, limit_
     for (who, _), (losses, speed) in zip(runs, found, strict=True):
         curves[who].append(losses)
         speeds[who].append(speed)
-    where = torch.cuda.get_device_name() if peer == "torchtitan" else "CPU"
+    where = torch.cuda.get_device_name() if peer in ON_GPU else "CPU"
     return {
         "where": where,
         "torch": torch.__version__,
@@ -328,8 +332,11 @@ def draw(results: list[dict[str, Any]], path: str) -> None:
             curves = np.array([smooth(np.array(row), max(1, len(row) // 40)) for row in rows])
             steps = np.arange(1, curves.shape[1] + 1)
             axes.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.2, linewidth=0)
-            axes.plot(steps, curves.mean(axis=0), color=color, linewidth=1.4, label=f"{who}, {len(rows)} seeds")
-        axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"beside {found['peer']}, {found['where']}")
+            label = "bf16" if who == "atoll" and found["peer"] == "float8" else who
+            label += f", {len(rows)} seeds" if len(rows) > 1 else ""
+            axes.plot(steps, curves.mean(axis=0), color=color, linewidth=1.4, label=label)
+        title = found["where"] if found["peer"] == "float8" else f"beside {found['peer']}, {found['where']}"
+        axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
         axes.grid(alpha=0.22, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
@@ -341,9 +348,11 @@ def main() -> int:
         be(*json.loads(os.environ.pop(ROLE)))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--peer", choices=("transformers", "torchtitan", "none"), default="transformers")
+    parser.add_argument("--peer", choices=("transformers", *ON_GPU), default="transformers")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="120 on a CPU, 200 on a GPU")
+    parser.add_argument("--batch", type=int, help="sequences a step; 16 on a CPU, 2 on a GPU")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sequence; 128 on a CPU, 8,192 on a GPU")
     parser.add_argument("--scheme", help="of Atoll's initial weights; the default is what is compared")
     parser.add_argument("--optimizer", default="adamw", help="Atoll's")
     parser.add_argument("--atoll-lr", type=float, help="Atoll's [optimizer] lr, where it is not to be the peer's")
@@ -356,9 +365,10 @@ def main() -> int:
     if args.draw:
         draw([json.loads(Path(each).read_text()) for each in args.draw], args.picture)
         return 0
-    setting = dict(GPU if args.peer == "torchtitan" else CPU)
+    setting = dict(GPU if args.peer in ON_GPU else CPU)
     setting["model"] = {**setting["model"], "tied": args.tied, "init_scheme": args.scheme}
-    setting["steps"] = args.steps or setting["steps"]
+    for name in ("steps", "batch", "seq_len"):
+        setting[name] = getattr(args, name) or setting[name]
     setting["optimizer"] = {"kind": args.optimizer, "lr": args.atoll_lr or setting["lr"]}
     with tempfile.TemporaryDirectory() as folder:
         found = compare(args.peer, setting, args.seeds, Path(folder), args.limit_s)

@@ -107,24 +107,24 @@ def prepare(folder: Path, num_tokens: int = 1900) -> tuple[Path, Path]:
     return data, tokenizer
 
 
-def torchrun(
-    arguments: list[str], num_gpus: int, log: Path, env: dict[str, str], limit_s: float, started: Callable[[str], bool]
+def watched(
+    command: list[str], log: Path, env: dict[str, str], limit_s: float, started: Callable[[str], bool]
 ) -> tuple[str, float]:
-    """What a run printed, and the seconds until ``started`` says of that that the first step is done."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}", "--rdzv_backend=c10d"]
-    command += ["--rdzv_endpoint=localhost:0", *arguments]
+    """What a command printed, and the seconds until ``started`` says of that that the first step is done."""
     begun, first = time.monotonic(), float("nan")
     with (
         log.open("w") as file,
-        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **env}) as process,
+        subprocess.Popen(
+            [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **env}
+        ) as process,
     ):
         while process.poll() is None:
-            if first != first and started(log.read_text(errors="replace")):
+            if started(log.read_text(errors="replace")) and first != first:
                 first = time.monotonic() - begun
             if time.monotonic() - begun > limit_s:
                 process.terminate()
                 break
-            time.sleep(0.1)
+            time.sleep(0.05)
     return log.read_text(errors="replace"), first
 
 
@@ -156,16 +156,22 @@ def atoll(
         "checkpoint.at_end": "false",
         "metrics.plot": "false",
     }
-    arguments = ["-m", "atoll.train", case.model]
-    arguments += [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    command = ["-m", "atoll", "train", case.model, "--nproc", str(case.gpus)]
+    command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
     journal = out / "metrics.jsonl"
-    text, first_s = torchrun(
-        [*arguments, *case.ours, *more],
-        case.gpus,
+    times: dict[int, float] = {}  # when so many steps stood in the journal
+
+    def started(_: str) -> bool:
+        done = journal.read_text().count('"loss"') if journal.exists() else 0
+        times.setdefault(done, time.monotonic())
+        return done > 0
+
+    text, first_s = watched(
+        [*command, *case.ours, *more],
         folder / f"{out.name}.log",
         {},
         limit_s,
-        lambda _: journal.exists() and '"loss"' in journal.read_text(),
+        started,
     )
     rows = read(journal) if journal.exists() else []
     if len(rows) < WARM_UP + 2:
@@ -175,7 +181,7 @@ def atoll(
         "gib": rows[-1]["memory_bytes"] / 2**30,
         "loss": [rows[0]["loss"], rows[-1]["loss"]],
         "first_s": first_s,
-        "rows": rows,
+        "times": times,
     }
 
 
@@ -196,12 +202,13 @@ def titan(case: Case, steps: int, data: Path, tokenizer: Path, folder: Path, lim
         "debug.seed": 42,
         "job.dump_folder": folder / "titan",
     }
-    arguments = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3", __file__]
-    arguments += [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    arguments += ["--compile.enable", "--metrics.no_enable_tensorboard", *case.theirs]
+    command = ["-m", "torch.distributed.run", f"--nproc_per_node={case.gpus}", "--rdzv_backend=c10d"]
+    command += ["--rdzv_endpoint=localhost:0", "--local-ranks-filter", "0", "--role", "rank", "--tee", "3", __file__]
+    command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    command += ["--compile.enable", "--metrics.no_enable_tensorboard", *case.theirs]
     env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     log = folder / f"titan-{time.monotonic_ns()}.log"
-    text, first_s = torchrun(arguments, case.gpus, log, {**env, PEER: "1"}, limit_s, lambda text: "loss:" in text)
+    text, first_s = watched(command, log, {**env, PEER: "1"}, limit_s, lambda text: "loss:" in text)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = re.findall(r"step:\s*(\d+)\s+loss:\s*([\d.]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", plain)
     if len(rows) < WARM_UP + 2:
@@ -238,16 +245,25 @@ def compare(name: str, case: Case, args: argparse.Namespace, data: Path, tokeniz
 
 
 def checkpoints(args: argparse.Namespace, data: Path, tokenizer: Path, folder: Path) -> None:
-    """Print tokens/s from step 11 on of a run that saves asynchronously every 50 steps, beside one that does not."""
-    speeds = []
-    for what, more in {"no checkpoints": [], "asynchronous, every 50": ["--checkpoint.every", "50"]}.items():
-        found = atoll(CASES["1B bf16"], more, 111, data, tokenizer, folder, args.limit_s)
-        if "error" in found:
-            print(f"{what:26} failed:\n{found['error']}", flush=True)
-            continue
-        rows = found["rows"][WARM_UP:]
-        speeds.append(statistics.harmonic_mean([row["tokens_per_s_per_gpu"] for row in rows]))
-        print(f"{what:26} {speeds[-1]:10,.0f} tokens/s, {speeds[-1] / speeds[0]:.3f}", flush=True)
+    """Print tokens/s of a run that saves asynchronously every 50 steps, before its first save and after it.
+
+    What the first one costs, which also makes the memory that is copied to, is printed beside.
+    """
+    case = CASES["1B bf16, documents apart"]
+    found = atoll(case, ["--checkpoint.every", "50", "--checkpoint.keep", "1"], 152, data, tokenizer, folder, 300)
+    if "error" in found:
+        print(f"checkpoints failed:\n{found['error']}", flush=True)
+        return
+
+    def took_s(first: int, last: int) -> float:
+        at = [min(when for done, when in found["times"].items() if done >= step) for step in (first, last)]
+        return float(at[1] - at[0])
+
+    step_s, saving_s = took_s(WARM_UP, 50) / (50 - WARM_UP), took_s(51, 151) / 100
+    tokens = case.batch * case.seq_len
+    print(f"no checkpoints (steps {WARM_UP + 1} to 50)             {tokens / step_s:10,.0f} tokens/s")
+    print(f"asynchronous, two of them (steps 52 to 151) {tokens / saving_s:10,.0f} tokens/s, {step_s / saving_s:.3f}")
+    print(f"the first save takes {took_s(50, 51) - step_s:.2f} s", flush=True)
 
 
 def main() -> int:

@@ -49,9 +49,8 @@ class RunFolder:
         for inside in (self.path, self.path / "tokenizer"):
             sweep_temporary(inside / "*")
         try:
-            with self.blamed():
-                self._check()
-                self.identity = stored_identity(self.path)
+            self._check()
+            self.identity = stored_identity(self.path)
         except BaseException:
             self.close()
             raise
@@ -137,7 +136,7 @@ class RunFolder:
 def stored_identity(folder: Path) -> str | None:
     """What the checkpoints of a run carry, too."""
     with contextlib.suppress(FileNotFoundError):
-        return (folder / _IDENTITY).read_text(errors="replace") or None
+        return (folder / _IDENTITY).read_text()
     return None
 
 
