@@ -458,6 +458,12 @@ def session() -> Watch:
     return _session
 
 
+def kept_processes() -> set[int]:
+    """Pids of what the session keeps, and of all that runs below."""
+    kept = {process.pid for before, after in session()._kept for process in after.processes - before.processes}
+    return kept.union(*map(descendants, kept))
+
+
 def keep() -> contextlib.AbstractContextManager[None]:
     """For session-scoped fixtures: what is started inside ``with leaks.keep():`` stays, and no test is blamed."""
     return session().keep()

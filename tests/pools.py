@@ -145,8 +145,9 @@ def with_marker(marker: str) -> list[int]:
 
 
 def own_processes() -> list[int]:
-    """Running descendants of this test process, less the trackers that Python starts once in a process and keeps."""
-    return [pid for pid in leaks.descendants() if "resource_tracker" not in " ".join(command(pid))]
+    """Running descendants of this test process, less what the session keeps and the trackers that Python does."""
+    own = set(leaks.descendants()) - leaks.kept_processes()
+    return [pid for pid in own if "resource_tracker" not in " ".join(command(pid))]
 
 
 def descriptors(pid: int | str) -> list[str]:

@@ -122,6 +122,36 @@ def test_torch_trains_over_two_hosts(bed: Testbed) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
+def test_jax_and_keras_train_over_two_hosts(bed: Testbed) -> None:
+    @sky.integrations.jax
+    def total() -> tuple[int, float]:
+        import jax
+        import jax.numpy as jnp
+
+        value = jnp.full((1,), jax.process_index() + 1.0)
+        return jax.device_count(), float(jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(value)[0])
+
+    @sky.integrations.keras(backend="jax")
+    def train(num: int) -> bytes:
+        import keras
+        import numpy as np
+
+        x, y = sky.shard(np.linspace(0, 1, num)[:, None], np.linspace(1, 0, num)[:, None])
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(x, y, epochs=2, batch_size=8, verbose=0)
+        return b"".join(weight.tobytes() for weight in model.get_weights())
+
+    with sky.ComputePool(sky.SSH(BOTH, python=sys.executable)) as pool:
+        assert pool.run(total) == [(2, 3.0)] * 2
+        assert len(set(pool.run(train, 65))) == 1
+        with pytest.raises(ConfigError, match=r"resolves its own name to 127.0.1.1, .* at the top of its /etc/hosts"):
+            bed.hosts[1].run("sed -i '1i 127.0.1.1 h2' /etc/hosts")
+            pool.run(total)
+
+
+@pytest.mark.long
 def test_modules_of_this_machine_travel_by_value_or_as_included(
     bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

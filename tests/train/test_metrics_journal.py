@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -138,3 +139,22 @@ def test_a_resume_and_a_picture_read_no_more_of_a_long_journal_than_they_need(
     assert 90 < len(found) < 200
     assert (found[0], found[-1], 701 in found) == (1, num_steps - 3, True)
     assert found == sorted(set(found))
+
+
+def test_lines_that_a_full_disk_refuses_are_written_once_it_takes_them(tmp_path: Path) -> None:
+    notes: list[str] = []
+    journal = Journal(tmp_path, 0, notes.append)
+    journal(done(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / STEPS).stat().st_size
+    try:
+        for limit in (size + 7, size + 9):  # lines are torn, and more than one
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            journal(done(2 + limit - size))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal(CheckpointSaved(2, "there", 0.1, 0.2))
+    journal(done(20))
+    journal.close()
+    assert [row["step"] for row in map(json.loads, (tmp_path / STEPS).read_text().splitlines())] == [1, 9, 11, 20]
+    assert notes == [f"{tmp_path / STEPS}: File too large: its lines are held back until there is room"]

@@ -16,13 +16,16 @@ import ranks
 import small
 from atoll.core.errors import ConfigError
 from atoll.train import objectives
+from atoll.train.batch import Batch
 from atoll.train.data.loader import batched
 from atoll.train.data.packing import Sample
 from atoll.train.models import registry
 from atoll.train.models.init import initialize
-from atoll.train.models.logprobs import ChunkedLogProbs, LogitsLogProbs
+from atoll.train.models.logprobs import ChunkedLogProbs, LogitsLogProbs, LogProbs
+from atoll.train.objective import Objective, make_objective, sums_of
 from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.recipe.load import load_recipe
+from atoll.train.recipe.schema import ObjectiveSection
 
 pytestmark = pytest.mark.usefixtures("torch_in_process")
 
@@ -194,6 +197,52 @@ def test_the_objective_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_no_objective_is_refused(given: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         small.train(small.tree(tmp_path, objective=given))
+
+
+class _Needs(Pretrain):
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+
+
+class _Taken(Pretrain):
+    metrics = ("accuracy", "lr")
+
+
+class _PerToken(Pretrain):
+    def loss(self, logprobs: LogProbs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return -logprobs.tokens(), {}
+
+
+class _Bare(Pretrain):
+    def loss(self, logprobs: LogProbs, batch: Batch) -> Any:
+        return logprobs.nll()
+
+
+class _Forgets(Pretrain):
+    metrics = ("accuracy",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (_Needs, r"python = 'test_objective:_Needs': .*missing 1 required positional argument"),
+        (Objective, r"Can't instantiate abstract class Objective"),
+        (_Taken, r"its metric 'lr' is a figure of every step: give it another name"),
+        (_PerToken, r"_PerToken\.loss has to return the loss and a dict with \[\], each a tensor of one number"),
+        (_Bare, r"_Bare\.loss has to return the loss and a dict"),
+        (_Forgets, r"_Forgets\.loss has to return the loss and a dict with \['accuracy'\]"),
+    ],
+)
+def test_mistakes_of_an_objective_are_named(kind: type[Objective], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _sums_of_zeros(ObjectiveSection(python=f"test_objective:{kind.__name__}"))
+
+
+def _sums_of_zeros(section: ObjectiveSection) -> Tensor:
+    _, _, labels, _ = _problem()
+    zeros = torch.zeros_like(labels)
+    logprobs = LogitsLogProbs(torch.zeros(*labels.shape, 23), labels)
+    return sums_of(make_objective(section), logprobs, Batch(zeros, labels, zeros, None))
 
 
 class _Answers(Pretrain):

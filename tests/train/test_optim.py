@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ranks
+from atoll.core.errors import ConfigError
 from atoll.train.checkpoint.state import optimizer_tensors
 from atoll.train.models.registry import build
 from atoll.train.optim.adamw import AdamW, _hashed, _rounded
@@ -86,6 +87,12 @@ def test_a_frozen_parameter_is_left_alone():
     parameters["head.weight"].requires_grad_(False)
     optimizer = build_optimizer(parameters, OptimizerSection())
     assert parameters["head.weight"] not in optimizer.state
+
+
+def test_a_model_without_a_parameter_to_train_is_refused():
+    frozen = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"none of the model's 1 parameters has requires_grad"):
+        build_optimizer({"w": frozen}, OptimizerSection())
 
 
 def test_state_is_tensors_that_exist_before_the_first_step():

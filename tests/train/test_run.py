@@ -241,6 +241,10 @@ def test_a_damaged_recipe_in_the_folder(tmp_path: Path) -> None:
         (tmp_path / "run" / "recipe.json").write_bytes(content)
         with pytest.raises(ConfigError, match=r"recipe\.json' is damaged .*--no-resume"):
             small.train(small.tree(tmp_path))
+    (tmp_path / "run" / "recipe.json").unlink()
+    (tmp_path / "run" / "recipe.json").mkdir()
+    with pytest.raises(ConfigError, match=r"output_dir .*run': Is a directory"):
+        small.train(small.tree(tmp_path))
 
 
 def test_a_recipe_that_never_began_does_not_bind_the_folder(tmp_path: Path) -> None:

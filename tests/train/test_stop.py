@@ -263,7 +263,7 @@ def test_what_is_not_finite_stops_every_rank_before_the_weights_change(
         assert text == outcomes[0][0]
         assert "step 3" in text
         assert "parameters: inner.blocks.0.bias" in text
-        assert "The weights are those of step 2" in text
+        assert "The weights are those of step 2; the newest checkpoint is of step 2. Lower" in text
         if what == "loss":
             assert "the loss is not finite on rank 1;" in text
         else:

@@ -861,7 +861,7 @@ def test_a_run_without_a_whole_checkpoint(tmp_path: Path) -> None:
     step = save_step(run, model_of(section_for("llama")), 5)
     data = next(step.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=rf"has no whole checkpoint: .*step-00000005 is damaged: {data.name} has"):
+    with pytest.raises(ConfigError, match=rf"no checkpoint in .* is whole: step 5: {data.name} has"):
         atoll("export", run, tmp_path / "hf")
     shutil.rmtree(step)
     with pytest.raises(ConfigError, match="has no whole checkpoint yet"):
@@ -906,10 +906,10 @@ def test_a_checkpoint_that_rotted(tmp_path: Path) -> None:
     assert note.endswith("; step-00000005 is used")
     assert_same(back, models[0])
     assert "step-00000005 is used" in atoll("export", run, tmp_path / "hf")
-    with pytest.raises(ConfigError, match=rf"step-00000010 is damaged: {data.name} has crc32"):
+    with pytest.raises(ConfigError, match=rf"no checkpoint in .* is whole: step 10: {data.name} has crc32"):
         atoll("export", new, tmp_path / "other")
     (old / ".metadata").write_bytes(bytes((old / ".metadata").stat().st_size))
-    with pytest.raises(ConfigError, match=r"step-00000005 is damaged: \.metadata has crc32"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole: step 5: \.metadata has crc32"):
         open_weights(str(old)).section
 
 

@@ -47,6 +47,7 @@ from atoll.tasks.store import STORE, Store
 from atoll.wire import frames
 
 _END_S = 30.0  # cancelled jobs end in this time
+_CLUSTERS_S = 120.0  # and the clusters of those that have some
 _BROKEN = 120  # the program's exit code where whoever asked is gone
 _ANSWER_S = 60.0
 _TRIES = 5
@@ -326,7 +327,9 @@ class LocalControl:
         deadline = time.monotonic() + _END_S
         if (self._folder / STORE).exists():
             with Store(self._folder) as store:
-                deadline += max((job.spec.grace_s or 0.0 for job in store.jobs(unfinished=True)), default=0.0)
+                specs = [job.spec for job in store.jobs(unfinished=True)]
+                deadline += max((each.grace_s or 0.0 for each in specs), default=0.0)
+                deadline += _CLUSTERS_S if any(each.managed is not None for each in specs) else 0.0
         while supervisor.is_running(self._folder):
             if time.monotonic() > deadline:
                 return False

@@ -16,7 +16,6 @@ from atoll.train.recipe.schema import Recipe
 from atoll.train.stop import StopRequest
 from atoll.train.world import World
 
-_HEAD_PREPARES, _HEAD_START_S = "head-prepares", 3.0
 _STOP = "stop"
 
 
@@ -27,9 +26,9 @@ class StoppedEarly(Exception):
 def prepare_together(
     recipe: Recipe, world: World, stop: StopRequest, report: Callable[[Event], None], cleanup: contextlib.ExitStack
 ) -> Prepared:
-    """Every rank prepares the data or waits for the one that does; ``cleanup`` closes them.
+    """The first rank of each node prepares the data, or waits for a process that does; then the others open them.
 
-    The ranks meet afterwards in every case: none waits for one that failed or was stopped.
+    The ranks meet after each turn in every case: none waits for one that failed or was stopped.
 
     Raises:
         ConfigError: some rank could not.
@@ -37,8 +36,6 @@ def prepare_together(
     """
 
     def progress(event: Progress) -> None:
-        if world.is_head:
-            world.announce(_HEAD_PREPARES)
         if stop.asked:
             world.announce(_STOP)
         if world.announced(_STOP):
@@ -53,23 +50,24 @@ def prepare_together(
                 raise StoppedEarly  # they don't answer, and there is nothing to save
 
     prepared: Prepared | None = None
-    error: AtollError | None = None
-    if not world.is_head:
-        # Rank 0 is the one that shows how far it is, so it had better be the one that works.
-        world.await_announcement(_HEAD_PREPARES, _HEAD_START_S)
-    with contextlib.suppress(StoppedEarly):
-        try:
-            prepared = prepare(
-                recipe.data, seq_len=recipe.train.seq_len, progress=progress, note=lambda line: report(Note(line))
-            )
-            cleanup.callback(prepared.close)
-        except AtollError as failure:
-            error = failure
-    world.announce(_HEAD_PREPARES)
-    world.meet("data", waiting)
-    world.agree(error)
-    if world.any(prepared is None or stop.asked):
-        raise StoppedEarly
+    for turn, is_mine in enumerate((world.local_rank == 0, world.local_rank > 0)):
+        error: AtollError | None = None
+        with contextlib.suppress(StoppedEarly):
+            try:
+                if is_mine:
+                    prepared = prepare(
+                        recipe.data,
+                        seq_len=recipe.train.seq_len,
+                        progress=progress,
+                        note=lambda line: report(Note(line)),
+                    )
+                    cleanup.callback(prepared.close)
+            except AtollError as failure:
+                error = failure
+        world.meet(f"data-{turn}", waiting)
+        world.agree(error)
+        if world.any((is_mine and prepared is None) or stop.asked):
+            raise StoppedEarly
     assert prepared is not None
     return prepared
 

@@ -49,8 +49,9 @@ class RunFolder:
         for inside in (self.path, self.path / "tokenizer"):
             sweep_temporary(inside / "*")
         try:
-            self._check()
-            self.identity = stored_identity(self.path)
+            with self.blamed():
+                self._check()
+                self.identity = stored_identity(self.path)
         except BaseException:
             self.close()
             raise
@@ -136,7 +137,7 @@ class RunFolder:
 def stored_identity(folder: Path) -> str | None:
     """What the checkpoints of a run carry, too."""
     with contextlib.suppress(FileNotFoundError):
-        return (folder / _IDENTITY).read_text()
+        return (folder / _IDENTITY).read_text(errors="replace") or None
     return None
 
 

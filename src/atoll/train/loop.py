@@ -298,8 +298,9 @@ def raise_nonfinite(run: Run, update: Update) -> None:
     )
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     parameters = f"; parameters: {', '.join(names[:5])}{more}"
+    saved = "nothing is saved yet" if run.saved_step is None else f"the newest checkpoint is of step {run.saved_step}"
     raise NonFiniteError(
-        f"step {step}: {what}{parameters if names else ''}. The weights are those of step {step - 1}. Lower "
+        f"step {step}: {what}{parameters if names else ''}. The weights are those of step {step - 1}; {saved}. Lower "
         f"[optimizer] lr or max_grad_norm, lengthen [schedule] warmup, or look at samples "
         f"{run.source.consumed} to {run.source.consumed + run.recipe.train.global_batch - 1} with atoll data preview"
     )

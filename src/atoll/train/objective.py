@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from atoll.core.errors import ConfigError
 from atoll.train import objectives
 from atoll.train.batch import Batch
 from atoll.train.data.packing import Sample
+from atoll.train.events import StepDone
 from atoll.train.models.logprobs import LogProbs
 from atoll.train.recipe.schema import ObjectiveSection
 from atoll.train.user_code import load_function
@@ -51,15 +53,18 @@ def make_objective(section: ObjectiveSection) -> Objective:
     Raises:
         ConfigError: ``python`` names something that isn't there or gives no objective.
     """
-    if section.python is None:
-        made = importlib.import_module(f"{objectives.__name__}.{section.kind}").OBJECTIVE()
-    else:
-        made = load_function(section.python, "[objective] python")()
+    where = f"[objective] python = {section.python!r}"
+    try:
+        if section.python is None:
+            made = importlib.import_module(f"{objectives.__name__}.{section.kind}").OBJECTIVE()
+        else:
+            made = load_function(section.python, "[objective] python")()
+    except TypeError as error:  # it takes arguments, or lacks a method
+        raise ConfigError(f"{where}: {error}") from error
     if not isinstance(made, Objective):
-        raise ConfigError(
-            f"[objective] python = {section.python!r} returned {type(made).__name__}: expected an "
-            "atoll.train.objective.Objective"
-        )
+        raise ConfigError(f"{where} returned {type(made).__name__}: expected an atoll.train.objective.Objective")
+    if taken := {each.name for each in dataclasses.fields(StepDone)}.intersection(made.metrics):
+        raise ConfigError(f"{where}: its metric {min(taken)!r} is a figure of every step: give it another name")
     return made
 
 
@@ -72,5 +77,13 @@ def use_objective(model: nn.Module, objective: Objective, chunk_tokens: int) -> 
 
 def sums_of(objective: Objective, logprobs: LogProbs, batch: Batch) -> Tensor:
     """Loss and metrics of a micro-batch as one vector, [1 + number of metrics]; the first alone has a gradient."""
-    loss, sums = objective.loss(logprobs, batch)
-    return torch.cat([loss.reshape(1), *(sums[name].detach().reshape(1).to(loss) for name in objective.metrics)])
+    names = objective.metrics
+    match objective.loss(logprobs, batch):
+        case (Tensor() as loss, Mapping() as sums):
+            parts: list[Any] = [loss, *map(sums.get, names)]
+            if all(isinstance(each, Tensor) and each.numel() == 1 for each in parts):
+                return torch.cat([loss.reshape(1), *(each.detach().reshape(1).to(loss) for each in parts[1:])])
+    raise ConfigError(
+        f"[objective] {type(objective).__name__}.loss has to return the loss and a dict with {list(names)}, each a "
+        "tensor of one number: summed over the micro-batch"
+    )

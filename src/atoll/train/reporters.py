@@ -18,7 +18,7 @@ from atoll.train.recipe.schema import Recipe
 _POINTS = 20_000  # of a curve that is some thousand pixels wide
 
 
-class _Forward(Reporter):
+class Forward(Reporter):
     """Hands events to a function."""
 
     def __init__(self, report: Callable[[Event], None]) -> None:
@@ -28,7 +28,7 @@ class _Forward(Reporter):
         self._report(event)
 
 
-class _Picture(Reporter):
+class LossCurve(Reporter):
     """Draws the loss curve from the journal when the run ends."""
 
     def __init__(self, folder: Path, title: str) -> None:
@@ -58,8 +58,8 @@ def open_reporters(recipe: Recipe, folder: Path, report: Callable[[Event], None]
         recipe=recipe.model_dump(mode="json"),
     )
     if recipe.metrics.plot:
-        found.append(_Picture(folder, recipe.name))
+        found.append(LossCurve(folder, recipe.name))
     found.append(SummaryFile(folder))
     if recipe.metrics.notify:
         found.append(Notifier(recipe.metrics.notify))
-    return Reporters([*found, Console() if report is None else _Forward(report)])
+    return Reporters([*found, Console() if report is None else Forward(report)])

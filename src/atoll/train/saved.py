@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,19 +13,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import load  # type: ignore[attr-defined]  # its __init__ has no __all__
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import CheckpointError, ConfigError
 from atoll.train.checkpoint.files import Reader
 from atoll.train.checkpoint.manifest import Manifest, step_name, step_of
 from atoll.train.checkpoint.store import Store, open_store
-from atoll.train.checkpoint.survey import INDEX, examine, read_index, rot
+from atoll.train.checkpoint.survey import INDEX, read_index, rot, survey
 from atoll.train.folder import stored_identity, stored_recipe
 
 _WEIGHTS = "model."  # what a checkpoint puts in front of the names of a model's tensors
 _CHECKPOINTS = "checkpoints"
-
-
-class _UnreadableError(ConfigError):
-    """The storage failed, which says nothing about the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +116,17 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
     """
     root, _, last = spec.rstrip("/").rpartition("/")
     if (step := step_of(last)) is not None:
-        store = open_store(root or ".")
-        sizes = _listing(store).get(step)
-        return None if sizes is None else _whole(store, step, sizes, verify)
+        return _newest(open_store(root or "."), verify, step)
     is_url = "://" in spec
     elsewhere = None if is_url else _named_place(Path(spec))
     for place in (elsewhere or f"{spec.rstrip('/')}/{_CHECKPOINTS}", spec):
         if "://" not in place and not Path(place).is_dir():
             continue
-        store = open_store(place)
-        found = _listing(store)
-        if not found and place != elsewhere and (is_url or not place.endswith(f"/{_CHECKPOINTS}")):
+        saved = _newest(open_store(place), verify)
+        if saved is None:
+            if place == elsewhere or (place.endswith(f"/{_CHECKPOINTS}") and not is_url):
+                raise ConfigError(f"{place} has no whole checkpoint yet")
             continue
-        saved = _newest(store, found, verify)
         if place != elsewhere:
             return saved
         if len({saved.manifest.meta.get("run"), stored_identity(Path(spec))} - {None}) <= 1:
@@ -146,45 +139,27 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
     return None
 
 
-def _newest(store: Store, found: Mapping[int, Mapping[str, int]], verify: bool) -> SavedStep:
-    reasons: list[str] = []
-    for step in sorted(found, reverse=True):
-        try:
-            saved = _whole(store, step, found[step], verify)
-        except _UnreadableError:
-            raise  # it may be whole: another rank could read it
-        except ConfigError as error:
-            reasons.append(str(error))
-        else:
-            return replace(saved, notes=tuple(f"{reason}; {step_name(step)} is used" for reason in reasons))
-    raise ConfigError(f"{store.root} has no whole checkpoint" + (f": {reasons[0]}" if reasons else " yet"))
+def _newest(store: Store, verify: bool, only: int | None = None) -> SavedStep | None:
+    """The newest whole checkpoint, or that one step; None where there is none, not even a damaged one."""
+    try:
+        found = survey(store, only)
+        while (step := found.newest()) is not None:
+            saved = SavedStep(store, step, found.whole[step])
+            wrong = rot(store, step, saved.manifest, [saved.manifest.inside(INDEX)])
+            if wrong is None and verify:
+                wrong = rot(store, step, saved.manifest, saved.weight_files)
+            if wrong is None:
+                passed = [f"{store.path(each)} is damaged: {found.torn[each]}" for each in found.torn if each > step]
+                return replace(saved, notes=tuple(f"{each}; {step_name(step)} is used" for each in passed))
+            found.mark_torn(step, wrong)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{store.root} cannot be read: {error}") from None
+    return None
 
 
 def _named_place(folder: Path) -> str | None:
     """Where the run in a folder keeps its checkpoints, if its recipe names a place for them."""
     recipe = stored_recipe(folder)
     return None if recipe is None else recipe.checkpoint.path
-
-
-def _listing(store: Store) -> dict[int, dict[str, int]]:
-    try:
-        return store.listing()
-    except OSError as error:
-        raise ConfigError(f"{store.root} cannot be read: {error}") from None
-
-
-def _whole(store: Store, step: int, sizes: Mapping[str, int], verify: bool) -> SavedStep:
-    where = store.path(step)
-    try:
-        saved = SavedStep(store, step, examine(store, step, sizes))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{where} is damaged: {error}") from None
-    try:
-        wrong = rot(store, step, saved.manifest, [saved.manifest.inside(INDEX)])
-        if wrong is None and verify:
-            wrong = rot(store, step, saved.manifest, saved.weight_files)
-    except OSError as error:
-        raise _UnreadableError(f"{where} cannot be read: {error}") from None
-    if wrong is not None:
-        raise ConfigError(f"{where} is damaged: {wrong}")
-    return saved

@@ -209,7 +209,7 @@ class _Trainer:
         folder = self._folder.path
         with self._folder.blamed():
             self._folder.keep()
-            self.reporters.active.insert(0, Journal(folder, step))  # drops what will be done again
+            self.reporters.active.insert(0, Journal(folder, step, self._note))  # drops what will be done again
 
     def _set_up(self, folder: Path) -> Run:
         world, train = self.world, self.recipe.train

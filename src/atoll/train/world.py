@@ -109,12 +109,6 @@ class World:
         """Whether any rank has announced it; a round trip to the store."""
         return self._count(name) > 0
 
-    def await_announcement(self, name: str, patience_s: float) -> None:
-        """Wait until a rank has announced it, or for ``patience_s``."""
-        ends = time.monotonic() + patience_s
-        while not self.announced(name) and time.monotonic() < ends:
-            time.sleep(_POLL_S)
-
     def is_known(self, text: str) -> bool:
         """Whether rank 0 says this too. Other ranks give it three seconds to do so."""
         content = text.encode(errors="backslashreplace")  # it may quote what is no Unicode

@@ -150,7 +150,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there are some and none is whole, or the storage fails.
         """
-        return self._newest()[0]
+        return self._shared_survey().newest()
 
     def meta(self, step: int) -> dict[str, Any]:
         """What ``save`` was given beside the tensors.
@@ -239,8 +239,8 @@ class Checkpointer:
             CheckpointError: there is none, or it can't be loaded.
         """
         while True:
-            step, torn = self._newest()
-            if step is None:
+            found = self._shared_survey()
+            if (step := found.newest()) is None:
                 raise CheckpointError(f"there is no checkpoint in {self._store.root}")
             try:
                 meta = self.load(step, tensors)
@@ -248,8 +248,8 @@ class Checkpointer:
                 if step not in self._damaged:
                     raise
             else:
-                if torn and self._team.rank == 0:
-                    self._note(f"damaged checkpoints in {self._store.root} are passed over: {_listed(torn)}")
+                if found.torn and self._team.rank == 0:
+                    self._note(f"damaged checkpoints in {self._store.root} are passed over: {found.damage}")
                 return meta
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -366,21 +366,14 @@ class Checkpointer:
             self._remarks.append(f"old checkpoints in {self._store.root} can't be removed: {first_line(attempt.error)}")
 
     # --------------------------------------------------------------------------------------------------------- parts
-    def _newest(self) -> tuple[int | None, dict[int, str]]:
-        """The newest whole step, and what is wrong with those that are not whole."""
+    def _shared_survey(self) -> Survey:
         self._settle()
-        found = self._team.lead(f"looking for checkpoints in {self._store.root}", self._survey)
-        if found.torn and not found.whole:
-            raise CheckpointError(
-                f"no checkpoint in {self._store.root} is whole: {_listed(found.torn)}; repair one, or use a new folder"
-            )
-        return max(found.whole, default=None), found.torn
+        return self._team.lead(f"looking for checkpoints in {self._store.root}", self._survey)
 
     def _survey(self) -> Survey:
         found = survey(self._store)
-        for step in self._damaged.keys() & found.whole.keys():
-            del found.whole[step]
-            found.torn[step] = self._damaged[step]
+        for step, wrong in self._damaged.items():
+            found.mark_torn(step, wrong)
         return found
 
     def _manifest(self, step: int, known: Survey) -> Manifest:
@@ -440,10 +433,6 @@ def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata) 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _listed(torn: Mapping[int, str]) -> str:
-    return "; ".join(f"step {step}: {wrong}" for step, wrong in sorted(torn.items()))
 
 
 def _whole(steps: list[int]) -> str:

@@ -21,30 +21,48 @@ INDEX = ".metadata"  # DCP's, of tensors
 
 @dataclass(slots=True)
 class Survey:
-    """The steps there are: whole ones by number, and what is wrong with the others."""
+    """The steps there are in ``root``: whole ones by number, and what is wrong with the others."""
 
+    root: str
     whole: dict[int, Manifest] = field(default_factory=dict)
     torn: dict[int, str] = field(default_factory=dict)
 
+    def newest(self) -> int | None:
+        """The newest whole step; None where there is no step at all.
 
-def survey(store: Store) -> Survey:
-    """Look at all steps; raises ``OSError`` where the storage fails."""
-    found = Survey()
+        Raises:
+            CheckpointError: there are some, and none is whole.
+        """
+        if self.torn and not self.whole:
+            raise CheckpointError(
+                f"no checkpoint in {self.root} is whole: {self.damage}; repair one, or use a new folder"
+            )
+        return max(self.whole, default=None)
+
+    def mark_torn(self, step: int, wrong: str) -> None:
+        """A whole step was found to be none by reading it."""
+        if self.whole.pop(step, None) is not None:
+            self.torn[step] = wrong
+
+    @property
+    def damage(self) -> str:
+        """What is wrong with the torn ones, in a line."""
+        return "; ".join(f"step {step}: {wrong}" for step, wrong in sorted(self.torn.items()))
+
+
+def survey(store: Store, only: int | None = None) -> Survey:
+    """Look at all steps, or at one; raises ``OSError`` where the storage fails."""
+    found = Survey(store.root)
     for step, sizes in store.listing().items():
-        try:
-            found.whole[step] = examine(store, step, sizes)
-        except ValueError as error:
-            found.torn[step] = str(error)
+        if only in (None, step):
+            try:
+                found.whole[step] = _examine(store, step, sizes)
+            except ValueError as error:
+                found.torn[step] = str(error)
     return found
 
 
-def examine(store: Store, step: int, sizes: Mapping[str, int]) -> Manifest:
-    """The manifest of a step that is whole by the sizes of its files.
-
-    Raises:
-        ValueError: it is not; the text says what is wrong.
-        OSError: the storage fails.
-    """
+def _examine(store: Store, step: int, sizes: Mapping[str, int]) -> Manifest:
     if manifests.NAME not in sizes:
         raise ValueError(f"{manifests.NAME} is missing")
     found = Manifest.decode(store.read(step, manifests.NAME))

@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ class Journal(Reporter):
     Args:
         first_step: steps done before, 0 for a fresh start. What an earlier run wrote about later ones is removed,
             because they are trained again; so is a last line that a crash left torn.
+        note: told where the disk takes no more lines; they are held back until it does.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], first_step: int) -> None:
-        self._steps = _Lines(Path(folder) / STEPS, first_step)
-        self._validations = _Lines(Path(folder) / VALIDATIONS, first_step)
+    def __init__(
+        self, folder: str | os.PathLike[str], first_step: int, note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._steps = _Lines(Path(folder) / STEPS, first_step, note)
+        self._validations = _Lines(Path(folder) / VALIDATIONS, first_step, note)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -43,8 +47,8 @@ class Journal(Reporter):
             self._validations.append({**values, "validation_tokens": event.tokens, "validation_s": event.took_s})
         elif isinstance(event, CheckpointSaved | RunEnded):
             # A resume starts at the checkpoint, so lines before it are never written again: they must last.
-            self._steps.sync()
-            self._validations.sync()
+            self._steps.write(sync=True)
+            self._validations.write(sync=True)
 
     def close(self) -> None:
         self._steps.file.close()
@@ -52,21 +56,32 @@ class Journal(Reporter):
 
 
 class _Lines:
-    """One file of JSON objects."""
+    """One file of JSON objects. Raises ``OSError`` only where it can't be opened."""
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    def __init__(self, path: Path, first_step: int, note: Callable[[str], None]) -> None:
         _forget_after(path, first_step)
-        self.file = open(path, "ab")  # noqa: SIM115 - open until close()
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open until close()
+        self._held = bytearray()
+        self._note, self._failed = note, False
 
     def append(self, values: dict[str, Any]) -> None:
         known = {key: value if _is_finite(value) else None for key, value in values.items()}
         if any(not _is_finite(value) for value in values.values()):
             known["nonfinite"] = True
-        self.file.write(json.dumps(known, allow_nan=False, separators=(",", ":")).encode() + b"\n")
-        self.file.flush()
+        self._held += json.dumps(known, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        self.write()
 
-    def sync(self) -> None:
-        os.fsync(self.file.fileno())
+    def write(self, *, sync: bool = False) -> None:
+        failed_before, self._failed = self._failed, False
+        try:
+            while self._held:
+                del self._held[: self.file.write(self._held)]
+            if sync:
+                os.fsync(self.file.fileno())
+        except OSError as error:
+            self._failed = True
+            if not failed_before:
+                self._note(f"{self.file.name}: {error.strerror}: its lines are held back until there is room")
 
 
 def read(path: str | os.PathLike[str], at_most: int | None = None) -> list[dict[str, Any]]:

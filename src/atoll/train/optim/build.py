@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from atoll.core.errors import ConfigError
 from atoll.train.optim.adamw import AdamW
 from atoll.train.optim.muon import Muon
 from atoll.train.optim.optimizer import LocalOptimizer
@@ -35,8 +36,13 @@ def build_optimizer(
         parameters: fp32 or fp64.
         seed: of the rounding of moments in bf16.
         replicas: the ranks that hold copies of parameters, beyond what their meshes say; None where none do.
+
+    Raises:
+        ConfigError: none of the parameters is to be trained.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if not trained:
+        raise ConfigError(f"none of the model's {len(parameters)} parameters has requires_grad: there is none to train")
     if section.kind == "sgd":
         return SGD(_groups(list(trained), trained, section, momentum=section.momentum, lr=section.lr))
     adamw: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}

@@ -11,14 +11,16 @@ from pydantic.fields import FieldInfo
 
 from atoll.core.validation import nearest
 from atoll.train.recipe.durations import Duration
-from atoll.train.recipe.schema import OTHER_SPELLINGS as AXIS_SPELLINGS
 from atoll.train.recipe.schema import Recipe
 
 TOP_LEVEL = ("version", "name")
 
 Path = tuple[str, ...]
 
-# What other trainers call a key.
+# Other spellings of keys of [parallel].
+AXIS_SPELLINGS = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+
+# What other trainers call a key that has another meaning here, or other values.
 OTHER_NAMES = {
     "batch_size": "train.global_batch",
     "global_batch_size": "train.global_batch",

@@ -57,7 +57,11 @@ class _Layers:
         for path, complaint in keys.unknown_keys(layer):
             self.complaints.append(f"{origin}: {complaint}")
             _drop(layer, path)
-        _one_spelling(layer)
+        parallel = layer.get("parallel", {})
+        for key in keys.AXIS_SPELLINGS.keys() & parallel.keys():  # ``tp`` becomes ``tensor``, which replaces a base's
+            if (axis := keys.axis_name(key)) in parallel:
+                self.complaints.append(f"{origin}: [parallel] {axis} is given twice, once as {key}")
+            parallel[axis] = parallel.pop(key)
         train = layer.get("train", {})
         for given, other in (("steps", "tokens"), ("tokens", "steps")):
             # The two say the same thing: the later layer's word replaces both.
@@ -207,15 +211,6 @@ def _drop(tree: dict[str, Any], path: keys.Path) -> None:
     for table in tables:
         if isinstance(table, dict):
             table.pop(path[-1], None)
-
-
-def _one_spelling(tree: dict[str, Any]) -> None:
-    """``tp`` becomes ``tensor``, which replaces a base's. Where a layer has both, the schema tells."""
-    parallel = tree.get("parallel", {})
-    for key in list(parallel):
-        axis = keys.axis_name(key)
-        if axis not in parallel:
-            parallel[axis] = parallel.pop(key)
 
 
 def _checked(layers: _Layers) -> Recipe:

@@ -206,7 +206,9 @@ class ObjectiveSection(Section):
 
 
 Recompute = (
-    Literal["none", "full", "selective", "auto"] | Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
+    Literal["none", "full", "selective", "auto"]
+    | Annotated[int, Field(ge=1, strict=True)]  # not 1.0, which may be meant as a share
+    | Annotated[float, Field(gt=0, lt=1)]
 )
 
 
@@ -281,9 +283,6 @@ class ScheduleSection(Section):
         return self
 
 
-OTHER_SPELLINGS = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "pp": "pipeline", "cp": "context"}
-
-
 class ParallelSection(Section):
     """Sizes of the mesh; -1 is "the rest", on one axis at most. None leaves replicate and shard to Atoll."""
 
@@ -299,19 +298,6 @@ class ParallelSection(Section):
     # free gathered weights between forward and backward; unset: yes, but not inside a pipeline
     reshard_after_forward: bool | None = None
     sequence_parallel: bool = True  # split norms and residuals along the sequence over the tensor ranks
-
-    @model_validator(mode="before")
-    @classmethod
-    def _other_spellings(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        known: dict[str, Any] = {}
-        for key, value in values.items():
-            axis = str(OTHER_SPELLINGS.get(key, key))
-            if axis in known:
-                raise ValueError(f"{axis} is given twice, once under another spelling")
-            known[axis] = value
-        return known
 
     @model_validator(mode="after")
     def _check(self) -> ParallelSection:

@@ -1,0 +1,55 @@
+"""Managed jobs on Slurm: what Slurm takes goes on in another job, what somebody cancels is over."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.providers.test_slurm import USER, atoll, configure, make_slurm, queue
+from tests.tasks.test_ssh_tasks import eventually
+
+from testbed.fixtures import MakeBed
+from testbed.hosts import Testbed
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+RUN = """echo attempt on $(hostname) as $SKYPILOT_TASK_ID; [ -e ~/go ] || sleep 1000"""
+
+
+@pytest.fixture
+def slurm(make_bed: MakeBed) -> Testbed:
+    return make_slurm(make_bed)
+
+
+def slurm_jobs(bed: Testbed) -> list[str]:
+    return bed.hosts[0].run("squeue -h -t RUNNING -o %i", user=USER).split()
+
+
+def row() -> dict[str, Any]:
+    return dict(json.loads(atoll("jobs", "queue", "-o", "json"))[0])
+
+
+def log() -> str:
+    return atoll("jobs", "logs", "--no-follow", code=101)
+
+
+def test_what_slurm_takes_goes_on_and_what_somebody_cancels_is_over(slurm: Testbed) -> None:
+    configure('time = "0:02:00"')
+    atoll("jobs", "launch", "--infra", "slurm/lab", "-d", RUN)
+    eventually(lambda: log().count("attempt on h") == 1, "it runs", 90)
+    (first,) = slurm_jobs(slurm)
+    slurm.hosts[0].run(f"scontrol update JobId={first} TimeLimit=1", user="root")  # over at once, as after a preemption
+    slurm.hosts[0].run("touch ~/go", user=USER)
+    said = atoll("jobs", "logs", timeout_s=300)
+    assert said.count("attempt on h") == 2, said
+    assert "time limit" in said
+    assert (row()["status"], row()["restarts"]) == ("SUCCEEDED", 1)
+    assert queue(slurm) == []
+    slurm.hosts[0].run("rm ~/go", user=USER)
+    atoll("jobs", "launch", "--infra", "slurm/lab", "-d", RUN)
+    eventually(lambda: "attempt on h" in log(), "it runs", 90)
+    (second,) = slurm_jobs(slurm)
+    slurm.hosts[0].run(f"scancel {second}", user=USER)
+    assert "scancel" in atoll("jobs", "logs", code=103)
+    assert row()["status"] == "CANCELLED"
+    assert queue(slurm) == []
