@@ -420,6 +420,30 @@ def test_the_trainer_sees_every_rank_and_ends_with_equal_weights(pool: sky.Compu
 
 
 @pytest.mark.long
+def test_an_accelerator_has_every_rank_and_averages_gradients(pool: sky.ComputePool) -> None:
+    @sky.integrations.accelerate
+    @sky.compute
+    def train() -> Any:
+        import torch
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.randn(8, 4)).square().mean())
+            optimizer.step()
+        return accelerator.num_processes, [p.detach() for p in model.parameters()]
+
+    import torch
+
+    (first_world, first), (second_world, second) = train() @ pool
+    assert first_world == second_world == 2
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.long
 def test_nccl_socket_timeout_set_late_bounds_the_first_collective() -> None:
     def stay_away() -> str:
         import os

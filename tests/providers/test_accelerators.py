@@ -255,3 +255,13 @@ def test_without_nvidia_smi_there_is_no_gpu_and_a_reason(tmp_path: Path, monkeyp
 def test_memory_the_driver_does_not_tell_is_zero(nvidia_smi: Path) -> None:
     (nvidia_smi.parents[1] / "answer").write_text("0, GPU-1, NVIDIA GB10, [N/A]\n")
     assert [(gpu.name, gpu.memory_gb) for gpu in local_gpus()] == [("GB10", 0.0)]
+
+
+def test_cards_of_other_makers_have_their_own_names() -> None:
+    import atoll as sky
+
+    assert AcceleratorSpec.parse("mi300x") == sky.AMD.MI300X
+    assert sky.Habana.Gaudi2(count=8).count == 8
+    assert sky.TPU.v5e(count=4) == AcceleratorSpec("tpu-v5e", 4)
+    with pytest.raises(AttributeError, match=r"did you mean v5e\?"):
+        sky.TPU.v5ee

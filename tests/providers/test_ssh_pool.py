@@ -146,8 +146,8 @@ def test_jax_and_keras_train_over_two_hosts(bed: Testbed) -> None:
     with sky.ComputePool(sky.SSH(BOTH, python=sys.executable)) as pool:
         assert pool.run(total) == [(2, 3.0)] * 2
         assert len(set(pool.run(train, 65))) == 1
+        bed.hosts[1].run("sed -i '1i 127.0.1.1 h2' /etc/hosts")
         with pytest.raises(ConfigError, match=r"resolves its own name to 127.0.1.1, .* at the top of its /etc/hosts"):
-            bed.hosts[1].run("sed -i '1i 127.0.1.1 h2' /etc/hosts")
             pool.run(total)
 
 

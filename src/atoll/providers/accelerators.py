@@ -292,6 +292,14 @@ class Google(metaclass=_Vendor):
     """Google's TPUs."""
 
 
+class TPU(metaclass=_Vendor):
+    """Google's TPUs by generation: ``TPU.v5e``, ``TPU.v5p(count=4)``."""
+
+
+for _card in _CATALOG["Google"]:
+    setattr(TPU, _card.removeprefix("tpu-"), AcceleratorSpec(_card))
+
+
 class Accelerator(metaclass=_Vendor):
     """All accelerators by maker: ``Accelerator.NVIDIA.A100(count=8)``, ``Accelerator.AMD.MI300X``."""
 

@@ -1,4 +1,5 @@
-"""Framework decorators: ``@sky.integrations.torch``, ``.transformers``, ``.jax``, ``.keras`` and ``.tensorflow``.
+"""Framework decorators: ``@sky.integrations.torch``, ``.transformers``, ``.accelerate``, ``.jax``, ``.keras`` and
+``.tensorflow``.
 
 They stand above or below ``@sky.compute``, bare or called. Outside a pool the function just runs.
 """
@@ -13,7 +14,7 @@ from atoll.core.validation import check_seconds, nearest, suggests_keywords
 from atoll.functions.compute import ComputeFunction
 from atoll.functions.integrations._frameworks import Framework, check_keras_backend, integrate
 
-__all__ = ["jax", "keras", "tensorflow", "torch", "transformers"]
+__all__ = ["accelerate", "jax", "keras", "tensorflow", "torch", "transformers"]
 
 _BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl")
 
@@ -38,6 +39,12 @@ def torch(function: Any = None, /, *, backend: str | None = None, timeout: float
 def transformers(function: Any = None, /, *, backend: str | None = None) -> Any:
     """The same as ``torch``, and the Hugging Face ``Trainer`` sees every rank, on CPU too."""
     return _decorator(Framework("transformers", _backend(backend)), function)
+
+
+@suggests_keywords
+def accelerate(function: Any = None, /, *, backend: str | None = None) -> Any:
+    """The same as ``torch``, and ``accelerate.Accelerator()`` has every rank, on CPU too."""
+    return _decorator(Framework("accelerate", _backend(backend)), function)
 
 
 @suggests_keywords

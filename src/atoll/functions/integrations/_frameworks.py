@@ -18,6 +18,7 @@ from atoll.functions.serialize import importable, name_of
 EXTRAS = {
     "torch": "train",
     "transformers": "transformers",
+    "accelerate": "transformers",
     "jax": "jax",
     "keras": "keras",
     "tensorflow": "tensorflow",
@@ -108,7 +109,7 @@ def set_up(framework: Framework) -> None:
         _need(framework.name)
         from atoll.functions.integrations import _torch
 
-        _torch.set_up(framework.backend, framework.timeout, for_trainer=framework.name == "transformers")
+        _torch.set_up(framework.backend, framework.timeout, for_trainer=framework.name != "torch")
         return
     if _done == framework:
         return

@@ -8,7 +8,7 @@ from atoll.worker.process_group import disarm, explicit
 
 
 def set_up(backend: str | None, timeout: float | None, *, for_trainer: bool) -> None:
-    """Make the group, over one rank too; ``for_trainer``: Hugging Face's has to see it."""
+    """Make the group, over one rank too; ``for_trainer``: Hugging Face's, or its Accelerator, has to see it."""
     disarm()  # the group asked for here is the only one to make
     import torch
 
