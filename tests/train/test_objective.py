@@ -245,6 +245,16 @@ def _sums_of_zeros(section: ObjectiveSection) -> Tensor:
     return sums_of(make_objective(section), logprobs, Batch(zeros, labels, zeros, None))
 
 
+def test_a_mistake_on_the_last_stage_is_named(tmp_path: Path) -> None:
+    tree = small.tree(
+        tmp_path, objective={"python": "test_objective:_Bare"}, parallel={"pipeline": 2}, train__micro_batch=1
+    )
+    (_, (how, said)) = ranks.start(2, small.train, tree, patient=True).outcomes()
+    assert how == "raised"
+    assert "ConfigError: [objective] _Bare.loss has to return the loss and a dict" in said
+    assert "RuntimeError" not in said
+
+
 class _Answers(Pretrain):
     """Trains what follows token 5 in each document."""
 

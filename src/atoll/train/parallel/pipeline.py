@@ -143,5 +143,8 @@ class Pipeline:
         inputs = (whole["tokens"],) if self._has_first else ()
         target = {"target": whole["labels"]} if self._has_last else {}
         self._sums = torch.zeros_like(self._sums)
-        step(*inputs, **target, **whole)
+        try:
+            step(*inputs, **target, **whole)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # torch wraps what a stage raises, also out of memory
         return self._sums
