@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import atoll as sky
+from atoll.tasks import sdk
 
 LAUNCH = """
 import atoll as sky
@@ -84,7 +85,7 @@ def test_a_script_of_the_sdk_runs(tmp_path: Path) -> None:
     assert said[-1].startswith("unknown no cluster 'other'")
 
 
-def test_request_ids_are_text() -> None:
+def test_request_ids_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
     request = sky.launch(sky.Task(run="true"), "c", dryrun=True)
     assert isinstance(request, str)
     assert f"{request}" == str(request) == request
@@ -97,6 +98,12 @@ def test_request_ids_are_text() -> None:
         list(request)
     with pytest.raises(sky.UsageError, match="'x' is no request of this process"):
         sky.get("x")
+    monkeypatch.setattr(sdk, "_MOST_REQUESTS", 1)
+    kept = sky.status()
+    with pytest.raises(sky.UsageError, match="is no request"):
+        sky.get(str(request))
+    assert sky.get(request) == (None, None)  # the id itself knows
+    assert sky.get(str(kept)) == []
 
 
 def test_a_task_is_changed_as_sdk_scripts_do() -> None:

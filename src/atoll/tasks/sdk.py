@@ -48,7 +48,8 @@ __all__ = [
     "tail_logs",
 ]
 
-_requests: dict[str, RequestId] = {}  # of this process
+_MOST_REQUESTS = 10_000
+_requests: dict[str, RequestId] = {}  # of this process, the latest
 
 
 class StatusRefreshMode(enum.Enum):
@@ -81,6 +82,8 @@ class RequestId(str):
     def _done(self, result: Any, lines: Sequence[str]) -> RequestId:
         self.result, self.lines = result, lines
         _requests[str(self)] = self
+        while len(_requests) > _MOST_REQUESTS:  # a script that asks for the status for days
+            del _requests[next(iter(_requests))]
         return self
 
     def __iter__(self) -> Iterator[str]:
