@@ -121,6 +121,38 @@ def test_on_slurm(make_bed: MakeBed, folder: Path) -> None:
     assert bed.hosts[0].run("squeue -h -t PENDING,RUNNING").strip() == ""
 
 
+GPU_INFO = "\"{'Gpus': [{'Name': '%s', 'Manufacturer': 'x', 'Count': %d, 'MemoryInfo': {'SizeInMiB': 1}}]}\""
+COLUMNS = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice"
+PRICES = f"""{COLUMNS},Region,AvailabilityZone,Arch
+g6.12xlarge,L4,4,48,192,{GPU_INFO % ("L4", 4)},4.60,1.80,us-east-1,use1-az1,x86_64
+p5.48xlarge,H100,8,192,2048,{GPU_INFO % ("H100", 8)},55.04,28.10,us-east-1,use1-az1,x86_64
+p5en.48xlarge,H200,8,192,2048,{GPU_INFO % ("H200", 8)},63.30,24.50,us-east-2,use2-az1,x86_64
+"""
+
+
+@pytest.mark.timeout(1500)  # SkyPilot is installed for it
+def test_on_a_cloud(repository: Path, folder: Path) -> None:
+    catalog = Path(os.environ["ATOLL_HOME"], "skypilot/home/.sky/catalogs/v8")
+    for name, text in {
+        "aws/vms.csv": PRICES,
+        "aws/images.csv": "Tag,Region,OS,OSVersion,ImageId,CreationDate,BaseImageId\n",
+        "aws/instance_quota_mapping.csv": "Region,AcceleratorName,SpotInstanceCode,OnDemandInstanceCode\n",
+        "common/accelerators.csv": "AcceleratorName,Clouds\n"
+        + "".join(f"{name},['AWS']\n" for name in ("L4", "H100", "H200")),
+    }.items():
+        (catalog / name).parent.mkdir(parents=True, exist_ok=True)
+        (catalog / name).write_text(text)
+    first = subprocess.run(["atoll", "gpus", "aws"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if "could not be installed" in first.stdout:
+        pytest.skip(first.stdout.splitlines()[-1])
+    said = run("On a cloud")
+    assert "aws/us-east-1: g6.12xlarge, $4.60/h (spot $1.80/h); $18.40/h in all" in of(said, "atoll launch -c train")
+    spot, on_demand = [text for command, text in said.items() if "-c titan" in command]
+    assert "aws/us-east-2: p5en.48xlarge, spot $24.50/h (on demand $63.30/h); $49.00/h in all" in spot
+    assert "aws/us-east-1: p5.48xlarge, $55.04/h (spot $28.10/h); $110.08/h in all" in on_demand
+    assert "nothing was started (--dryrun)" in spot
+
+
 # -------------------------------------------------------------------------------------------------- docs/clusters.md
 PAGE = ROOT / "docs/clusters.md"
 BLOCK = re.compile(r"(<!-- run -->\n```bash\n(.*?)```\n\n```text\n)(.*?)(```)", re.S)
