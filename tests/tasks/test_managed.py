@@ -381,6 +381,18 @@ def test_a_launch_of_a_job_that_is_not_managed_passes_over_it_too(fake: Script) 
 
 
 @pytest.mark.long
+def test_a_notice_gives_the_task_time_to_save_and_it_goes_on_elsewhere(fake: Script, shared: Path) -> None:
+    run = f"trap 'sleep 3; touch $SHARED/saved; exit 0' TERM; {TRAIN}"
+    job = launch(run, shared, resources={"ordered": [{"infra": "fake"}, {"infra": "local"}]})
+    steps(job, shared, 1)
+    fake(notice="the spot machine is taken back in two minutes")
+    eventually((shared / "saved").exists, "it saves", 30)
+    steps(job, shared, 2)
+    assert clusters.load(task_cluster()).infra == "local"
+    assert "the spot machine is taken back in two minutes" in finish(job, shared, 2)
+
+
+@pytest.mark.long
 def test_what_was_given_back_by_somebody_is_cancelled(fake: Script, shared: Path) -> None:
     job = launch(shared=shared, infra="fake")
     steps(job, shared, 1)

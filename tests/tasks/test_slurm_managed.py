@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
 from tests.providers.test_slurm import USER, atoll, configure, make_slurm, queue
 from tests.tasks.test_ssh_tasks import eventually
 
+from atoll.tasks import clusters, managed_api, supervisor
 from testbed.fixtures import MakeBed
 from testbed.hosts import Testbed
 
@@ -52,4 +55,24 @@ def test_what_slurm_takes_goes_on_and_what_somebody_cancels_is_over(slurm: Testb
     slurm.hosts[0].run(f"scancel {second}", user=USER)
     assert "scancel" in atoll("jobs", "logs", code=103)
     assert row()["status"] == "CANCELLED"
+    assert queue(slurm) == []
+
+
+def test_a_controller_that_is_killed_keeps_its_place_in_the_queue(slurm: Testbed) -> None:
+    configure('sbatch = ["--exclusive"]')
+    atoll("launch", "-c", "holder", "--infra", "slurm/lab", "--num-nodes", "2", "true")
+    atoll("jobs", "launch", "--infra", "slurm/lab", "-d", "echo at last")
+    eventually(lambda: "busy" in row()["reason"] or "first" in row()["reason"], "it waits, and says why", 60)
+    ids = slurm.hosts[0].run("squeue -h -o %i", user=USER).split()
+    folder = clusters.folder_of(managed_api.CONTROLLER)
+    before = supervisor.pid_of(folder)
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: supervisor.pid_of(folder) not in (None, before), "a new controller")
+    eventually(lambda: "started again" in log(), "it continues")
+    atoll("down", "holder")
+    assert "at last" in atoll("jobs", "logs", timeout_s=200)
+    assert (
+        max(ids, key=int) == slurm.hosts[0].run("scontrol -o show job | grep -o 'JobId=[0-9]*'").split("=")[-1].strip()
+    )
     assert queue(slurm) == []

@@ -318,7 +318,8 @@ class ManagedRunner:
         )  # fmt: skip
         try:
             have = clusters.find(name)
-            if have is not None and (found := _job_of(have, key)) is not None:  # a supervisor before this one did it
+            # A supervisor before this one may have done it.
+            if have is not None and have.is_there and (found := _job_of(have, key)) is not None:
                 return r.Launched(action.launch, found)
             return r.Launched(action.launch, launches.launch([wanted], name, how)[0].id)
         except ConfigError as error:

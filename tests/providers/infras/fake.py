@@ -1,7 +1,7 @@
 """Local nodes of a provider that misbehaves as ``fake.json`` beside it says, which a test may change at any time.
 
 ``state``, ``reason``: of the allocation, as ``poll`` tells it; ``addresses``: of its nodes; ``broken``: a node whose
-agent does not start; ``preempted``: why nodes go away, once they do.
+agent does not start; ``preempted``: why nodes go away, once they do; ``notice``: why they are about to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atoll.core.errors import ProvisionError
-from atoll.providers.base import Allocation, AllocationState, Boot, Node, NodePlan, NodeRequest, Plan, Report
+from atoll.providers.base import Allocation, AllocationState, Boot, Node, NodePlan, NodeRequest, Notice, Plan, Report
 from atoll.providers.local import Local
 
 
@@ -67,6 +67,9 @@ class Fake(Local):
                 for node, address in zip(allocation.nodes, addresses, strict=True)
             ),
         )
+
+    def notice(self, allocation: Allocation) -> Notice | None:
+        return Notice(script()["notice"], 10.0) if "notice" in script() else None
 
     def launch_agents(self, allocation: Allocation, nodes: Sequence[NodePlan], boot: Boot) -> Iterator[FakeNode]:  # type: ignore[override]
         for node in nodes:

@@ -389,7 +389,9 @@ class Slurm(HostProvider):
         Raises:
             ConfigError, ProvisionError: Slurm refuses it, or it can't be made larger.
         """
-        if have is not None and (now := self.poll(have)).state in (AllocationState.READY, AllocationState.PENDING):
+        there = (AllocationState.READY, AllocationState.PENDING)
+        # One that has waited for its nodes so far, in a launch that was killed, is found by its owner.
+        if have is not None and have.nodes and (now := self.poll(have)).state in there:
             if request.num_nodes > len(now.nodes):
                 raise ConfigError(
                     f"cluster {request.id} has {len(now.nodes)} nodes, and a Slurm job can't be made larger: "
