@@ -197,10 +197,12 @@ def test_the_life_of_a_cluster(cloud: Script, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_pool_and_its_end(cloud: Script) -> None:
+def test_a_pool_and_its_end(cloud: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.providers.base._KEEP_S", 0.1)
     with sky.ComputePool(provider=sky.AWS(), nodes=2, logs="quiet") as pool:
         assert pool.run(os.getenv, "RANK") == ["0", "1"]
         assert len(rented()) == 1
+        eventually(lambda: len(calls("renew")) == 1, "its machines stay", 30)
     assert rented() == []
 
 

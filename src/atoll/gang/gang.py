@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import termios
 import threading
 import time
@@ -32,7 +33,7 @@ from atoll.gang.nodes import NodeChannel, Nodes
 from atoll.gang.notifier import Audience
 from atoll.gang.remote_ranks import OneUseArena, RankFiles
 from atoll.gang.state import GangState
-from atoll.providers.base import Node
+from atoll.providers.base import Node, Upkeep
 from atoll.wire import frames
 from atoll.wire.channel import Channel, Sender, said_of_end
 from atoll.wire.event_loop import LONGEST_S, READ, WRITE, EventLoop
@@ -106,6 +107,7 @@ class Gang:
         )
         self._pid = os.getpid()
         self._held: int | None = None  # the folder of its logs
+        self._upkeep: Upkeep | None = None
         self._log_files = RankFiles(spec.log_dir) if self.nodes.are_remote else None  # local agents write them
         self._to_start: set[int] = set()  # nodes that were lost, once they are released
         self._channels: dict[int, RankChannel] = {}  # of ranks on this machine
@@ -149,6 +151,7 @@ class Gang:
             with contextlib.suppress(OSError):  # a full disk
                 os.makedirs(self.spec.log_dir, mode=0o700, exist_ok=True)
                 self._held = hold_folder(self.spec.log_dir)
+            self._upkeep = Upkeep(self.spec.provider, self.spec.plan.allocation)
             self.nodes.start_all()
             self._reader.start()
             self._wait_ready(started + self.spec.start_timeout_s)
@@ -211,8 +214,14 @@ class Gang:
             self._log_files.close()
         if self._held is not None:
             os.close(self._held)
-        with contextlib.suppress(AtollError):  # what can't be reached now ends by itself
-            self.spec.provider.release(self.spec.plan.allocation, keep_disks=False)
+        if self._upkeep is not None:
+            self._upkeep.end()
+        allocation = self.spec.plan.allocation
+        try:
+            self.spec.provider.release(allocation, keep_disks=False)
+        except AtollError as error:  # what can't be reached now ends by itself
+            if allocation.is_rented:
+                print(f"atoll: machines of {allocation.infra} were not given back: {error}", file=sys.stderr)
         self.audience.event(events.PoolStopped(pool_id=self.spec.pool_id))
         self.audience.close()
 

@@ -9,18 +9,20 @@ its agent's channel alone; what ``poll`` says of it explains an end, and gives t
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import enum
 import posixpath
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Protocol
 
-from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.providers.gpus import Gpu, visible_gpus
 
 Report = Callable[[str], object]
@@ -36,6 +38,7 @@ DEFAULT = "local"  # the infra where none is named
 WORKDIR = "sky_workdir"
 TARGETS = "mounts.json"  # beside a home: paths at which its jobs see files that lie in the home
 _POLL_S, _POLL_MOST_S = 0.05, 5.0
+_KEEP_S = 30.0
 
 OWN_MACHINES: Mapping[str, str] = {
     "use_spot": "your own machines are not spot machines",
@@ -263,6 +266,28 @@ def wait_until_ready(
         kind = AllocationReleased if allocation.state is AllocationState.RELEASED else ProvisionError
         raise kind(f"{allocation.infra} gave no nodes: {allocation.reason or allocation.state.lower()}")
     return allocation
+
+
+class Upkeep:
+    """Has rented nodes stay while a driver of this process uses them: asks their provider, in a thread of its own."""
+
+    def __init__(self, provider: Provider, allocation: Allocation) -> None:
+        self._provider, self._allocation = provider, allocation
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="atoll-upkeep", daemon=True)
+        if allocation.is_rented:
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_KEEP_S):
+            with contextlib.suppress(AtollError):  # asked again
+                self._provider.keep(self._allocation)
+
+    def end(self) -> None:
+        """Let them go. Safe to call twice."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 # ------------------------------------------------------------------------------------------------ what is started
