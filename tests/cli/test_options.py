@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import typer
+from tests.pools import SOURCE_ROOT
 from typer.testing import CliRunner
 
 from atoll.cli import options
@@ -94,6 +99,29 @@ def test_an_unknown_option_is_answered_with_the_nearest_spelling(words: list[str
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
+
+
+def test_without_the_packages_of_the_trainer_its_commands_say_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('torch', 'numpy'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE_ROOT}:{tmp_path}"}
+    for words in (
+        ("atoll", "train", "llama3_debug", "--nodes", "2"),
+        ("atoll", "train", "llama3_debug", "--dryrun"),
+        ("atoll", "data", "preview", "llama3_debug"),
+        ("atoll", "export", "a", "b"),
+        ("atoll.train", "llama3_debug"),
+    ):
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert re.fullmatch(r"atoll: the trainer needs (torch|numpy), which \S+ lacks: pip install .*\n", done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from atoll.cli.recipes import recipes_app
 from atoll.cli.shown import duration, print_json, print_table
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
 from atoll.core.exit_codes import ExitCode, exit_code_of
+from atoll.core.packages import trainer_packages
 from atoll.core.validation import nearest
 
 _SAME_S = 1.0  # a Ctrl-C so soon after another counts as the same
@@ -297,7 +298,8 @@ def run_command() -> None:
         _ready_streams()
         with _one_interrupt(), output.spinner(" ".join(["atoll", *sys.argv[1:2]]), until_output=True):
             try:
-                app(prog_name="atoll")
+                with trainer_packages():
+                    app(prog_name="atoll")
             finally:
                 sys.stdout.flush()
     except AtollError as error:

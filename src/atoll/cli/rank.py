@@ -23,8 +23,8 @@ def train_rank(recipe: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
 
     prepare_process()
 
+    from atoll.train import run
     from atoll.train.events import Event, encode
-    from atoll.train.trainer import run
 
     context = current()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from atoll.core.packages import trainer_packages
+
 if TYPE_CHECKING:
     from atoll.train.recipe.load import load_recipe as load_recipe
     from atoll.train.recipe.schema import Recipe as Recipe
@@ -27,4 +29,5 @@ __all__ = ["Recipe", "TrainResult", "load_recipe", "run"]
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'atoll.train' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    with trainer_packages():
+        return getattr(importlib.import_module(_WHERE[name]), name)

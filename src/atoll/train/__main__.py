@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     is_head = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         prepare_process()
-        from atoll.train.trainer import run
+        from atoll.train import run
 
         report = _print_event if "--events" in given else None
         resume, allow_changes = "--no-resume" not in given, "--allow-changes" in given
