@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from tests.examples.test_austen import RECIPE, ROOT, SMALL
+from tests.gang.test_death import small_cgroup  # noqa: F401 - a fixture
 from tests.pools import eventually
 
 import atoll as sky
@@ -581,6 +582,48 @@ def test_a_short_cut_of_the_login_node_ends_nothing_and_a_time_limit_is_told(slu
     eventually(lambda: down in said + atoll("status"), "the cluster is down")
     assert "is down" in atoll("exec", "c", "true", code=102)
     assert "begun" in atoll("logs", "c", "1", code=100)
+
+
+@pytest.mark.long
+def test_a_login_node_cut_off_for_a_minute_ends_neither_pool_nor_job(slurm: Testbed) -> None:
+    configure("grace_s = 150")
+    login = slurm.hosts[0]
+
+    def slowly() -> int:
+        time.sleep(80)
+        return 7
+
+    atoll("launch", "-d", "-c", "c", "--infra", "slurm/lab", "for i in $(seq 90); do echo tick $i; sleep 1; done")
+    with sky.ComputePool(provider="slurm/lab", nodes=2, logs="quiet") as pool, running([ATOLL, "logs", "c"]) as process:
+        future = pool.submit(slowly, everywhere=True)
+        time.sleep(5)
+        login.cut()
+        time.sleep(60)
+        login.heal()
+        assert future.result(120) == [7, 7]
+        said, _ = process.communicate(timeout=120)
+    ticks = [line.rpartition("tick ")[2] for line in said.splitlines() if "tick " in line]
+    assert ticks == [str(number) for number in range(1, 91)], "no line twice, none lost"
+    assert process.returncode == 0
+    atoll("down", "c")
+    eventually(lambda: queue(slurm) == [], "the jobs are cancelled")
+
+
+@pytest.mark.long
+@pytest.mark.serial  # the kernel counts such kills for the whole machine
+def test_a_step_that_is_killed_for_memory_is_named_so(slurm: Testbed, small_cgroup: Path) -> None:  # noqa: F811
+    grow = "import time; time.sleep(8); blocks = [bytearray(b'x') * (16 << 20) for _ in range(100)]"
+    atoll("launch", "-d", "-c", "c", "--infra", "slurm/lab", f'exec python3 -c "{grow}"')
+
+    def found() -> list[int]:
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.hosts[1].pids()}
+        return [pid for pid, line in lines.items() if line.startswith(b"python3\0-c\0import time; time.sleep(8)")]
+
+    (pid,) = eventually(found, "it runs", 60.0)
+    (small_cgroup / "cgroup.procs").write_text(str(pid))
+    said = atoll("logs", "c", code=100)
+    assert "was killed for memory (the kernel's OOM killer)" in said
+    atoll("down", "c")
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ Accelerators = tuple[str, int]
 DEFAULT = "local"  # the infra where none is named
 WORKDIR = "sky_workdir"
 TARGETS = "mounts.json"  # beside a home: paths at which its jobs see files that lie in the home
-_POLL_S, _POLL_MOST_S = 0.05, 5.0
+_POLL_S = 0.05  # at first, doubled each time
 _KEEP_S = 30.0
 
 OWN_MACHINES: Mapping[str, str] = {
@@ -260,7 +260,7 @@ def wait_until_ready(
         if given_up():
             raise ProvisionError(f"{allocation.infra} had no nodes yet: {said or 'no reason was given'}")
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_MOST_S)
+        pause_s = min(2 * pause_s, provider.poll_s)
         allocation = provider.poll(allocation)
     if allocation.state is not AllocationState.READY:
         kind = AllocationReleased if allocation.state is AllocationState.RELEASED else ProvisionError
@@ -583,6 +583,7 @@ class Provider(abc.ABC):
         lacks: settings of a task's resources that it can't honour, and why.
         gives_slices: MIG slices can be requested of it, as ``mig`` of a request's resources: the profiles of a node.
         is_elsewhere: its nodes are on other machines.
+        poll_s: pending allocations are polled so often in the end, in seconds.
     """
 
     kind: ClassVar[str]
@@ -592,6 +593,7 @@ class Provider(abc.ABC):
     lacks: ClassVar[Mapping[str, str]] = OWN_MACHINES
     gives_slices: ClassVar[bool] = False
     is_elsewhere: ClassVar[bool] = False
+    poll_s: ClassVar[float] = 5.0
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from atoll.tasks.control import LocalControl
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
 from atoll.tasks.store import Store
 
-_LOOK_S = 20.0
+_LOOK_S = 30.0
 _RESTART_S = 1.0  # one that ends at once, again and again, costs little
 _STEP_S = 0.5  # until it notices that the cluster is not up any more
 _SAVE_S = 900.0  # for jobs that save

@@ -93,6 +93,7 @@ class Slurm(HostProvider):
     """
 
     kind: ClassVar[str] = "slurm"
+    poll_s: ClassVar[float] = 10.0  # a busy controller answers many
     form: ClassVar[str] = "slurm/NAME"
     expected: ClassVar[str] = (
         "slurm/NAME, with a NAME of [slurm.NAME] in config.toml or of ~/.ssh/config (the login node), or slurm/here"
