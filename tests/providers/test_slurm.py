@@ -53,10 +53,14 @@ def make_slurm(make_bed: MakeBed, num_hosts: int = 3, **how: bool) -> Testbed:
     return bed
 
 
-def configure(*lines: str) -> None:
+def configure(*lines: str, login: str = "h1") -> None:
     """Declare the cluster, with further settings."""
-    text = "\n".join(('[slurm.lab]\nlogin = "h1"\ngrace_s = 5.0', *lines))
-    Path(os.environ["ATOLL_HOME"], "config.toml").write_text(text + "\n")
+    usual = (
+        "[slurm.lab]",
+        f'login = "{login}"',
+        *([] if any("grace_s" in line for line in lines) else ["grace_s = 5.0"]),
+    )
+    Path(os.environ["ATOLL_HOME"], "config.toml").write_text("\n".join((*usual, *lines)) + "\n")
 
 
 @pytest.fixture
@@ -585,9 +589,10 @@ def test_a_short_cut_of_the_login_node_ends_nothing_and_a_time_limit_is_told(slu
 
 
 @pytest.mark.long
-def test_a_login_node_cut_off_for_a_minute_ends_neither_pool_nor_job(slurm: Testbed) -> None:
-    configure("grace_s = 150")
-    login = slurm.hosts[0]
+def test_a_login_node_cut_off_for_a_minute_ends_neither_pool_nor_job(make_bed: MakeBed) -> None:
+    bed = make_slurm(make_bed, 4)  # h1 is the controller, too: without it for so long Slurm gives its nodes up
+    configure("grace_s = 150", login="h4")
+    login = bed.hosts[3]
 
     def slowly() -> int:
         time.sleep(80)
@@ -606,7 +611,7 @@ def test_a_login_node_cut_off_for_a_minute_ends_neither_pool_nor_job(slurm: Test
     assert ticks == [str(number) for number in range(1, 91)], "no line twice, none lost"
     assert process.returncode == 0
     atoll("down", "c")
-    eventually(lambda: queue(slurm) == [], "the jobs are cancelled")
+    eventually(lambda: queue(bed) == [], "the jobs are cancelled")
 
 
 @pytest.mark.long
