@@ -116,6 +116,17 @@ def test_one_that_returns_early_serves_the_others_to_their_end() -> None:
 
 
 @pytest.mark.long
+def test_one_that_returned_is_not_taken_for_one_that_waits_in_a_collective() -> None:
+    @sky.integrations.jax
+    @sky.compute
+    def uneven() -> int:
+        return sum(range(3 * 10**8)) if sky.instance_info().rank == 1 else 0  # one line, for seconds
+
+    with sky.ComputePool(nodes=2, hang_timeout=1, logs="quiet") as pool:
+        assert (uneven() @ pool)[0] == 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_error_comes_while_the_other_rank_would_wait_for_ever(failing: int, tmp_path: Path) -> None:
     @sky.integrations.jax

@@ -203,7 +203,7 @@ def test_what_proves_a_hang() -> None:
     assert found(waits, sight(WAITS, 4, idle_since=6.0, state="T"), waits) is None, "only just"
     assert found(sight(WORKS), sight(WORKS), sight(WORKS)) is None, "the same line is no proof"
     call = call_on(0, 1, 2)
-    call.wants_group = {0, 2}
+    call.wants_group = {0: "", 2: ""}
     assert found(sight(WAITS), sight(WORKS), sight(WAITS), call=call) == Evidence(
         (1,), "ranks 0 and 2 entered a collective that rank 1 did not"
     )

@@ -15,6 +15,7 @@ from atoll.core.errors import HangError, name_ranks
 from atoll.core.events import HangSuspected
 from atoll.gang.call import Call
 from atoll.gang.progress import STOPPED, Sight
+from atoll.wire import frames
 
 _WARNING_S = 600.0  # without a hang_timeout: no progress for so long is worth a line,
 _DESERTED_S = 30.0  # or for so long where some ranks returned and all others wait for them
@@ -106,7 +107,8 @@ def _entered(running: Mapping[int, Sight], num_ranks: int) -> dict[str, dict[int
 
 
 def _asked_for_group(call: Call, running: Mapping[int, Sight]) -> dict[int, int]:
-    return {rank: int(rank in call.wants_group) for rank in running}
+    asked = {rank for rank, offer in call.wants_group.items() if offer != frames.RETURNED}
+    return {rank: int(rank in asked) for rank in running}
 
 
 def suspicion(event: HangSuspected) -> str:

@@ -12,6 +12,7 @@ _IDLE_S, _IDLE_SHARE = 0.03, 0.01
 # Files and functions in which a rank waits for the others.
 _WAITS = (
     "atoll/worker/process_group.py",  # for the others to import torch
+    "atoll/functions/integrations/",
     "torch/distributed/",
     "torch/nn/parallel/distributed.py",
     "_engine_run_backward",

@@ -31,6 +31,7 @@ KEPT: Final = 2
 HAS_TORCH: Final = 4
 SPENT: Final = 8
 HAS_FRAMEWORK: Final = 16
+RETURNED: Final = "returned"  # what a rank offers that waits for the others before it leaves, and will make no group
 _LENGTH: Final = struct.Struct("<I")
 _SMALLEST: Final = HEADER.size + _LENGTH.size
 _MAX_FDS: Final = 64

@@ -13,6 +13,7 @@ from atoll.core.context import current
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.validation import nearest
 from atoll.functions.serialize import importable, name_of
+from atoll.wire import frames
 
 # Name of the decorator -> the extra that brings what it needs.
 EXTRAS = {
@@ -128,7 +129,7 @@ def set_up(framework: Framework) -> None:
     # they lose what rank 0 serves, or are ended by the framework as soon as one of them is gone.
     worker.spent = True
     if ctx.world_size > 1:
-        worker.before_result.append(lambda: cast("None", worker.agree()))
+        worker.before_result.append(lambda: cast("None", worker.agree(frames.RETURNED)))
     from atoll.functions.integrations import _jax, _keras, _tensorflow
 
     match framework.name:

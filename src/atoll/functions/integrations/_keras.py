@@ -22,6 +22,7 @@ from typing import Any
 from atoll.core.context import CallContext
 from atoll.core.errors import ConfigError
 from atoll.functions.integrations import _jax, _tensorflow
+from atoll.wire import frames
 from atoll.worker.channel import DriverChannel
 from atoll.worker.process_group import explicit
 
@@ -116,7 +117,7 @@ class _Ranks:
             ConfigError: a rank ended.
         """
         offers = self._worker.agree(json.dumps(value))
-        if offers is None or not all(offers):  # one that returned offers nothing
+        if offers is None or frames.RETURNED in offers:
             raise ConfigError("another rank returned from the function while this one trains: all have to call fit")
         return [json.loads(offer) for offer in offers]
 
