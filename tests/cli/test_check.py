@@ -52,10 +52,11 @@ def atoll(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[by
 def test_this_machine_as_a_table_and_as_json(atoll):
     code, out, _ = atoll("check")
     assert code == 0
-    *lines, slurm, ssh = out.splitlines()
+    *lines, clouds, slurm, ssh = out.splitlines()
     assert lines[0].startswith("✓ atoll: Atoll ")  # what a bug report needs
     findings = [line for line in lines if not line.startswith("✓ atoll: ")]
     assert all(line.startswith("✓ local: ") for line in findings)
+    assert clouds.startswith("clouds, through SkyPilot: `atoll check aws` says what to set up")
     assert slurm.startswith("no Slurm cluster is declared: [slurm.lab]")
     assert ssh.startswith("no ssh hosts are declared: [ssh.lab]")
     code, out, _ = atoll("check", "local", "-o", "json")
@@ -81,7 +82,7 @@ def test_an_infra_that_nobody_knows(atoll, command):
     code, out, err = atoll(*command)
     assert (code, out) == (2, "")
     assert "mars" in err
-    assert "knows local, slurm/NAME and ssh/NAME" in err
+    assert "knows local, skypilot[/CLOUD], slurm/NAME, ssh/NAME and clouds such as aws" in err
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,8 @@ def test_a_plan_needs_no_credentials_and_a_pool_says_what_to_set_up(prices: Scri
     with pytest.raises(ConfigError, match=r"H100:8 can't be had on aws.*nothing there fits"):
         sky.ComputePool(provider="aws", accelerator="H100:8").plan()
     assert registry.examine("aws") == [(False, "run `aws configure`")]
-    assert registry.resolve("aws").gpu_rows()[0][0]["name"] == "L4"
+    assert "L4    1      g6.xlarge      us-east-1  0.8" in atoll("gpus", "aws")
+    assert "✗ aws: run `aws configure`" in atoll("check", "aws", code=100)
 
 
 def test_a_task_is_planned_on_several_infras_side_by_side(prices: Script, tmp_path: Path) -> None:
@@ -265,17 +266,21 @@ def begin() -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.long
-def test_machines_that_were_deleted_by_hand(cloud: Script) -> None:
+def test_machines_that_were_deleted_by_hand_and_a_cloud_that_lies(cloud: Script, bed: Testbed) -> None:
     atoll("launch", "-c", "c", "--infra", "aws", "true")
     Path(os.environ["ATOLL_HOME"], "fake-clusters", "atoll-c").unlink()
-    (environment.folder() / "clusters" / "atoll-c.json").unlink()  # what was said of it is old
+    note = environment.folder() / "clusters" / "atoll-c.json"
+    note.unlink()  # what was said of it is old
+    assert "UP" in atoll("status")  # it answers
+    bed.hosts[0].cut()
+    note.unlink()
     assert "are not there any more" in atoll("status")
     assert clusters.load("c").status is sky.ClusterStatus.DOWN
     atoll("down", "c")
 
 
 @pytest.mark.long
-def test_machines_are_stopped_and_started_where_the_cloud_can(cloud: Script) -> None:
+def test_machines_are_stopped_and_started_where_the_cloud_can(cloud: Script, bed: Testbed) -> None:
     atoll("launch", "-c", "c", "--infra", "aws", "echo kept > ~/file")
     atoll("stop", "c")
     assert len(calls("stop")) == 1
@@ -284,6 +289,7 @@ def test_machines_are_stopped_and_started_where_the_cloud_can(cloud: Script) -> 
     assert len(calls("start")) == 1
     assert ") kept" in atoll("exec", "c", "cat ~/file")
     cloud(status="STOPPED")  # the watcher was gone, and the machines ended themselves
+    bed.hosts[0].cut()
     (environment.folder() / "clusters" / "atoll-c.json").unlink()
     assert "cluster c is stopped" in atoll("status")
     atoll("down", "c")

@@ -29,7 +29,9 @@ from testbed.slurm import slurm_missing, start_slurm
 __all__ = ["bed", "make_bed"]
 
 pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(1200)]
-WHEELS = Path(__file__).parents[2] / "inputs" / "skypilot-wheels"
+INPUTS = Path(__file__).parents[2] / "inputs"
+WHEELS = INPUTS / "skypilot-wheels"
+VENV = INPUTS / "skypilot-venv"  # it takes a minute to make
 WANTED = [f"skypilot[slurm,remote]=={environment.VERSION}", "setuptools<70", "setuptools", "wheel", "pip", "uv"]
 # In the place of what SkyPilot loads from the internet on a node: uv, and a Python of the version that it wants.
 SHIMS = """cat > /usr/local/bin/curl <<'END'
@@ -118,6 +120,11 @@ def skypilot(make_bed: MakeBed, wheels: Path, monkeypatch: pytest.MonkeyPatch) -
     for name, text in CATALOGS.items():
         (catalogs / name).parent.mkdir(parents=True, exist_ok=True)
         (catalogs / name).write_text(text)
+    VENV.mkdir(exist_ok=True)
+    (environment.folder() / "venv").symlink_to(VENV)
+    environment.interpreter("slurm")
+    # The clouds' own packages are not among the wheels: without them it knows prices, and that credentials are missing.
+    (VENV / "atoll.json").write_text(json.dumps({"version": environment.VERSION, "extras": ["aws", "gcp", "slurm"]}))
     try:
         yield made
     finally:
@@ -130,9 +137,6 @@ def test_plans_and_prices_without_credentials(skypilot: Testbed, tmp_path: Path)
     task.write_text(
         "resources: {accelerators: L4, use_spot: true, any_of: [{infra: gcp}, {infra: aws}]}\nnum_nodes: 2\nrun: echo\n"
     )
-    environment.interpreter("")  # without the clouds' own packages, which are not among the wheels
-    stamp = environment.folder() / "venv" / "atoll.json"
-    stamp.write_text(json.dumps({"version": environment.VERSION, "extras": ["aws", "gcp"]}))
     said = atoll("launch", "--dryrun", "-c", "c", str(task))
     assert "\naws/us-west-2: g6.xlarge, spot $0.15/h (on demand $0.81/h); $0.30/h in all" in said
     assert "\nor gcp/us-central1: g2-standard-4, spot $0.28/h (on demand $0.71/h); $0.56/h in all" in said

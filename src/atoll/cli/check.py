@@ -13,6 +13,11 @@ from atoll.cli.environment import environment
 from atoll.core.exit_codes import ExitCode
 from atoll.providers.base import DEFAULT
 
+_COLUMNS = (
+    *("host", "index", "name", "count", "memory_gb", "instance_type", "region", "price", "spot_price"),
+    *("uuid", "held_by"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
@@ -30,7 +35,7 @@ def register(app: typer.Typer) -> None:
 def check(
     infras: Annotated[
         list[str] | None,
-        typer.Argument(metavar="INFRA", help="local, ssh/NAME, slurm/NAME; all declared by default."),
+        typer.Argument(metavar="INFRA", help="local, ssh/NAME, slurm/NAME, aws, …; all declared by default."),
     ] = None,
     output: options.Output = "table",
 ) -> None:
@@ -66,15 +71,16 @@ def check(
 
 
 def gpus(
-    where: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, ssh/NAME or slurm/NAME.")] = None,
+    where: Annotated[str | None, typer.Argument(metavar="[INFRA]", help="local, ssh/NAME, slurm/NAME, aws, …")] = None,
     infra: Annotated[str, typer.Option(help="The same as a flag.")] = DEFAULT,
     output: options.Output = "table",
 ) -> None:
-    """Show the GPUs that jobs can use, and who holds them.
+    """Show the GPUs that jobs can use, and who holds them; of a cloud what it rents, in US$ an hour.
 
     \b
         atoll gpus
         atoll gpus ssh/lab
+        atoll gpus aws
     """
     from atoll.providers import registry
 
@@ -85,7 +91,7 @@ def gpus(
     if as_json:
         shown.print_json(rows)
     elif rows:
-        titles = [title for title in ("host", "index", "name", "memory_gb", "uuid", "held_by") if title in rows[0]]
+        titles = [title for title in _COLUMNS if title in rows[0]]
         shown.print_table(
             [title.upper() for title in titles],
             [["" if row[title] is None else str(row[title]) for title in titles] for row in rows],

@@ -108,7 +108,7 @@ NoSimulate = Annotated[bool, typer.Option("--no-simulate", help="Refuse GPUs tha
 Infra = Annotated[
     str | None,
     typer.Option(
-        "--infra", metavar="INFRA", help="Where nodes come from: local (the default), ssh/NAME or slurm/NAME."
+        "--infra", metavar="INFRA", help="Where nodes come from: local (the default), ssh/NAME, slurm/NAME, aws, gcp, …"
     ),
 ]
 Env = Annotated[

@@ -40,10 +40,11 @@ from atoll.providers.ssh.connection import connections, on_each
 from atoll.providers.ssh.host_provider import HostProvider
 from atoll.providers.ssh.hosts import Target
 
-_GRACE_S = 60.0  # a cluster behind SkyPilot's server is out of reach while that starts again
-_FRESH_S = 120.0  # what SkyPilot said of a cluster is believed for so long
+_GRACE_S = 90.0  # a cluster behind SkyPilot's server is out of reach while that starts again
+_FRESH_S = 45.0  # what SkyPilot said of a cluster is believed for so long
 _END_MINUTES = 60
 _PYTHON_S = 180.0
+_ANSWER_S = 10.0
 _OPTIONS = (  # of the resources that SkyPilot takes, those that are no part of `infra`
     *("cpus", "memory", "accelerators", "accelerator_args", "instance_type", "use_spot", "disk_size", "disk_tier"),
     *("network_tier", "local_disk", "ports", "image_id", "labels", "max_hourly_cost", "volumes"),
@@ -322,12 +323,27 @@ class SkyPilot(HostProvider):
             return self._reached(allocation, self._ask("describe", name=name, folder=str(_ssh_config().parent)))
         if allocation.state is not AllocationState.READY or _is_fresh(allocation):
             return allocation
-        now = self._ask("describe", name=name, refresh=True)
         _write(allocation, {"seen_s": time.time()})
+        try:
+            now = self._ask("describe", name=name, refresh=True)
+        except (
+            AtollError
+        ):  # the cloud does not answer, or there is no network: nothing is known, so nothing has changed
+            return allocation
+        if (now is None or now["status"] == "STOPPED") and self._answers(allocation):
+            return allocation
         if now is None:
             reason = f"machines of {self.infra} are not there any more, which was not done here"
             return dataclasses.replace(allocation, state=AllocationState.LOST, reason=reason)
         return self._stopped(allocation) if now["status"] == "STOPPED" else allocation
+
+    def _answers(self, allocation: Allocation) -> bool:
+        """Does its head answer, whatever the cloud says?"""
+        try:
+            with connections.used([self.target(allocation.head.reach)]) as (login,):
+                return login.run("true", limit_s=_ANSWER_S).returncode == 0
+        except ProvisionError:
+            return False
 
     def _stopped(self, allocation: Allocation) -> Allocation:
         settings = {**allocation.settings, "stopped_s": time.time()}
