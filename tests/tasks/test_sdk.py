@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,9 +123,25 @@ def test_a_task_is_changed_as_sdk_scripts_do() -> None:
     task.set_resources({sky.Resources(accelerators="H200:8"), sky.Resources(accelerators="H100:8")})
     either = [{"accelerators": "H100:8"}, {"accelerators": "H200:8"}]
     assert task.to_yaml_config()["resources"] == {"any_of": either}
-    assert sky.Resources(cloud=sky.Local()).infra == "local"
+    assert sky.Resources(cloud=sky.Local()).infra == sky.Resources("local").infra == "local"
+    assert sky.Resources(sky.AWS(region="us-east-1"), use_spot=True).infra == "aws/us-east-1"
+    assert sky.Resources(sky.GCP(), region="us-central1").infra == "gcp/us-central1"
     with pytest.raises(sky.ConfigError, match="acelerators"):
         task.resources.copy(acelerators="L4")
+
+
+def test_calls_of_several_threads() -> None:
+    def submit(number: int) -> int:
+        task = sky.Task(run=f"echo number {number}", resources=sky.Resources(accelerators="L4:1"))
+        return sky.get(sky.exec(task, cluster_name="c"))[0]
+
+    sky.launch(sky.Task(run="true", resources=sky.Resources(accelerators="L4:4")), "c")
+    with ThreadPoolExecutor(8) as threads:
+        jobs = list(threads.map(submit, range(16)))
+    assert sorted(jobs) == list(range(2, 18))
+    for number, job in enumerate(jobs):
+        assert f"number {number}\n" in "".join(sky.tail_logs("c", job, preload_content=False))
+    sky.down("c")
 
 
 def test_the_lines_of_a_log_are_left_in_the_middle() -> None:

@@ -277,14 +277,17 @@ class Resources(_Alternative):
     any_of: list[_Alternative] | None = None
     ordered: list[_Alternative] | None = None
 
-    def __init__(self, **keys: Any) -> None:
+    def __init__(self, cloud: Any = None, /, **keys: Any) -> None:
+        if cloud is not None:
+            keys["cloud"] = cloud
         for name in keys:
             if name not in (known := [*type(self).model_fields, *_PARTS]):
                 hint = nearest(name, known) or f": it takes {', '.join(known)}"
                 raise UsageError(f"Resources() has no argument {name!r}{hint}")
-        cloud = getattr(keys.get("cloud"), "infra", None)  # of sky.AWS(region="us-east-1")
-        if isinstance(cloud, str):
-            keys["cloud"], _, keys["region"] = cloud.partition("/") if "/" in cloud else (cloud, "", keys.get("region"))
+        infra = getattr(keys.get("cloud"), "infra", None)  # of sky.AWS(region="us-east-1")
+        if isinstance(infra, str):
+            keys["cloud"], slash, region = infra.partition("/")
+            keys |= {"region": region} if slash else {}
         try:
             super().__init__(**keys)
         except ValidationError as error:
