@@ -22,7 +22,7 @@ PAGES = {
     "api-pools": "ComputePool Image named_pools LogLine integrations strategy joblib_backend events",
     "api-providers": "Local SSH Slurm SkyPilot AWS GCP Azure Kubernetes Nebius Lambda RunPod Accelerator NVIDIA AMD "
     "Habana TPU",
-    "api-tasks": "Task Resources launch exec get stream_and_get Job LaunchedJob RequestId ClusterHandle Record "
+    "api-tasks": "Task Resources Dag launch exec get stream_and_get Job LaunchedJob RequestId ClusterHandle Record "
     "JobStatus status queue job_status tail_logs download_logs cancel stop start autostop down jobs ClusterStatus "
     "StatusRefreshMode",
     "api-errors": "AtollError ConfigError UsageError UnknownCluster ClusterNotUp exceptions ProvisionError ImageError "

@@ -62,6 +62,7 @@ _WHERE = {
     "shard": "atoll.functions.data",
     "Task": "atoll.tasks.task",
     "Resources": "atoll.tasks.resources",
+    "Dag": "atoll.tasks.dag",
     "Job": "atoll.tasks.jobs",
     **dict.fromkeys(
         ("launch", "exec", "get", "stream_and_get", "LaunchedJob", "RequestId", "ClusterHandle", "Record"),

@@ -130,6 +130,24 @@ def test_a_task_is_changed_as_sdk_scripts_do() -> None:
         task.resources.copy(acelerators="L4")
 
 
+def test_tasks_of_a_dag() -> None:
+    with sky.Dag() as dag:
+        sky.Task(run="true")
+    assert sky.get(sky.launch(dag, "c", dryrun=True)) == (None, None)
+    with sky.Dag() as dag:
+        first, second, third = (sky.Task(name, run="true") for name in ("a", "b", "c"))
+        third >> first
+    other = sky.Task(run="true")
+    assert [task.name for task in dag.tasks] == ["b", "c", "a"]
+    assert dag.tasks[0] is second
+    with pytest.raises(sky.UsageError, match=r"a Dag of 3 tasks: sky\.jobs\.launch\(dag\)"):
+        sky.launch(dag, "c")
+    with pytest.raises(sky.UsageError, match="inside of"):
+        other >> first
+    with pytest.raises(sky.UsageError, match="is no task of this Dag"):
+        dag.add_edge(other, first)
+
+
 def test_calls_of_several_threads() -> None:
     def submit(number: int) -> int:
         task = sky.Task(run=f"echo number {number}", resources=sky.Resources(accelerators="L4:1"))
@@ -172,6 +190,10 @@ for line in sky.jobs.tail_logs(name="first", preload_content=False):
 sleeper, _ = sky.get(sky.jobs.launch(sky.Task(name="sleeper", run="sleep 100")))
 sky.get(sky.jobs.cancel(job_ids=[sleeper]))
 print("cancelled", sky.jobs.tail_logs(job_id=sleeper, follow=True))
+with sky.Dag() as dag:
+    sky.Task("one", run="echo 1") >> sky.Task("two", run="echo 2")
+sky.get(sky.jobs.launch(dag))
+print("pipeline", sky.jobs.tail_logs(name="two"))
 for job in sky.get(sky.jobs.queue(refresh=False)):
     print("job", job["job_id"], job["job_name"], job["status"].value, job["recovery_count"])
 """
@@ -183,8 +205,10 @@ def test_managed_jobs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
-    assert {"launched 1 atoll-jobs", "code 0", "many [2, 3] 100", "cancelled 103"} <= {*said}, done.stdout
+    assert {"launched 1 atoll-jobs", "code 0", "many [2, 3] 100", "cancelled 103", "pipeline 0"} <= {*said}, done.stdout
     assert [line for line in said if line.startswith("job ")] == [
+        "job 6 two SUCCEEDED 0",
+        "job 5 one SUCCEEDED 0",
         "job 4 sleeper CANCELLED 0",
         "job 3 many FAILED 0",
         "job 2 many FAILED 0",

@@ -8,6 +8,7 @@ from typing import Any
 from atoll.core.errors import UsageError
 from atoll.core.validation import checks_arguments
 from atoll.tasks import api, managed_api
+from atoll.tasks.dag import Dag
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.sdk import ClusterHandle, Lines, Record, RequestId, job_lines, job_record, writer
 from atoll.tasks.task import Task
@@ -17,7 +18,7 @@ __all__ = ["cancel", "download_logs", "launch", "queue", "tail_logs"]
 
 @checks_arguments
 def launch(
-    task: Task | list[Task],
+    task: Task | list[Task] | Dag,
     name: str | None = None,
     pool: str | None = None,
     num_jobs: int | None = None,
@@ -31,7 +32,7 @@ def launch(
     """Start a managed job. The result: ``(job_id, handle)`` of the job and of its controller's cluster.
 
     Args:
-        task: a ``sky.Task``; of several, each starts when the one before has succeeded.
+        task: a ``sky.Task``; of several, or of a ``sky.Dag``, each starts when the one before has succeeded.
         name: of the job, in place of the task's.
         num_jobs: so many jobs of the same task; the result has the list of their numbers.
         infra: where it runs, in place of what the task says.
@@ -46,7 +47,8 @@ def launch(
         raise UsageError(f"jobs.launch(): pool={pool!r}: there are no pools of workers; leave it out")
     lines = Lines(on_line)
     how: dict[str, Any] = {"infra": infra, "controller": controller, "simulate": simulate, "strict": strict}
-    jobs = managed_api.launch(task, name, num_jobs=num_jobs, on_line=lines, **how)
+    tasks = task.tasks if isinstance(task, Dag) else task
+    jobs = managed_api.launch(tasks, name, num_jobs=num_jobs, on_line=lines, **how)
     handle = ClusterHandle.named(jobs[0].cluster)
     return RequestId.of(([job.id for job in jobs] if num_jobs is not None else jobs[0].id, handle), lines)
 

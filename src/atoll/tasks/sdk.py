@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.core.errors import UsageError
 from atoll.core.validation import checks_arguments
 from atoll.tasks import api, clusters, lifecycle
+from atoll.tasks.dag import Dag
 from atoll.tasks.jobs import Job
 from atoll.tasks.lifecycle import Say, silent
 from atoll.tasks.listing import cluster_row, job_row, resources_text, waiting_row
@@ -195,7 +196,7 @@ class Lines(list[str]):
 # -------------------------------------------------------------------------------------------------- jobs begin
 @checks_arguments
 def launch(
-    task: Task,
+    task: Task | Dag,
     cluster_name: str | None = None,
     retry_until_up: bool = False,
     idle_minutes_to_autostop: int | None = None,
@@ -217,7 +218,7 @@ def launch(
     """Start a task on a cluster, which is made, reused or resized for it.
 
     Args:
-        task: a ``sky.Task``.
+        task: a ``sky.Task``, or a ``sky.Dag`` of one.
         cluster_name: of the cluster; a new name by default.
         idle_minutes_to_autostop: stop the cluster after this many minutes without a job.
         down: remove it instead of stopping it; without minutes, right after its last job.
@@ -236,7 +237,7 @@ def launch(
     Raises:
         ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
     """
-    lines = Lines(on_line)
+    task, lines = _single("launch", task), Lines(on_line)
     how: dict[str, Any] = {"infra": infra, "no_setup": no_setup, "fast": fast, "simulate": simulate, "strict": strict}
     how |= {"idle_minutes_to_autostop": idle_minutes_to_autostop, "down": down, "on_line": lines}
     if dryrun:
@@ -246,7 +247,7 @@ def launch(
 
 @checks_arguments
 def exec(
-    task: Task,
+    task: Task | Dag,
     cluster_name: str,
     dryrun: bool = False,
     down: bool = False,
@@ -258,7 +259,7 @@ def exec(
     """Start a task on a cluster that is up: copies its workdir, skips its setup and file_mounts.
 
     Args:
-        task: a ``sky.Task``.
+        task: a ``sky.Task``, or a ``sky.Dag`` of one.
         cluster_name: of the cluster.
         dryrun: only check that it would run; the result is ``(None, None)``.
         down: remove the cluster after its last job.
@@ -269,13 +270,21 @@ def exec(
         UnknownCluster: there is no such cluster.
         ConfigError: the cluster is not up, or has less than the task needs.
     """
-    lines = Lines(on_line)
+    task, lines = _single("exec", task), Lines(on_line)
     if dryrun:
         return _planned(api.plan(task, cluster_name, as_it_is=True, strict=strict, on_line=lines), lines)
     job = api.exec(task, cluster_name, strict=strict, on_line=lines)
     if down:
         api.autostop(cluster_name, 0, down=True)
     return _launched(job, lines)
+
+
+def _single(call: str, task: Task | Dag) -> Task:
+    if not isinstance(task, Dag):
+        return task
+    if len(task.tasks) != 1:
+        raise UsageError(f"sky.{call}(): a Dag of {len(task.tasks)} tasks: sky.jobs.launch(dag) runs one after another")
+    return task.tasks[0]
 
 
 def _planned(cluster_name: str, lines: Sequence[str]) -> LaunchedJob:

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictBool, Tag
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, UsageError
 from atoll.core.secrets import is_secret
 from atoll.core.validation import MOST_NODES, checks_arguments, command_line, suggests_keywords, unsendable
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT
+from atoll.tasks import dag
 from atoll.tasks.environment import OF_PLACE
 from atoll.tasks.resources import Hook, Resources
 from atoll.tasks.schema import (
@@ -257,6 +258,8 @@ class Task:
                 raise document.error("file_mounts", target, why=why)
         if isinstance(self.workdir, dict) and "url" not in self.workdir:
             raise document.error("workdir", why="a git workdir needs its url")
+        if (within := dag.current()) is not None:
+            within.add(self)
 
     @classmethod
     @checks_arguments
@@ -312,6 +315,14 @@ class Task:
         changed = [_changed_text(document, key, checked.get(key, {}), given.names) for key in ("envs", "secrets")]
         task.notes = [*notes, *(line for line in changed if line)]
         return task
+
+    def __rshift__(self, after: Task) -> Task:
+        """Has ``after`` run behind this one, inside of ``with sky.Dag()``; gives ``after``."""
+        within = dag.current()
+        if within is None:
+            raise UsageError("task >> task: write it inside of `with sky.Dag() as dag:`")
+        within.add_edge(self, after)
+        return after
 
     @property
     def infra(self) -> str:
