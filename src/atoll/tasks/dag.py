@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import Any
 
 from atoll.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from atoll.tasks.task import Task
 
 _open = threading.local()
 
@@ -25,7 +22,7 @@ class Dag:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
-        self.tasks: list[Task] = []
+        self.tasks: list[Any] = []  # Task, which knows this module
 
     def __enter__(self) -> Dag:
         _open.dag = self
@@ -34,17 +31,17 @@ class Dag:
     def __exit__(self, *_: object) -> None:
         _open.dag = None
 
-    def add(self, task: Task) -> None:
+    def add(self, task: Any) -> None:
         """Add a task at the end."""
         self.tasks.append(task)
 
-    def add_edge(self, before: Task, after: Task) -> None:
+    def add_edge(self, before: Any, after: Any) -> None:
         """Have a task run behind another one."""
         if self._place(after) < self._place(before):
             self.tasks.remove(after)
             self.tasks.insert(self._place(before) + 1, after)
 
-    def _place(self, task: Task) -> int:
+    def _place(self, task: Any) -> int:
         for place, each in enumerate(self.tasks):
             if each is task:
                 return place

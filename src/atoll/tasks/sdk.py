@@ -284,7 +284,8 @@ def _single(call: str, task: Task | Dag) -> Task:
         return task
     if len(task.tasks) != 1:
         raise UsageError(f"sky.{call}(): a Dag of {len(task.tasks)} tasks: sky.jobs.launch(dag) runs one after another")
-    return task.tasks[0]
+    only: Task = task.tasks[0]
+    return only
 
 
 def _planned(cluster_name: str, lines: Sequence[str]) -> LaunchedJob:
