@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -555,3 +556,20 @@ def test_a_run_in_one_process_leaves_the_hook_of_tracebacks(tmp_path: Path) -> N
     before = sys.excepthook
     small.train(small.tree(tmp_path, train__steps=3))
     assert sys.excepthook is before
+
+
+def test_a_folder_that_was_removed_and_made_anew_is_the_new_runs(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    first = FolderClaim(place, "run one", "--train.output_dir DIR")
+    shutil.rmtree(place)
+    first.check()  # nobody else is there
+    place.mkdir()
+    second = FolderClaim(place, "run two", "--train.output_dir DIR")
+    with pytest.raises(OSError, match="was removed while this run wrote there, and is another run's now"):
+        first.check()
+    first.close()
+    with pytest.raises(ConfigError, match="run two"):
+        FolderClaim(place, "run three", "--train.output_dir DIR")
+    second.check()
+    second.close()

@@ -78,11 +78,14 @@ class FolderClaim:
         os.pwrite(self._file, json.dumps(_about(run)).encode(), 0)
 
     def check(self) -> None:
-        """Nothing: nobody can take a lock away."""
+        """A lock can't be taken away, but its folder can: raises ``OSError`` where another run has made it anew."""
+        if self._path.exists() and not _same_file(self._file, self._path):
+            raise OSError(f"{self._path.parent} was removed while this run wrote there, and is another run's now")
 
     def close(self) -> None:
         """Give it back."""
         with contextlib.suppress(OSError):  # the folder may have gone away, and the lock goes with the file
+            self.check()
             self._path.unlink()
         os.close(self._file)
 
