@@ -201,6 +201,14 @@ def test_a_framework_that_is_missing(framework: str, extra: str, monkeypatch: py
         set_current(None)
 
 
+def test_a_slice_is_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_MIG", "3g.40gb")
+    assert own_devices(context(accelerators=2, local_rank=1), 2) == [0]
+    assert own_devices(context(accelerators=2, simulated=True, world_size=2), 2) is None
+    with pytest.raises(sky.ConfigError, match=r"jobs of their own.*pool\.map"):
+        own_devices(context(accelerators=2, world_size=2), 2)
+
+
 def test_each_rank_gets_its_part_of_the_nodes_gpus() -> None:
     assert own_devices(context(accelerators=8, local_rank=3), 8) == [3]
     assert own_devices(context(accelerators=8, local_rank=1), 2) == [4, 5, 6, 7]

@@ -180,10 +180,12 @@ def _replace_methods(keras: Any, worker: DriverChannel, rank: int, mean: Mean | 
         ranks.equalize("fit", keras.tree, given)
         if mean is not None:
             given["callbacks"] = _first(keras, _synchronizer(keras, ranks, mean), given.get("callbacks"))
-        elif isinstance(given.get("validation_data"), tuple):  # all ranks evaluate it together
+        elif isinstance(given.get("validation_data"), (tuple, list)):  # all ranks evaluate it together
             validation = dict(zip(_DATA, given["validation_data"], strict=False))
             ranks.equalize("fit(validation_data=...)", keras.tree, validation)
             given["validation_data"] = tuple(validation.values())
+        elif given.get("validation_data") is not None:
+            ranks.equalize("fit(validation_data=...)", keras.tree, {"x": given["validation_data"]})
         return fit(**given)
 
     @functools.wraps(evaluate)
