@@ -87,6 +87,7 @@ class Helper:
                 self._process.stdin.flush()
                 answer = self._answer()
             except (BrokenPipeError, EOFError):
+                self.close()
                 raise SkyPilotError(f"SkyPilot's process ended: {self._last_words()}. {_again()}") from None
         if "error" in answer:
             raise self._error(answer["error"]["type"], answer["error"]["message"])

@@ -37,7 +37,7 @@ def interpreter(cloud: str) -> Path:
         ProvisionError: it can't be installed; the message says what to do.
     """
     extra = _EXTRAS.get(cloud, cloud)
-    venv = folder() / "venv"
+    venv = (folder() / "venv").resolve()  # it may be a link to a disk that has more room
     python = venv / "bin" / "python"
     with _locked(folder() / "venv.lock"):
         have = _stamp(venv)

@@ -326,7 +326,17 @@ def down(name: str, request_id: str = "") -> bool:
     return True
 
 
-_METHODS = {each.__name__: each for each in (offers, check, gpus, launch, start, request, describe, renew, stop, down)}
+def end_server() -> None:
+    """End SkyPilot's server, which the next request starts again."""
+    import sky
+
+    sky.api_stop()
+
+
+_METHODS = {
+    each.__name__: each
+    for each in (offers, check, gpus, launch, start, request, describe, renew, stop, down, end_server)
+}
 
 if __name__ == "__main__":
     import sky as _sky

@@ -279,14 +279,7 @@ class SkyPilot(HostProvider):
         pending = self._pending(request)
         begun = _begun(pending)
         if begun is None:
-            begun = self._ask(
-                "launch",
-                name=pending.settings["name"],
-                resources=self._resources(request),
-                num_nodes=request.num_nodes,
-                idle_minutes=self.end_minutes,
-            )
-            _write(pending, begun)
+            begun = self._begin(pending, request)
         else:
             report(f"an earlier launch of {request.id} goes on")
         if not begun["guard"]:
@@ -295,6 +288,22 @@ class SkyPilot(HostProvider):
         settings = {**pending.settings, **begun}
         code = atoll_bundle().digest
         return self.poll(dataclasses.replace(pending, code=code, since_s=time.time(), settings=settings))
+
+    def _begin(self, pending: Allocation, request: NodeRequest) -> dict[str, Any]:
+        _write(pending, {})  # from now on SkyPilot's server is needed
+        try:
+            begun: dict[str, Any] = self._ask(
+                "launch",
+                name=pending.settings["name"],
+                resources=self._resources(request),
+                num_nodes=request.num_nodes,
+                idle_minutes=self.end_minutes,
+            )
+        except AtollError:
+            self._forget(pending)
+            raise
+        _write(pending, begun)
+        return begun
 
     def restart(self, allocation: Allocation) -> Allocation:
         """Begin to start machines that were stopped."""
@@ -407,13 +416,21 @@ class SkyPilot(HostProvider):
             return allocation
         if keep_disks and how.get("guard") == "stop":
             self._ask("stop", name=how["name"])
-            _forget(allocation)
+            self._forget(allocation)
             return self._stopped(allocation)
         self._ask("down", name=how["name"], request_id=how.get("request", "") if not allocation.nodes else "")
-        _forget(allocation)
+        self._forget(allocation)
         for path in _ssh_folder().glob(f"{how['name']}.*"):
             path.unlink(missing_ok=True)
         return dataclasses.replace(allocation, state=AllocationState.RELEASED)
+
+    def _forget(self, allocation: Allocation) -> None:
+        """Nothing has to be known of it any more; after the last one nobody needs SkyPilot's server."""
+        path = _note(allocation)
+        path.unlink(missing_ok=True)
+        if not any(path.parent.glob("*.json")):
+            with contextlib.suppress(AtollError):
+                self._ask("end_server")
 
     def end_orphans(self, allocation: Allocation, owner: str, first: int = 0) -> tuple[list[str], list[str]]:
         """As on hosts; machines that are gone have nothing left."""
@@ -529,10 +546,6 @@ def _write(allocation: Allocation, more: Mapping[str, Any]) -> None:
     path = _note(allocation)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, json.dumps({**_read(allocation), **more}).encode())
-
-
-def _forget(allocation: Allocation) -> None:
-    _note(allocation).unlink(missing_ok=True)
 
 
 def _begun(allocation: Allocation) -> dict[str, Any] | None:
