@@ -236,6 +236,7 @@ def test_a_job_between_attempts_waits_for_nodes_and_goes_by_their_new_addresses(
     fake(state="PENDING", reason="a new machine boots", addresses=["127.0.0.6"])
     kill_agent()
     eventually(lambda: "waiting for fake: a new machine boots" in job.logs(), "it waits", 60)
+    assert job.row().reason == "waiting for fake: a new machine boots"
     fake(addresses=["127.0.0.6"])
     assert job.wait() is sky.JobStatus.SUCCEEDED, job.logs()
     log = job.logs()

@@ -183,7 +183,10 @@ def test_a_lost_node_is_replaced_on_its_cluster(shared: Path) -> None:
     steps(job, shared, 1)
     kill_agents(task_cluster())
     steps(job, shared, 2)
-    assert "Restarting in 1 s (restart 1)" in finish(job, shared, 2)
+    log = finish(job, shared, 2)
+    assert "Restarting in 1 s (restart 1)" in log
+    assert "finished after 1 recovery" in log
+    assert job.row().restarts == 1
 
 
 @pytest.mark.long

@@ -199,6 +199,28 @@ def test_a_cluster_that_its_provider_calls_healthy_is_waited_for_five_minutes() 
     assert asked(machine.handle(r.Unheard(1, "no route", READY), 310.0), r.Launch)
 
 
+def test_restarts_on_a_cluster_are_counted_once_also_where_they_are_told_again() -> None:
+    machine = running("a")
+    for event in (r.Restarted(1, 1), r.Restarted(1, 2), r.Restarted(1, 1), r.Restarted(1, 2)):
+        machine.handle(event, 5.0)
+    assert machine.state.num_restarts == 2
+    machine.handle(r.Ended(1, "lost", "gone", state=LOST), 10.0)
+    machine.handle(r.Down(1), 11.0)
+    machine.handle(t.Tick(), 13.0)
+    machine.handle(r.Launched(2, 1), 14.0)
+    machine.handle(r.Restarted(2, 1), 15.0)
+    assert machine.state.num_restarts == 4
+
+
+def test_a_task_that_waits_on_its_cluster_says_why() -> None:
+    machine = begun("a")
+    machine.handle(r.Launched(1, 1), 1.0)
+    waits = r.Moved(1, JobStatus.PENDING, "waiting for a: behind 3 jobs")
+    assert machine.handle(waits, 2.0) == [t.SetStatus(JobStatus.INIT, waits.reason)]
+    assert machine.handle(r.Moved(1, JobStatus.RUNNING, ""), 3.0) == [t.SetStatus(JobStatus.RUNNING, "on a")]
+    assert machine.handle(waits, 4.0) == [t.SetStatus(JobStatus.RECOVERING, waits.reason)]
+
+
 def test_a_cluster_that_waits_for_other_nodes_is_not_lost() -> None:
     machine = running("a", "b")
     for at in range(0, 100_000, 10):

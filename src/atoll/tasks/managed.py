@@ -277,7 +277,7 @@ class ManagedRunner:
     def cluster_name(self, number: int) -> str:
         """Of one of its clusters: the same for every supervisor."""
         end = f"-{self.job.id}-{(self.job.spec.key or '')[:4]}-{number}"
-        return f"{(self.job.name or 'job')[: LONGEST_NAME - len(end)]}{end}"
+        return f"{(self.job.name or 'job')[: LONGEST_NAME - len(end)].rstrip('._-')}{end}"
 
     def _launched(self, action: r.Launch) -> r.Input:
         request, spec = self._managed.choices[action.choice], self.job.spec
@@ -292,7 +292,7 @@ class ManagedRunner:
                 self._log.say(line)
 
         def given_up() -> bool:
-            return action.launch in self._aborted or self._left.is_set()
+            return action.launch in self._aborted
 
         def make(cluster: ClusterSpec) -> tuple[JobSpec, Mapping[str, str]]:
             errors = max(0, spec.restarts.on_errors - action.num_errors)
@@ -354,7 +354,11 @@ class ManagedRunner:
         self._log.copy(data)
 
     def _moved(self, action: r.Follow, event: EventRow) -> None:
-        if event.kind == "status" and not (status := JobStatus(event.data["status"])).ended:
+        if event.kind == "restart":
+            self._post(r.Restarted(action.launch, int(event.data["restarts"])))
+        elif event.kind == "waiting":
+            self._post(r.Moved(action.launch, JobStatus.PENDING, event.text))
+        elif event.kind == "status" and not (status := JobStatus(event.data["status"])).ended:
             self._post(r.Moved(action.launch, status, event.text))
 
     def _taken_down(self, action: r.TakeDown) -> r.Input:

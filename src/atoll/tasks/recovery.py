@@ -43,6 +43,7 @@ Launched = NamedTuple("Launched", [("launch", int), ("job_id", int)])  # the tas
 Waits = NamedTuple("Waits", [("launch", int), ("why", str)])  # a launch waits for nodes
 Moved = NamedTuple("Moved", [("launch", int), ("status", JobStatus), ("reason", str)])  # the task has not ended
 Heard = NamedTuple("Heard", [("launch", int)])  # its cluster answers
+Restarted = NamedTuple("Restarted", [("launch", int), ("num_restarts", int)])  # so often, on its cluster's other nodes
 Down = NamedTuple("Down", [("cluster", int)])
 DownFailed = NamedTuple("DownFailed", [("cluster", int), ("reason", str)])
 
@@ -78,7 +79,9 @@ class Unheard(NamedTuple):
     state: AllocationState | None = None
 
 
-Input = Launched | LaunchFailed | Waits | Moved | Ended | Unheard | Heard | Down | DownFailed | t.CancelAsked | t.Tick
+OfLaunch = Launched | LaunchFailed | Waits
+OfTask = Moved | Restarted | Heard | Unheard | Ended
+Input = OfLaunch | OfTask | Down | DownFailed | t.CancelAsked | t.Tick
 
 
 class Launch(NamedTuple):
@@ -135,6 +138,8 @@ class State:
         next_s: when the phase ends by itself.
         ran_s: since when the task runs.
         unheard_s, lost_s: since when the cluster does not answer, and its provider calls it lost.
+        num_restarts, num_on_cluster: how often it was started again, and how often of that by the cluster it is on.
+        num_fruitless: so many runs in a row were lost at once; ``num_errors``: so often the task itself had failed.
         end: how the job ends, once no cluster is left: status, reason, exit code.
     """
 
@@ -149,6 +154,7 @@ class State:
     unheard_s: float | None = None
     lost_s: float | None = None
     num_restarts: int = 0
+    num_on_cluster: int = 0
     num_fruitless: int = 0
     num_errors: int = 0
     end: tuple[JobStatus, str, int | None] | None = None
@@ -237,7 +243,7 @@ class RecoveryMachine:
                 return []
             case Launched() | LaunchFailed() | Waits() if s.job_id is None:
                 return self._of_launch(event, now)
-            case Moved() | Heard() | Unheard() | Ended() if s.job_id is not None:
+            case Moved() | Restarted() | Heard() | Unheard() | Ended() if s.job_id is not None:
                 return self._of_task(event, now)
         return []
 
@@ -269,7 +275,7 @@ class RecoveryMachine:
             s.num_clusters += 1
             s.cluster, s.choice = s.num_clusters, choice
         s.launch += 1
-        s.phase, s.job_id, s.ran_s, s.unheard_s, s.lost_s = "launch", None, None, None, None
+        s.phase, s.job_id, s.ran_s, s.unheard_s, s.lost_s, s.num_on_cluster = "launch", None, None, None, None, 0
         s.next_s = now + PENDING_S if len(self._able) > 1 else None
         infra = self._choices[choice]
         data = (("launch", s.launch), ("cluster", s.cluster), ("infra", infra))
@@ -280,7 +286,7 @@ class RecoveryMachine:
             Launch(s.launch, s.cluster, s.choice, s.num_errors),
         ]
 
-    def _of_launch(self, event: Launched | LaunchFailed | Waits, now: float) -> list[Action]:
+    def _of_launch(self, event: OfLaunch, now: float) -> list[Action]:
         s, place = self.state, self.state.places[self.state.choice]
         if isinstance(event, Waits):
             return [t.Log("waiting", event.why)] if s.phase == "launch" else []
@@ -303,7 +309,7 @@ class RecoveryMachine:
         each = zip(self._choices, self.state.places, strict=True)
         return "; ".join(dict.fromkeys(place.refused or infra for infra, place in each))
 
-    def _of_task(self, event: Moved | Heard | Unheard | Ended, now: float) -> list[Action]:
+    def _of_task(self, event: OfTask, now: float) -> list[Action]:
         s = self.state
         if isinstance(event, Ended):
             return self._ended(event, now)
@@ -311,11 +317,18 @@ class RecoveryMachine:
             return self._unheard(event, now)
         actions: list[Action] = [] if s.unheard_s is None else [t.Log("answers", "Its cluster answers again.")]
         s.unheard_s = s.lost_s = None
-        if isinstance(event, Moved) and s.phase == "run" and event.status in _SHOWN:
-            if event.status is JobStatus.RUNNING and s.ran_s is None:
-                s.ran_s = now
-            reason = f"on {self._choices[s.choice]}" if event.status is JobStatus.RUNNING else event.reason
-            actions.append(self._set(event.status, reason))
+        if isinstance(event, Restarted) and event.num_restarts > s.num_on_cluster:  # told again to each controller
+            s.num_restarts += event.num_restarts - s.num_on_cluster
+            s.num_on_cluster = event.num_restarts
+            actions.append(t.Log("restart", data=(("restarts", s.num_restarts),)))
+        if isinstance(event, Moved) and s.phase == "run":
+            status, reason = event.status, event.reason
+            if status is JobStatus.RUNNING:
+                reason = f"on {self._choices[s.choice]}"
+                s.ran_s = now if s.ran_s is None else s.ran_s
+            elif status is JobStatus.PENDING:  # it waits for nodes or its turn there
+                status = JobStatus.INIT if s.ran_s is None else JobStatus.RECOVERING
+            actions.append(self._set(status, reason))
         return actions
 
     # ------------------------------------------------------------------------------------------- what goes wrong
@@ -461,6 +474,3 @@ class RecoveryMachine:
     def _set(self, status: JobStatus, reason: str = "", exit_code: int | None = None) -> t.SetStatus:
         self.status = status
         return t.SetStatus(status, reason, exit_code)
-
-
-_SHOWN = (JobStatus.INIT, JobStatus.SETTING_UP, JobStatus.RUNNING, JobStatus.RECOVERING)

@@ -283,7 +283,7 @@ class JobRunner:
                 )
 
         def note(line: str) -> None:
-            self._post(lambda: self._note(slot, line))
+            self._post(lambda: self._note(slot, line, "waiting"))
 
         def start() -> tuple[tuple[str, ...], StartedNode] | AtollError | OSError:
             try:
@@ -302,9 +302,9 @@ class JobRunner:
         if not slot.stopped:
             self._hear(t.NodeSilent(slot.node, slot.attempt, silent_s, said))
 
-    def _note(self, slot: _NodeSlot, line: str) -> None:
+    def _note(self, slot: _NodeSlot, line: str, kind: str = "note") -> None:
         if not slot.stopped:
-            self._do([t.Log("note", line, slot.node)])
+            self._do([t.Log(kind, line, slot.node)])
 
     def _visible(self) -> tuple[list[str], list[str]]:
         """Paths that processes need although they may lie below /tmp: where they work, and what they only read."""
