@@ -23,12 +23,6 @@ from atoll.core.errors import ConfigError
 from atoll.train.recipe.schema import Recipe
 
 _BLOCK = 128  # queries and keys of a block; FlexAttention's own default
-# Tiles for heads of 64 on Hopper: 2.0 ms a layer of 16,384 tokens, torch's own 2.9 (docs/performance.md).
-_TILES = {
-    **dict.fromkeys(("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 64),
-    **dict.fromkeys(("fwd_num_warps", "bwd_num_warps"), 4),
-    **dict.fromkeys(("fwd_num_stages", "bwd_num_stages"), 3),
-}
 
 
 class AttentionKernel(Protocol):
@@ -71,7 +65,6 @@ class FlexKernel:
 
         # Uncompiled it makes the whole [S, T] product; inside a compiled block this is compiled with the block.
         self.flex: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
-        self._is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
     def mask(self, starts: Tensor, places: Tensor, num_keys: int) -> Any:
         """A ``BlockMask``, made of the first and last key that each block of queries sees, without an S × S mask."""
@@ -96,9 +89,7 @@ class FlexKernel:
         if mask is None:
             return SdpaKernel().attend(q, k, v, None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        tiles = _TILES if self._is_hopper and q.shape[-1] == 64 and q.dtype.itemsize == 2 else None
-        grouped = q.shape[1] != k.shape[1]
-        out: Tensor = self.flex(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=tiles)
+        out: Tensor = self.flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)
 
 
