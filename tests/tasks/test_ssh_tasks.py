@@ -90,9 +90,10 @@ def test_the_same_command_runs_on_hosts_with_only_the_infra_changed(lab, tmp_pat
     trust(lab)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "data.txt").write_text("from here\n")
+    (tmp_path / "mounted").write_text("a mounted file\n")
     task = tmp_path / "task.yaml"
     task.write_text(
-        "name: both\nworkdir: work\nnum_nodes: 2\nenvs: {WORD: yes-really}\n"
+        "name: both\nworkdir: work\nnum_nodes: 2\nenvs: {WORD: yes-really}\nfile_mounts: {~/mounted: mounted}\n"
         "setup: echo set up on $(hostname)\n"
         "run: |\n  echo $WORD $(cat data.txt) $(hostname) $SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES\n"
         '  echo "$SKYPILOT_NODE_IPS"; cd ~/sky_workdir && ls\n'
@@ -108,6 +109,10 @@ def test_the_same_command_runs_on_hosts_with_only_the_infra_changed(lab, tmp_pat
     assert "preflight: 2 hosts OK, over eth0, all-reduce of 4 MiB" in there
     assert "✓ Job finished (status: SUCCEEDED)." in there
     assert "yes-really" in atoll("logs", "there")
+    (tmp_path / "work" / "data.txt").write_text("later\n")
+    later = atoll("exec", "there", "--num-nodes", "2", "--workdir", "work", "cat data.txt ~/mounted", cwd=tmp_path)
+    assert later.count(") later\n") == later.count(") a mounted file\n") == 2
+    assert atoll("ssh", "there/worker1", "--", "hostname").endswith("h2\n")
     assert json.loads(atoll("queue", "there", "-o", "json"))[0]["status"] == "SUCCEEDED"
     atoll("down", "there", "here")
 
@@ -222,7 +227,7 @@ def test_a_mount_that_may_not_be_where_it_is_wanted_is_told_of(lab, tmp_path):
     assert "arrived damaged: does something in ~/.bashrc there read standard input?" in said
 
 
-# `make test` has the transcripts of hosts, and the same command on hosts.
+# `make test` has what is common of it: test_the_same_command_runs_on_hosts_with_only_the_infra_changed.
 @pytest.mark.long
 @pytest.mark.parametrize("either", [HERE, HEAD], indirect=True)
 def test_the_life_of_a_cluster_of_hosts(either: Testbed, tmp_path: Path) -> None:
@@ -316,10 +321,8 @@ def refused(*words: str, cwd: Path | None = None) -> str:
     return done.stdout + done.stderr
 
 
-# `make test` has the same of jobs of this machine: tests/tasks/test_secrets.py.
-@pytest.mark.long
-@pytest.mark.parametrize("either", [HERE, HEAD], indirect=True)
-@pytest.mark.parametrize("end", ["finished", "killed"])
+@pytest.mark.parametrize("either", [pytest.param(HERE, marks=pytest.mark.long), HEAD], indirect=True)
+@pytest.mark.parametrize("end", [pytest.param("finished", marks=pytest.mark.long), "killed"])
 def test_jobs_leave_no_value(
     either: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, end: str
 ) -> None:
