@@ -39,7 +39,7 @@ _WHERE = {
     "Local": "atoll.providers.local",
     "SSH": "atoll.providers.ssh.provider",
     "Slurm": "atoll.providers.slurm.provider",
-    "SkyPilot": "atoll.providers.skypilot.provider",
+    "SkyPilot": "atoll.providers.skypilot.machines",
     **dict.fromkeys(
         ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod"), "atoll.providers.skypilot.provider"
     ),
