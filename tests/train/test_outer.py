@@ -96,7 +96,7 @@ def _island(recipe: dict[str, Any], number: int, store: Path, stop_after: int | 
     torch.set_num_threads(1)
     outer = Averaging(dist.FileStore(str(store), 2), number, 2)
     first = 1000 * number  # each island trains on other samples
-    result = run(recipe, report=report, outer=outer, source=lambda count: Counter(first + count, first))
+    result = run(recipe, report=report, outer=outer, source=lambda _: Counter(start=first))
     assert result.step == (recipe["train"]["steps"] if stop_after is None else stop_after + 1)
     return small.weights(folder)
 

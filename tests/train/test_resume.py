@@ -174,14 +174,19 @@ def test_fewer_steps_than_were_done_are_finished(tmp_path: Path) -> None:
     assert len(small.steps(tmp_path / "run")) == 5
 
 
-def test_smaller_batches_may_use_up_the_samples_before_the_last_step(tmp_path: Path) -> None:
-    tree = small.tree(tmp_path)
+@pytest.mark.parametrize("length", [8, "1ep"])
+def test_another_batch_leaves_a_run_as_long_as_it_was(tmp_path: Path, length: int | str) -> None:
+    tree = small.tree(tmp_path, train__steps=length)
     ranks.run(1, small.train_and_stop, tree, 1)
-    resumed = small.changed(tree, train__global_batch=2)
-    result = small.train(resumed, allow_changes=True)
-    assert (result.status, result.step) == ("finished", 6), "8 of 16 samples were left, for 4 of 6 steps"
-    assert [row["step"] for row in small.steps(tmp_path / "run")] == list(range(1, 7))
-    assert small.saved_step(tmp_path / "run") == 6
+    result = small.train(small.changed(tree, train__global_batch=2), allow_changes=True)
+    rows = small.steps(tmp_path / "run")
+    assert result.status == "finished"
+    assert [row["step"] for row in rows] == list(range(1, result.step + 1))
+    assert small.saved_step(tmp_path / "run") == result.step
+    if length == 8:
+        assert (result.step, rows[-1]["samples"]) == (8, 2 * 4 + 6 * 2)
+    else:
+        assert rows[-1]["samples"] == len(small.corpus(tree).dataset)
 
 
 def test_no_resume_starts_over_beside_the_old_run(tmp_path: Path) -> None:

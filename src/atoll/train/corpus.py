@@ -145,7 +145,7 @@ class Length:
 
     Attributes:
         steps: optimizer steps, the last of which may be smaller.
-        samples: sequences over the whole run.
+        samples: sequences over the whole run; None where steps are given, of whatever batch.
         tokens_per_step: places that a full step trains on, on average.
     """
 
@@ -155,13 +155,15 @@ class Length:
         self.tokens_per_step = dataset.mean_trained * batch
         wanted = recipe.train.length
         assert wanted is not None  # require_complete has seen to it
+        lengths = {"steps_per_epoch": self.steps_per_epoch, "tokens_per_step": self.tokens_per_step}
+        self.samples: int | None = None
         if wanted.unit == "ep":
             self.samples = round(wanted.value * len(dataset))
             self.steps = -(-self.samples // batch)
         else:
-            lengths = {"steps_per_epoch": self.steps_per_epoch, "tokens_per_step": self.tokens_per_step}
             self.steps = wanted.in_steps(**lengths)
-            self.samples = self.steps * batch
+            if wanted.unit == "tok":
+                self.samples = self.steps * batch
         if self.steps < 1:
             raise ConfigError(f"[train] steps = {wanted} is less than one step of {batch} sequences; make it longer")
 

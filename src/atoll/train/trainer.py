@@ -90,7 +90,7 @@ def run(
     allow_changes: bool = False,
     report: Report | None = None,
     outer: OuterSync | None = None,
-    source: Callable[[int], SampleSource] = Counter,
+    source: Callable[[int | None], SampleSource] = Counter,
 ) -> TrainResult:
     """Train a recipe on the ranks that this process belongs to, or alone. Every rank calls it.
 
@@ -101,7 +101,7 @@ def run(
         allow_changes: resume although the recipe differs from that of the folder.
         report: takes the events on rank 0, instead of the console.
         outer: exchanges weights with other runs.
-        source: makes what says which samples come next, given how many the whole run has.
+        source: makes what says which samples come next, given how many the whole run has where steps don't say it.
 
     Raises:
         ConfigError: the recipe, the data or the ranks can't work together.
@@ -139,7 +139,7 @@ class _Trainer:
     resume: bool
     allow_changes: bool
     outer: OuterSync | None
-    source: Callable[[int], SampleSource]
+    source: Callable[[int | None], SampleSource]
     started: float = field(default_factory=time.monotonic)
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     reporters: Reporters | None = None  # on rank 0
