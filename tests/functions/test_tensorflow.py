@@ -76,3 +76,28 @@ def test_an_error_on_one_rank_comes_while_the_other_waits() -> None:
         with pytest.raises(LookupError, match="mine"):
             uneven() @ pool
         assert (train(1) @ pool)[0]["weight"] == [-1.5] * 3
+
+
+def test_tf_keras_trains_one_model_under_the_strategy() -> None:
+    @sky.integrations.tensorflow
+    @sky.compute
+    def fit() -> tuple[list[Any], list[float]]:
+        import numpy as np
+        import tensorflow as tf
+        import tf_keras
+
+        with sky.strategy().scope():
+            model = tf_keras.Sequential([tf_keras.layers.Dense(8, "relu"), tf_keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+        data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(16).repeat()
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+        history = model.fit(data.with_options(options), steps_per_epoch=4, epochs=3, verbose=0)
+        return [weight.tolist() for weight in model.get_weights()], history.history["loss"]
+
+    packages = ["tensorflow-cpu==2.21.0", "tf_keras==2.21.0"]
+    with sky.ComputePool(nodes=2, logs="quiet", pip=packages, env={"TF_USE_LEGACY_KERAS": "1"}) as pool:
+        (weights, losses), second = fit() @ pool
+        assert (weights, losses) == second
+        assert losses[-1] < losses[0]
