@@ -6,10 +6,14 @@ are of small catalogs on disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +134,21 @@ def skypilot(make_bed: MakeBed, wheels: Path, monkeypatch: pytest.MonkeyPatch) -
     finally:
         client.close()
         environment.end_server()
+        remove_what_its_server_leaves()
+
+
+def remove_what_its_server_leaves() -> None:
+    """SkyPilot kills its server, which leaves semaphores and folders for the system to remove."""
+    maps = ""
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            maps += path.read_text()
+    for path in Path("/dev/shm").glob("sem.mp-*"):
+        if path.name not in maps:
+            path.unlink(missing_ok=True)
+    for path in Path(tempfile.gettempdir()).iterdir():
+        if re.fullmatch(r"sky-tmp\w+|[0-9a-f]{32}", path.name):
+            shutil.rmtree(path)
 
 
 def test_plans_and_prices_without_credentials(skypilot: Testbed, tmp_path: Path) -> None:
@@ -153,9 +172,11 @@ def test_plans_and_prices_without_credentials(skypilot: Testbed, tmp_path: Path)
 
 
 def test_the_life_of_a_cluster_on_skypilots_slurm(skypilot: Testbed, tmp_path: Path) -> None:
-    (tmp_path / "note.txt").write_text("shipped\n")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "note.txt").write_text("shipped\n")
     (tmp_path / "task.yaml").write_text(
-        f"num_nodes: 2\nworkdir: {tmp_path}\nresources: {{infra: skypilot/slurm/lab, cpus: 2}}\n"
+        f"num_nodes: 2\nworkdir: {work}\nresources: {{infra: skypilot/slurm/lab, cpus: 2}}\n"
         "setup: echo set up\nrun: cat note.txt; echo rank $SKYPILOT_NODE_RANK on $(hostname)\n"
     )
     login = skypilot.hosts[0]
