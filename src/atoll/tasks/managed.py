@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any, TypeVar
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
@@ -41,6 +41,7 @@ from atoll.wire.event_loop import EventLoop
 
 _STATE, _COPIED = "recovery.json", "copied"  # in the job's folder
 _RETRY_S, _LONGEST_RETRY_S = 0.5, 10.0
+_TAKEN = (128 + SIGTERM, 128 + SIGKILL)  # how processes end with their nodes, which may be known only afterwards
 _IDLE_MINUTES = 60  # a cluster whose controller is gone for good ends by itself
 
 A = TypeVar("A")
@@ -423,8 +424,9 @@ def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[Even
         return r.Ended(launch, "cancelled", f"{why} (on cluster {cluster.name})")
     if row.status is JobStatus.FAILED_SETUP:
         return r.Ended(launch, "failed_setup", row.reason, row.exit_code)
-    if row.status is JobStatus.FAILED and causes and causes[-1].kind in ("failed", "timeout"):
-        return r.Ended(launch, "failed", row.reason, row.exit_code)
     state, said = _polled(cluster.name)
+    is_gone = state in (AllocationState.LOST, AllocationState.RELEASED) and row.exit_code in _TAKEN
+    if row.status is JobStatus.FAILED and causes and causes[-1].kind in ("failed", "timeout") and not is_gone:
+        return r.Ended(launch, "failed", row.reason, row.exit_code)
     reason = row.reason if said in row.reason else f"{said} ({row.reason})"
     return r.Ended(launch, "lost", reason, None, state, counted)

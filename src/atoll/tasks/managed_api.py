@@ -105,7 +105,10 @@ def _managed(
 ) -> JobRequest:
     """The request of a managed job. Its files are copied to the controller's cluster: they stay as they are now."""
     request = task_request(task, options)
-    choices = (request.resources, *request.others)
+    # A place that tells before it takes its nodes, or gives others for them, is asked to: the task recovers from that.
+    asked = {"job_recovery": {"max_restarts_on_errors": 0}}
+    every = (request.resources, *request.others)
+    choices = tuple(replace(each, resources={**asked, **each.resources}) for each in every)
     if controller_of(controller) == CONTROLLER:
         for infra in dict.fromkeys(each.infra or DEFAULT for each in choices):
             registry.resolve(infra)  # raises
