@@ -225,6 +225,7 @@ def test_the_austen_recipe_crosses_allocations_and_no_step_is_lost(slurm: Testbe
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_lost_node_is_replaced(make_bed: MakeBed) -> None:
     bed = make_slurm(make_bed, 4)
     login, _, lost, _ = bed.hosts
@@ -238,7 +239,7 @@ def test_a_lost_node_is_replaced(make_bed: MakeBed) -> None:
         home = bed.folder / "home/sky"
         eventually(lambda: (home / "begun.h3").exists() and (home / "begun.h2").exists(), "it runs", 60.0)
         lost.power_off()
-        said, _ = process.communicate(timeout=200)
+        said, _ = process.communicate(timeout=270)
     print(said)
     assert process.returncode == 0
     assert "It goes on as attempt 2 on other nodes: worker1 was lost: " in said
@@ -310,7 +311,9 @@ def test_all_ranks_killed_at_once_and_two_users_on_one_node(slurm: Testbed, tmp_
     slurm.hosts[0].run(f"cd; {ATOLL} {launch}", user="lake", timeout_s=120)
     atoll("launch", "-d", "-c", "c", "--infra", "slurm/lab", "--num-nodes", "2", "--gpus", "L4:1", "echo on; sleep 987")
     eventually(lambda: atoll("logs", "c", "--no-follow", code=101).count(") on") == 2, "it runs", 60.0)
-    killers = [threading.Thread(target=host.run, args=("pkill -9 -f '^sleep 987'",)) for host in slurm.hosts[1:]]
+    killers = [
+        threading.Thread(target=host.run, args=("pkill -9 -f '^sleep 987' || true",)) for host in slurm.hosts[1:]
+    ]
     for killer in killers:
         killer.start()
     said = atoll("logs", "c", code=100)
