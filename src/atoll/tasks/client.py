@@ -37,6 +37,7 @@ Write = Callable[[bytes], object]
 OnEvent = Callable[[EventRow], object]
 
 _LOOK_S = 1.0  # whoever hears nothing for so long looks why
+_HELLO_S = 60.0  # a program is started within this time, on a busy machine
 _IDLE_S = 15.0  # a supervisor that does nothing about a new job for so long is named
 _BLOCK_BYTES = 1 << 20
 
@@ -198,10 +199,10 @@ class Client:
         """
         line, is_new = (self._idle.pop(), False) if self._idle else (_OpenStream(self._connect(), self), True)
         try:
-            messages = self._messages(line, on_silence, hang_up, limit_s)
             if is_new:
-                check_hello(next(messages), self._whose)
+                self._hear_hello(line, on_silence, hang_up, limit_s)
                 on_hello()
+            messages = self._messages(line, on_silence, hang_up, limit_s)
             data, callbacks = request(operation, args, kwargs)
             line.heard = False
             line.stream.send(data)
@@ -218,6 +219,18 @@ class Client:
         if "error" in answer:
             raise error_from(answer, self._where)
         return decode(answer["value"])
+
+    def _hear_hello(
+        self, line: _OpenStream, on_silence: Callable[[float], object], hang_up: int | None, limit_s: float | None
+    ) -> None:
+        """Whoever answers says so in time: where nothing can be started, the way there may be silent for ever."""
+        longest_s = _HELLO_S if limit_s is None else min(_HELLO_S, limit_s)
+        try:
+            check_hello(next(self._messages(line, on_silence, hang_up, longest_s)), self._whose)
+        except TimeoutError:
+            if longest_s < _HELLO_S:
+                raise
+            raise StreamLost(f"{self._whose} did not answer within {_HELLO_S:.0f} s") from None
 
     def _messages(
         self, line: _OpenStream, on_silence: Callable[[float], object], hang_up: int | None, limit_s: float | None
