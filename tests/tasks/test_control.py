@@ -524,3 +524,9 @@ def test_bytes_that_are_no_request_end_their_connection_alone(home: Path) -> Non
         assert len(answers) == (1 if data.startswith(b"GET") else 2)
     (cluster.folder / "nodes" / "0" / "home" / "sky_workdir" / "go").touch()
     assert cluster.follow(job)[0] is SUCCEEDED
+
+
+def test_a_program_that_does_not_begin_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.tasks.client._HELLO_S", 0.2)
+    with pytest.raises(ProvisionError, match="did not answer within 0 s"):
+        RemoteControl(lambda: ["sleep", "60"], "train").queue()
