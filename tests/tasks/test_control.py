@@ -18,7 +18,7 @@ import pytest
 from tests.tasks.test_cases_more import inside
 
 import leaks
-from atoll.core.errors import AtollError, ConfigError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.tasks import control, protocol, supervisor
 from atoll.tasks.client import Client
 from atoll.tasks.protocol import PREAMBLE, decode, request
