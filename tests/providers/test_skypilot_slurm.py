@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -138,7 +139,11 @@ def skypilot(make_bed: MakeBed, wheels: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def remove_what_its_server_leaves() -> None:
-    """SkyPilot kills its server, which leaves semaphores and folders for the system to remove."""
+    """SkyPilot kills its server, which leaves processes that end others, semaphores and folders."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if bytes(VENV) in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
     maps = ""
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
