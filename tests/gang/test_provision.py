@@ -214,7 +214,6 @@ def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads() -> str | None:
         import os
 
-        assert os.environ["GOMP_SPINCOUNT"] == "3000"
         return os.environ.get("OMP_NUM_THREADS")
 
     cores = len(os.sched_getaffinity(0))

@@ -501,8 +501,5 @@ def _environment(environment: Environment, world_size: int) -> dict[str, str]:
     env = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-    # By default GNU's threads spin for milliseconds at each barrier. On a machine that others use too that is 20 times
-    # slower (llama3_debug, 2 threads, load 10: 130 tokens/s, and 2,700 with this); alone at most a quarter faster.
-    env.setdefault("GOMP_SPINCOUNT", "3000")
     env.update(environment.env)
     return env
