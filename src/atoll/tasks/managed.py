@@ -428,5 +428,7 @@ def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[Even
     is_gone = state in (AllocationState.LOST, AllocationState.RELEASED) and row.exit_code in _TAKEN
     if row.status is JobStatus.FAILED and causes and causes[-1].kind in ("failed", "timeout") and not is_gone:
         return r.Ended(launch, "failed", row.reason, row.exit_code)
+    if causes and causes[-1].kind == "taken" and state is AllocationState.READY:
+        state = None  # not for long: nothing is begun there
     reason = row.reason if said in row.reason else f"{said} ({row.reason})"
     return r.Ended(launch, "lost", reason, None, state, counted)
