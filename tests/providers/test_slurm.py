@@ -232,7 +232,7 @@ def test_a_lost_node_is_replaced(make_bed: MakeBed) -> None:
     (Path(os.environ["ATOLL_HOME"]) / "task.yaml").write_text(
         "num_nodes: 2\nresources: {infra: slurm/lab, job_recovery: {max_restarts_on_errors: 1}}\n"
         "run: |\n  echo $SKYPILOT_TASK_ID on $(hostname); touch ~/begun.$(hostname); "
-        "[ -e ~/begun.h4 ] || sleep 600\n"
+        "until [ -e ~/begun.h4 ]; do sleep 1; done\n"
     )
     command = [ATOLL, "launch", "-c", "c", os.path.join(os.environ["ATOLL_HOME"], "task.yaml")]
     with queued_again_at_once(login), running(command) as process:
