@@ -175,6 +175,38 @@ def test_skypilot_that_can_not_be_installed_is_one_line(home: Path, monkeypatch:
     assert "could not be installed: Could not find a version" in str(error.value)
 
 
+def test_an_installation_outlives_its_killed_command_and_the_next_one_waits(home: Path, tmp_path: Path) -> None:
+    home.mkdir()
+    go, python = tmp_path / "go", home / "skypilot" / "venv" / "bin" / "python"
+    # In place of `python -m venv` and of pip, which takes until we say so.
+    slow = f"#!/bin/sh\\n[ $1 = -m ] || exit\\necho $$ >> {tmp_path}/pips\\nuntil [ -e {go} ]; do sleep 0.05; done"
+    code = (
+        "import pathlib, sys; from atoll.providers.skypilot import environment as e\n"
+        f"p = pathlib.Path({str(python)!r}); p.parent.mkdir(parents=True, exist_ok=True)\n"
+        f"p.write_text('{slow}'); p.chmod(0o755); sys.executable = '/bin/true'\n"
+        "print(e.interpreter('aws'))"
+    )
+
+    def install() -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+
+    first = install()
+    eventually((tmp_path / "pips").exists, "pip runs", 30)
+    first.kill()
+    first.communicate()
+    second = install()
+    assert second.stderr is not None
+    assert "waiting for another command to install SkyPilot" in second.stderr.readline()
+    assert len((tmp_path / "pips").read_text().split()) == 1
+    go.touch()
+    said, _ = second.communicate(timeout=30)
+    assert said.strip() == str(python)
+    assert len((tmp_path / "pips").read_text().split()) == 2
+
+
 # ------------------------------------------------------------------------------------------------------- the machines
 def test_the_life_of_a_cluster(cloud: Script, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("shipped\n")

@@ -377,7 +377,7 @@ def test_a_supervisor_that_is_stopped_is_named(
     for follower in followers:
         follower.start()
     try:
-        line = f"job {job} can't be followed: its supervisor, process {pid}, is stopped: kill -CONT {pid}\n"
+        line = f"job {job}: it can't be followed: its supervisor, process {pid}, is stopped: kill -CONT {pid}\n"
         until(lambda: told(f"note: {line}"), "a word to a follower here")
         until(lambda: told(f"note: the head of cluster train: {line}"), "a word to a follower elsewhere")
         with pytest.raises(AtollError, match=rf"its supervisor, process {pid}, is stopped: kill -CONT {pid}"):

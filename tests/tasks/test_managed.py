@@ -412,3 +412,21 @@ def test_it_imports_nothing_that_a_bare_host_lacks() -> None:
     command = ["python3", "-I", "-S", "-c", code, source]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert not {"pydantic", "yaml", "fsspec", "typer"} & {name.partition(".")[0] for name in found}
+
+
+@pytest.mark.parametrize(
+    ("task", "how", "said"),
+    [
+        ([], {}, r"jobs.launch\(\) takes a sky.Task, not list"),
+        (None, {}, "takes a sky.Task, not NoneType"),
+        ("task.yaml", {}, r"write sky.jobs.launch\(sky.Task.from_yaml\('task.yaml'\)\)"),
+        ([sky.Task(run="true"), 3], {}, "not int"),
+        (sky.Task(run="true"), {"num_jobs": 0}, "num_jobs=0: expected at least 1"),
+        (sky.Task(run="true", workdir="./nope"), {}, "^workdir ./nope: expected a folder"),
+        (sky.Task(run="true"), {"controller": "locl"}, "^locl: no such infra: did you mean 'local'"),
+    ],
+)
+def test_what_is_no_managed_job_is_said_at_once(home: Path, task: Any, how: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigError, sky.UsageError), match=said):
+        managed_api.launch(task, **how)
+    assert not clusters.all_names()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli import clusters, options, shown
-from atoll.cli.launching import Entrypoint, hint_at_files
+from atoll.cli.launching import Entrypoint, hint_at_files, show_plan
 from atoll.cli.output import spinner
 from atoll.cli.task_flags import TaskFlags, tasks_of, with_task_flags
 from atoll.core.exit_codes import ExitCode
@@ -44,6 +44,7 @@ def launch(
     detach: options.Detach = False,
     no_simulate: options.NoSimulate = False,
     yes: options.Yes = False,
+    dryrun: options.DryRun = False,
     output: options.Output = "table",
 ) -> None:
     """Start a managed job and show its log. Its task gets a cluster, and another one when that is lost.
@@ -57,6 +58,11 @@ def launch(
     """
     from atoll.tasks import managed_api
 
+    if dryrun:
+        if managed_api.controller_of(controller) != managed_api.CONTROLLER:
+            raise typer.BadParameter(f"--dryrun with --controller {controller}: what can be had is known only there")
+        show_plan(entrypoint, flags, output, simulate=not no_simulate)
+        return
     as_json = options.as_json(output)
     stream = sys.stderr if as_json else sys.stdout
     tasks = tasks_of(entrypoint, flags)

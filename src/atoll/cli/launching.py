@@ -113,6 +113,14 @@ def exec_(
     _Command(flags, detach, dryrun, sweep, parallel, output).run(entrypoint, cluster, command="exec", as_it_is=True)
 
 
+def show_plan(entrypoint: Sequence[str], flags: TaskFlags, output: str, *, simulate: bool) -> None:
+    """Print where a task would run on a new cluster; start nothing."""
+    from atoll.tasks import clusters
+
+    plan = _Command(flags, detach=False, dryrun=True, sweep=None, parallel=1, output=output, is_unnamed=True)
+    plan.run(entrypoint, clusters.fresh_name(), simulate=simulate)
+
+
 def hint_at_files(entrypoint: Sequence[str], tasks: Sequence[Task]) -> None:
     """Point out scripts of this folder in a command, if the folder is not sent to the nodes."""
     script, words = entrypoint[0], " ".join(entrypoint).split()

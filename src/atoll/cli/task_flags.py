@@ -108,7 +108,7 @@ def with_task_flags(command: Callable[..., None]) -> Callable[..., None]:
         ignored = [name for name in _WITHOUT_MEANING if values.pop(f"hidden_{name}")]
         if ignored:
             flags = ", ".join(_spellings(name)[0].partition("/")[0] for name in ignored)
-            shown.note(f"{flags} has no effect here: nothing is rented, and no server is asked")
+            shown.note(f"{flags} has no effect")
         of_clouds = {name: values.pop(f"hidden_{name}") for name in _OF_CLOUDS}
         command(
             flags=TaskFlags(**{each.name: values.pop(each.name) for each in visible}, of_clouds=of_clouds), **values

@@ -49,7 +49,7 @@ def unknown(infra: str) -> str:
     """What is said of an infra that is none."""
     meant = [each for each in declared() if each.partition("/")[2] == infra]
     hint = f": did you mean {meant[0]}?" if meant else nearest(infra, [*declared(), *kinds()])
-    return f"--infra {infra}: no such infra{hint or f'; this version knows {_forms()}'}"
+    return f"{infra}: no such infra{hint or f'; this version knows {_forms()}'}"
 
 
 def of(allocation: Allocation) -> Provider:
@@ -107,7 +107,7 @@ def declared() -> list[str]:
 def examine(infra: str) -> list[tuple[bool, str]]:
     """What ``atoll check`` says of an infra, line by line, and whether it is well."""
     if not is_known(infra):
-        raise ConfigError(unknown(infra).removeprefix("--infra "))
+        raise ConfigError(unknown(infra))
     try:
         provider = resolve(infra)
     except ConfigError as error:

@@ -88,7 +88,7 @@ def _options(
     strict: bool = False,
     on_line: Say = silent,
 ) -> Options:
-    _check_task(command, task)
+    check_task(command, task)
     return Options(
         command=command,
         as_it_is=as_it_is,
@@ -103,7 +103,8 @@ def _options(
     )
 
 
-def _check_task(call: str, task: object) -> None:
+def check_task(call: str, task: object) -> None:
+    """Refuses what is no task where ``sky.CALL`` takes one."""
     from atoll.tasks.task import Task
 
     if not isinstance(task, Task):

@@ -289,15 +289,19 @@ class StallReporter:
     def look(self, waited_s: float) -> None:
         """Notes once what is found at two looks in a row: it may be over in an instant."""
         why = stopped_supervisor(self._folder)
-        if why is None and (line := supervisor.last_line(self._folder)):
-            why = f"its supervisor reports, in {self._folder / supervisor.LOG}: {line}"
+        if why is None and (line := supervisor.last_line(self._folder)):  # it may go on: this is no more than told
+            self._note_again(f"its supervisor reports, in {self._folder / supervisor.LOG}: {line}")
+            return
         waits = self._job.status is JobStatus.PENDING and not self._job.reason
         if why is None and waits and waited_s > _IDLE_S:
             with Store(self._folder) as store:
                 self._job = store.job(self._job.id)
             if self._job.status is JobStatus.PENDING and not self._job.reason:
                 why = state_of_supervisor(self._folder)
+        self._note_again(None if why is None else f"it can't be followed: {why}")
+
+    def _note_again(self, why: str | None) -> None:
         if why is not None and why == self._found != self._noted:
             self._noted = why
-            self._note(f"job {self._job.id} can't be followed: {why}")
+            self._note(f"job {self._job.id}: {why}")
         self._found = why

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import UsageError
-from atoll.core.paths import atoll_home, current_folder
+from atoll.core.paths import atoll_home
 from atoll.core.validation import checks_arguments, command_line
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT, NodeRequest
@@ -82,7 +82,11 @@ def launch(
     Raises:
         ConfigError: a task, the name or an infra can't work.
     """
-    each_of = tasks if isinstance(tasks, list) else [tasks]
+    each_of: list[Any] = tasks if isinstance(tasks, list) and tasks else [tasks]
+    for each in each_of:
+        api.check_task("jobs.launch", each)
+    if num_jobs is not None and num_jobs < 1:
+        raise UsageError(f"num_jobs={num_jobs}: expected at least 1")
     if num_jobs is not None and len(each_of) > 1:
         raise UsageError(f"num_jobs={num_jobs} with a pipeline of {len(each_of)} tasks: launch one task with it")
     options = Options(
@@ -116,11 +120,12 @@ def _managed(
                 options.say(line)
     from atoll.tasks.sync.git import fetch_git
     from atoll.tasks.sync.mounts import resolve_mounts
+    from atoll.tasks.sync.task_files import workdir_folder
 
     files = f"job-{secrets.token_hex(6)}"
     mounts: dict[str, Any] = {}
     if isinstance(request.workdir, str):
-        mounts[f"{files}/workdir"] = str(Path(current_folder(), Path(request.workdir).expanduser()))
+        mounts[f"{files}/workdir"] = str(workdir_folder(request.workdir))
     elif request.workdir is not None:
         checkout = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=atoll_home())), "workdir")
         commit = fetch_git(request.workdir["url"], request.workdir.get("ref"), checkout)

@@ -39,17 +39,17 @@ def interpreter(cloud: str) -> Path:
     extra = _EXTRAS.get(cloud, cloud)
     venv = (folder() / "venv").resolve()  # it may be a link to a disk that has more room
     python = venv / "bin" / "python"
-    with _locked(folder() / "venv.lock"):
+    with _locked(folder() / "venv.lock", "another command to install SkyPilot") as lock:
         have = _stamp(venv)
         if have and have["version"] == VERSION and (not extra or extra in have["extras"]):
             return python
         extras = sorted({*(have["extras"] if have else ()), *([extra] if extra else ())})
         if not have or have["version"] != VERSION:
             end_server()  # one that runs refuses to work once its code has changed
-            _run([sys.executable, "-m", "venv", "--clear", str(venv)], f"making {venv}")
+            _run([sys.executable, "-m", "venv", "--clear", str(venv)], f"making {venv}", lock)
         what = f"skypilot[{','.join(extras)}]=={VERSION}" if extras else f"skypilot=={VERSION}"
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what]
-        _run(install, f"installing {what} into {venv}, which is done once")
+        _run(install, f"installing {what} into {venv}: some minutes, once", lock)
         write_atomic(venv / _STAMP, json.dumps({"version": VERSION, "extras": extras}).encode())
     return python
 
@@ -89,7 +89,7 @@ def _config() -> Path:
 def _port() -> int:
     """Where its server listens on the loopback interface: one port for each state folder, so that two don't meet."""
     path = folder() / "port"
-    with _locked(folder() / "port.lock"):
+    with _locked(folder() / "port.lock", "another command to find a port"):
         if not path.exists():
             with socket.create_server(("127.0.0.1", 0)) as free:
                 path.write_text(str(free.getsockname()[1]))
@@ -117,21 +117,29 @@ def _stamp(venv: Path) -> dict[str, str | list[str]] | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, holder: str) -> Iterator[int]:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"atoll: waiting for {holder}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock.fileno()
 
 
-def _run(command: Sequence[str], doing: str) -> None:
-    """Run a step of the installation, with a spinner where there is a terminal."""
+def _run(command: Sequence[str], doing: str, lock: int) -> None:
+    """Run a step of the installation, with a spinner where there is a terminal.
+
+    It holds the lock too: the next command does not write into a folder that it still fills after this one was killed.
+    """
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     if not is_terminal:
         print(f"atoll: {doing}", file=sys.stderr)
     env = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        command, stdin=null, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, pass_fds=[lock]
     ) as process:
         assert process.stdout is not None
         while True:

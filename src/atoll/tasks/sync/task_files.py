@@ -199,13 +199,18 @@ def check_sources(workdir: str | Mapping[str, str] | None, mounts: Mapping[str, 
         ConfigError: a source can't be read.
     """
     if isinstance(workdir, str):
-        _folder(workdir)
+        workdir_folder(workdir)
     elif workdir is not None:
         check_git(workdir["url"], workdir.get("ref"))
     resolve_mounts(mounts, workdir=workdir is not None)
 
 
-def _folder(workdir: str) -> Path:
+def workdir_folder(workdir: str) -> Path:
+    """The folder of this machine that a task calls its workdir.
+
+    Raises:
+        ConfigError: there is none.
+    """
     source = Path(current_folder(), Path(workdir).expanduser())
     if not source.is_dir():
         raise ConfigError(f"workdir {workdir}: expected a folder, or a git repository as {{url: …, ref: …}}")
@@ -215,7 +220,7 @@ def _folder(workdir: str) -> Path:
 def _source(cluster: ClusterSpec, workdir: str | Mapping[str, str], say: Callable[[str], None]) -> Path:
     """The folder of this machine that is to be every node's workdir."""
     if isinstance(workdir, str):
-        return _folder(workdir)
+        return workdir_folder(workdir)
     source = clusters.folder_of(cluster.name) / "checkout"
     commit = fetch_git(workdir["url"], workdir.get("ref"), source)
     say(f"workdir is commit {commit[:12]} of its repository")
