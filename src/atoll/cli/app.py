@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from atoll import __version__
 from atoll.cli import check, clusters, completion, dashboard, launching, nodes, output, run, train, weights
@@ -66,6 +66,18 @@ _PANELS = {
 _NoSuchOption: type[Exception] = vars(sys.modules[typer.BadParameter.__module__])["NoSuchOption"]
 
 
+class _Command(TyperCommand):
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the options; an unknown one gets the nearest that there is, in any spelling."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except _NoSuchOption as error:
+            flag = vars(error)["option_name"]
+            if near := nearest(flag, flags_of(self)):
+                raise typer.BadParameter(f"unknown option {flag}{near}", ctx=vars(error)["ctx"]) from None
+            raise
+
+
 class _Grouped(TyperGroup):
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Read the options before the command, where those of a command are a common mistake."""
@@ -76,16 +88,6 @@ class _Grouped(TyperGroup):
             takers = [name for name in _PANELS["Run things"] if flag in flags_of(self.commands[name])]
             if takers:
                 raise typer.BadParameter(f"{flag} comes after the command: atoll {takers[-1]} {flag}") from None
-            raise
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command; an unknown option gets the nearest that it accepts, in any spelling."""
-        try:
-            return super().invoke(ctx)
-        except _NoSuchOption as error:
-            flag, command = vars(error)["option_name"], vars(error)["ctx"].command
-            if near := nearest(flag, flags_of(command)):
-                raise typer.BadParameter(f"unknown option {flag}{near}", ctx=vars(error)["ctx"]) from None
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -122,6 +124,9 @@ dashboard.register(app)
 train.register(app)
 weights.register(app)
 completion.register(app)
+for _commands in (app, *(each.typer_instance for each in app.registered_groups)):
+    for _each in _commands.registered_commands if _commands else ():
+        _each.cls = _Command
 
 # SkyPilot's commands that this version lacks, and what comes next to each.
 _LACKING = {

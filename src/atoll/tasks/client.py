@@ -76,17 +76,18 @@ class SocketStream:
 class ProgramStream:
     """Input and output of a program that is started through a login, behind what start files there print.
 
-    ``is_lost`` tells by its exit code and standard error whether the way there broke.
+    ``command`` gives its argument list; ``is_lost`` tells by its exit code and standard error whether the way there
+    broke.
     """
 
-    def __init__(self, command: Sequence[str], whose: str, is_lost: Callable[[int, bytes], bool]) -> None:
+    def __init__(self, command: Callable[[], Sequence[str]], whose: str, is_lost: Callable[[int, bytes], bool]) -> None:
         self._whose = whose
         self._is_lost = is_lost
         self._printed, self._began, self._last = b"", False, b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         # Ctrl-C is this process's to handle: a program that it ended too would look like a lost connection.
         self._process = subprocess.Popen(
-            command,
+            command(),
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

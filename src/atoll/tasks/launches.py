@@ -46,47 +46,48 @@ def launch(
             something else would do for as well, all that would do have failed.
     """
     refresh_record(name, options)
-    while True:
-        tried: list[str] = []
-        try:
-            return _launch_once(requests, name, options, earlier, tried)
-        except ProvisionError as error:
-            request, have = requests[0], clusters.find(name)
-            others = [each for each in (request.resources, *request.others) if (each.infra or DEFAULT) not in tried]
-            is_new = have is None or have.status is ClusterStatus.DOWN
-            if len(requests) > 1 or not (is_new and tried and others):
-                raise
-            options.say(f"{tried[0]} failed, trying {others[0].infra or DEFAULT}: {error}")
-            requests = [replace(request, resources=others[0], others=tuple(others[1:]))]
-
-
-def _launch_once(
-    requests: Sequence[JobRequest], name: str, options: Options, earlier: Sequence[Job] | None, tried: list[str]
-) -> list[Job]:
-    """``launch`` where it is decided now, which ``tried`` gets the infra of."""
     jobs: list[Job] = []
-    with clusters.locked(name, options.command, options.say), registry.kept():
-        before = clusters.find(name)
-        is_up = before is not None and before.status is ClusterStatus.UP and not before.is_awaited
-        if before is not None and is_up and not options.as_it_is:  # all hosts at once
-            any_gpus = replace(before.request(), accelerators=())
-            registry.of(before.allocation).plan(any_gpus, before.allocation)
-        decisions = decide_cluster(requests, name, options)
-        tried.append(decisions[-1].cluster.infra)
-        _check_cost(decisions[-1], options)
-        for line in announcement(requests, decisions) if options.announce else decisions[-1].lines:
-            options.say(line)
-        specs = make_jobs(requests, decisions)
-        with rolled_back(name, before, jobs, options):
-            cluster = provision(decisions[-1].cluster, before, requests, options)
-            specs = install_packages(cluster, requests, specs, options)
-            workdir, excluded, mounts = files_of(requests)
-            if workdir is not None or mounts:
-                from atoll.tasks.sync.task_files import ship
+    decisions: list[Decision] = []
+    try:
+        with clusters.locked(name, options.command, options.say), registry.kept():
+            before = clusters.find(name)
+            is_up = before is not None and before.status is ClusterStatus.UP and not before.is_awaited
+            if before is not None and is_up and not options.as_it_is:  # all hosts at once
+                any_gpus = replace(before.request(), accelerators=())
+                registry.of(before.allocation).plan(any_gpus, before.allocation)
+            decisions = decide_cluster(requests, name, options)
+            _check_cost(decisions[-1], options)
+            for line in announcement(requests, decisions) if options.announce else decisions[-1].lines:
+                options.say(line)
+            specs = make_jobs(requests, decisions)
+            with rolled_back(name, before, jobs, options):
+                cluster = provision(decisions[-1].cluster, before, requests, options)
+                specs = install_packages(cluster, requests, specs, options)
+                workdir, excluded, mounts = files_of(requests)
+                if workdir is not None or mounts:
+                    from atoll.tasks.sync.task_files import ship
 
-                ship(cluster, workdir, mounts, say=options.say, progress=options.progress, excluded=excluded)
-            submit_jobs(cluster, specs, options, earlier, jobs)
-    return jobs
+                    ship(cluster, workdir, mounts, say=options.say, progress=options.progress, excluded=excluded)
+                submit_jobs(cluster, specs, options, earlier, jobs)
+    except ProvisionError as error:
+        if (rest := _alternatives(requests, name, decisions)) is None:
+            raise
+        tried = decisions[-1].cluster.infra
+        options.say(f"{tried} failed, trying {rest.resources.infra or DEFAULT}: {error}")
+    else:
+        return jobs
+    return launch([rest], name, options, earlier)
+
+
+def _alternatives(requests: Sequence[JobRequest], name: str, decisions: Sequence[Decision]) -> JobRequest | None:
+    """The only request without the infra that has failed, for a cluster that there is not yet."""
+    have = clusters.find(name)
+    if len(requests) > 1 or not decisions or not (have is None or have.status is ClusterStatus.DOWN):
+        return None
+    tried = decisions[-1].cluster.infra
+    wanted = requests[0].resources, *requests[0].others
+    left = tuple(each for each in wanted if (each.infra or DEFAULT) != tried)
+    return replace(requests[0], resources=left[0], others=left[1:]) if left else None
 
 
 def plan(requests: Sequence[JobRequest], name: str, options: Options) -> list[Decision]:

@@ -72,7 +72,7 @@ class RemoteControl:
         self._head = f"the head of cluster {cluster}" + (f" ({host})" if host else "")
         self._patience_s = patience_s
         self._client = Client(
-            lambda: ProgramStream(command(), self._head, is_lost),
+            functools.partial(ProgramStream, command, self._head, is_lost),
             self._head,
             self._head,
             functools.partial(_note, self._head),
