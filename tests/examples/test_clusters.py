@@ -151,6 +151,10 @@ def test_on_a_cloud(repository: Path, folder: Path) -> None:
     assert "aws/us-east-2: p5en.48xlarge, spot $24.50/h (on demand $63.30/h); $49.00/h in all" in spot
     assert "aws/us-east-1: p5.48xlarge, $55.04/h (spot $28.10/h); $110.08/h in all" in on_demand
     assert "nothing was started (--dryrun)" in spot
+    typo = ["atoll", "launch", "--dryrun", "--infra", "aws/us-est-1", "true"]
+    done = subprocess.run(typo, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 2
+    assert re.search(r"Invalid region 'us-est-1'; Did you mean one of these: 'us-east-1", done.stdout)
 
 
 # -------------------------------------------------------------------------------------------------- docs/clusters.md

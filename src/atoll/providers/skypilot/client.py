@@ -31,7 +31,7 @@ _STEPS = {
     "remove the folder {folder}",
     "ApiServerConnectionError": "its server did not start: {folder}/home/.sky/api_server/server.log says why",
     "NoCloudAccessError": "`atoll check {cloud}` says what to set up",
-    "ResourcesUnavailableError": "try another region, or `any_of` several",
+    "ResourcesUnavailableError": "try another region, or `any_of` several; `atoll gpus INFRA` lists what there is",
     "ConnectionError": "prices could not be fetched; without internet put the cloud's vms.csv into "
     "{folder}/home/.sky/catalogs/v8/{cloud}",
     "ModuleNotFoundError": "remove {folder}/venv: the next command installs it again",

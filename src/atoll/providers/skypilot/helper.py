@@ -51,10 +51,13 @@ def _plain(text: str) -> str:
 def offers(resources: dict[str, Any], num_nodes: int) -> list[dict[str, Any]]:
     """What fits a task's resources by the catalogs on disk, the cheapest first; asks no cloud for machines."""
     import sky
+    from sky import catalog
 
     task = sky.Task.from_yaml_config({"resources": resources, "num_nodes": num_nodes})
     found, hints = [], []
     for each in task.resources:
+        if each.cloud is not None and _name(each.cloud) not in _NO_CATALOG:
+            catalog.validate_region_zone(each.region, each.zone, _name(each.cloud))  # it names the nearest one
         for cloud in _clouds(each.cloud):
             some, why = _offers_of(each.copy(cloud=cloud), cloud, num_nodes)
             found += some
