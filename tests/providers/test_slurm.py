@@ -95,7 +95,8 @@ def test_the_life_of_a_cluster(slurm: Testbed, tmp_path: Path) -> None:
     assert "rank 1 on h3 sees GPU-" in said
     assert queue(slurm) == ["atoll-demo"]
     assert "again" in atoll("exec", "demo", "echo again")
-    assert "h3" in atoll("ssh", "demo/worker1", "--", "hostname")
+    assert atoll("ssh", "demo/worker1", "--", "hostname | tr h H; exit 3", code=3).startswith("H3\n")
+    assert atoll("ssh", "demo", "--", "printf", "%s.", "a b") == "a b."
     assert "SUCCEEDED" in atoll("queue", "demo")
     atoll("down", "demo")
     assert queue(slurm) == []

@@ -14,6 +14,7 @@ import posixpath
 import secrets
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -560,14 +561,16 @@ class Slurm(HostProvider):
     def login_command(
         self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
     ) -> list[str]:
-        """A step with a terminal, through the login node."""
+        """A step through the login node; with a terminal, where this process has one or a shell is wanted."""
         job, _, name = allocation.nodes[node].reach.partition("/")
         words = ["srun", f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--overlap"]
-        words += ["--pty", *(command or ["bash", "-l"])]
+        terminal = not command or sys.stdin.isatty()
+        words += ["--pty"] if terminal else []
+        words += ["sh", "-c", " ".join(command)] if command else ["bash", "-l"]  # as ssh: the shell there reads it
         login = self._login()
         if login.host == HERE:
             return words
-        return ["ssh", *login.options, "-t", *options, login.host, shlex.join(words)]
+        return ["ssh", *login.options, *(["-t"] if terminal else []), *options, login.host, shlex.join(words)]
 
     def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
         """Through the login node: what it sees, every node sees."""
