@@ -20,7 +20,7 @@ import atoll as sky
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import NodeRequest
-from atoll.providers.skypilot import KINDS, client, environment
+from atoll.providers.skypilot import KINDS, client, environment, helper
 from atoll.tasks import clusters
 from testbed.fixtures import bed, make_bed
 from testbed.hosts import Testbed
@@ -162,6 +162,21 @@ def test_skypilot_that_can_not_be_used_is_one_line(prices: Script, home: Path) -
     (home / "skypilot" / "venv" / "bin" / "python").chmod(0o600)
     with pytest.raises(ProvisionError, match="can't be started: Permission denied"):
         registry.resolve("aws").plan(NodeRequest())
+
+
+def test_prices_that_can_not_be_fetched_are_one_plain_line(prices: Script, home: Path) -> None:
+    prices(no_offers=["ConnectionError", "HTTPSConnectionPool(host='x', port=443): Max retries exceeded with url: /v8"])
+    with pytest.raises(ProvisionError) as error:
+        registry.resolve("aws").plan(NodeRequest())
+    folder = home / "skypilot/home/.sky/catalogs/v8/aws"
+    assert str(error.value) == (
+        f"SkyPilot: prices could not be fetched from the internet: put the cloud's vms.csv into {folder}"
+    )
+
+
+def test_what_a_cloud_lacks_is_said_without_the_details_of_its_tools() -> None:
+    said = "AWS credentials are not set. Run:\n  \x1b[1m$ aws configure\n    Details: `aws sts` failed: [botocore.e…"
+    assert helper._first_lines(said) == "AWS credentials are not set. Run: $ aws configure"
 
 
 @pytest.mark.long

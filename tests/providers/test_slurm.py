@@ -25,6 +25,7 @@ from atoll.agent import keeper
 from atoll.core.errors import ConfigError
 from atoll.providers import registry
 from atoll.providers.slurm.answers import is_kind
+from atoll.tasks import clusters
 from testbed.fixtures import MakeBed
 from testbed.hosts import USER, Host, Testbed
 from testbed.slurm import slurm_missing, start_slurm
@@ -97,6 +98,8 @@ def test_the_life_of_a_cluster(slurm: Testbed, tmp_path: Path) -> None:
     assert "again" in atoll("exec", "demo", "echo again")
     assert atoll("ssh", "demo/worker1", "--", "hostname | tr h H; exit 3", code=3).startswith("H3\n")
     assert atoll("ssh", "demo", "--", "printf", "%s.", "a b") == "a b."
+    held = clusters.load("demo").allocation
+    assert "6006:h3:6006" in registry.of(held).login_command(held, 1, ["-L", "6006:127.0.0.1:6006"], [])
     assert "SUCCEEDED" in atoll("queue", "demo")
     atoll("down", "demo")
     assert queue(slurm) == []

@@ -21,7 +21,7 @@ task.update_envs({"GREETING": "hi"})
 task.set_resources(sky.Resources(cpus="1+", accelerators="L4:1"))
 request_id = sky.launch(task, cluster_name="c", idle_minutes_to_autostop=30, down=True)
 job_id, handle = sky.stream_and_get(request_id)
-print("job", job_id, handle.cluster_name, handle.launched_nodes, "." in handle.head_ip)
+print("job", job_id, handle, handle.launched_nodes, "." in handle.head_ip)
 print("code", sky.tail_logs(cluster_name="c", job_id=job_id, follow=True))
 
 request_id = sky.exec(sky.Task(run="echo again; exit 4"), cluster_name="c")
@@ -69,7 +69,7 @@ def test_a_script_of_the_sdk_runs(tmp_path: Path) -> None:
     said = done.stdout.splitlines()
     for line in (
         "Cluster c on local: 2 nodes, L4:1 per node, simulated",
-        "job 1 c 2 True",
+        "job 1 c (local, 2 × (L4:1, simulated)) 2 True",
         "code 0",
         "request 36 True",
         "line     again",

@@ -12,7 +12,7 @@ from pathlib import Path
 from atoll import __version__
 from atoll.core.paths import atoll_home
 
-# A package of each extra that a recipe may need.
+# A package of each extra that a recipe, a function or the dashboard may need.
 _EXTRAS = {
     "data": "datasets",
     "s3": "s3fs",
@@ -22,6 +22,10 @@ _EXTRAS = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "transformers": "transformers",
+    "dashboard": "starlette",
+    "jax": "jax",
+    "keras": "keras",
+    "tensorflow": "tensorflow",
 }
 
 

@@ -141,7 +141,8 @@ class ClusterHandle:
         return clusters.head_address(clusters.load(self.cluster_name))
 
     def __str__(self) -> str:
-        return f"{self.cluster_name} ({self.infra}, {self.launched_nodes}x {self.launched_resources})"
+        each = self.launched_resources.removeprefix("1x ")
+        return f"{self.cluster_name} ({self.infra}, {self.launched_nodes} × {each})"
 
 
 # ---------------------------------------------------------------------------------------------------- requests

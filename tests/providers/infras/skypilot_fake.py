@@ -29,6 +29,8 @@ class CloudError(Exception):
 
 def offers(resources: dict[str, Any], num_nodes: int) -> list[dict[str, Any]]:
     how = script()
+    if how.get("no_offers"):
+        raise CloudError(*how["no_offers"])
     cloud, _, region = (resources["infra"] or "").partition("/")
     kinds = resources.get("accelerators") or []
     if "H100:8" in kinds:

@@ -32,8 +32,7 @@ _STEPS = {
     "ApiServerConnectionError": "its server did not start: {folder}/home/.sky/api_server/server.log says why",
     "NoCloudAccessError": "`atoll check {cloud}` says what to set up",
     "ResourcesUnavailableError": "try another region, or `any_of` several; `atoll gpus INFRA` lists what there is",
-    "ConnectionError": "prices could not be fetched; without internet put the cloud's vms.csv into "
-    "{folder}/home/.sky/catalogs/v8/{cloud}",
+    "ConnectionError": "put the cloud's vms.csv into {folder}/home/.sky/catalogs/v8/{cloud}",
     "ModuleNotFoundError": "remove {folder}/venv: the next command installs it again",
     "ClusterOwnerIdentityMismatchError": "log in to the account that made it",
 }
@@ -112,7 +111,7 @@ class Helper:
             self._buffer += block
 
     def _error(self, kind: str, message: str) -> AtollError:
-        said = _shortened(message)
+        said = "prices could not be fetched from the internet" if kind == "ConnectionError" else _shortened(message)
         said = said if " " in said else f"{kind} {said}".strip()  # of a KeyError that is the key
         step = _STEPS.get(kind, "").format(folder=environment.folder(), cloud=self._cloud)
         text = f"SkyPilot: {said.rstrip('.')}" + (f": {step}" if step else "")

@@ -141,7 +141,8 @@ def _missing(cloud: Any) -> str:
 
 
 def _first_lines(text: str) -> str:
-    lines = [line.strip().lstrip("-* ") for line in _plain(text).strip().splitlines()]
+    text = re.split(r"^\s*Details:", _plain(text), maxsplit=1, flags=re.M)[0]  # tracebacks and the like
+    lines = [line.strip().lstrip("-* ") for line in text.strip().splitlines()]
     return " ".join(line for line in lines if line)[:300].rstrip(".")
 
 
@@ -161,12 +162,16 @@ def gpus(cloud: str) -> list[dict[str, Any]]:
     found: dict[tuple[str, float], dict[str, Any]] = {}
     for name, machines in catalog.list_accelerators(gpus_only=True, clouds=cloud).items():
         for each in machines:
-            row = {"name": name, "count": each.accelerator_count, "instance_type": each.instance_type}
+            row = {"name": name, "count": _count(each.accelerator_count), "instance_type": each.instance_type}
             row |= {"region": each.region, "price": _number(each.price), "spot_price": _number(each.spot_price)}
             known = found.setdefault((name, each.accelerator_count), row)
             if (row["price"] or float("inf")) < (known["price"] or float("inf")):
                 found[name, each.accelerator_count] = row
     return [found[key] for key in sorted(found)]
+
+
+def _count(value: float) -> float:
+    return int(value) if value == int(value) else value  # parts of a GPU are rented, too
 
 
 def _number(value: Any) -> float | None:

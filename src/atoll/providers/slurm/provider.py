@@ -570,6 +570,8 @@ class Slurm(HostProvider):
         login = self._login()
         if login.host == HERE:
             return words
+        # Ports are forwarded by the login node, whose own loopback interface is not meant.
+        options = [each.replace(":127.0.0.1:", f":{name}:") for each in options]
         return ["ssh", *login.options, *(["-t"] if terminal else []), *options, login.host, shlex.join(words)]
 
     def copy(self, allocation: Allocation, node: int, path: str, here: str, *, up: bool) -> str:
