@@ -106,7 +106,8 @@ def test_commands_of_messages_are_taken(parse: Callable[[list[str]], None]) -> N
                 words = [str(each.value) if isinstance(each, ast.Constant) else "1" for each in node.args]
                 found += [(f"{path}:{node.lineno}", words)] if words[0] == "atoll" else []
     assert len(found) > 50
-    assert not refused(parse, [(where, words) for where, words in found if words[1] != "{}"])
+    # Which command it is only a run knows of a few.
+    assert not refused(parse, [(where, words) for where, words in found if words[1] not in ("{}", "1")])
 
 
 def test_no_message_makes_a_command_by_itself() -> None:

@@ -78,7 +78,7 @@ def test_jobs_are_packed_over_nodes() -> None:
 class Ends:
     """A job that has ended at the next look."""
 
-    status, deadline, cancelled, finished = JobStatus.RUNNING, None, False, True
+    status, deadline, cancelled, finished = JobStatus.SUCCEEDED, None, False, True
 
     def __init__(self, job: JobRow, nodes: tuple[int, ...], *_: object) -> None:
         self.job, self.nodes = job, nodes

@@ -160,7 +160,7 @@ class Leased(SampleSource):
 
     BLOCK = 6
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None) -> None:
         self._limit, self._handed_out, self._consumed = limit, 0, 0
         self.asked: list[range] = []
 
@@ -170,7 +170,8 @@ class Leased(SampleSource):
         if dist.get_rank() == 0:
             inside = self._handed_out % self.BLOCK
             first = 2 * (self._handed_out - inside) + inside
-            lease = [(first, min(count, self.BLOCK - inside, self._limit - self._handed_out))]
+            left = count if self._limit is None else self._limit - self._handed_out
+            lease = [(first, min(count, self.BLOCK - inside, left))]
         dist.broadcast_object_list(lease)
         first, length = lease[0]
         self._handed_out += length

@@ -20,13 +20,12 @@ from atoll import __version__
 from atoll.cli import check, clusters, completion, dashboard, launching, nodes, output, run, train, weights
 from atoll.cli.data import data_app
 from atoll.cli.jobs import jobs_app
-from atoll.cli.options import Output, as_json, flags_of, normalized
+from atoll.cli.options import Command, NoSuchOption, Output, as_json, flags_of, normalized
 from atoll.cli.recipes import recipes_app
 from atoll.cli.shown import duration, print_json, print_table
 from atoll.core.errors import AtollError, CallTimeout, RemoteTraceback
 from atoll.core.exit_codes import ExitCode, exit_code_of
 from atoll.core.packages import trainer_packages
-from atoll.core.validation import nearest
 
 _SAME_S = 1.0  # a Ctrl-C so soon after another counts as the same
 
@@ -62,28 +61,12 @@ _PANELS = {
 }
 
 
-# Of the click that this version of typer brings, or uses.
-_NoSuchOption: type[Exception] = vars(sys.modules[typer.BadParameter.__module__])["NoSuchOption"]
-
-
-class _Command(TyperCommand):
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the options; an unknown one gets the nearest that there is, in any spelling."""
-        try:
-            return super().make_context(*args, **kwargs)
-        except _NoSuchOption as error:
-            flag = vars(error)["option_name"]
-            if near := nearest(flag, flags_of(self)):
-                raise typer.BadParameter(f"unknown option {flag}{near}", ctx=vars(error)["ctx"]) from None
-            raise
-
-
 class _Grouped(TyperGroup):
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Read the options before the command, where those of a command are a common mistake."""
         try:
             return super().make_context(*args, **kwargs)
-        except _NoSuchOption as error:
+        except NoSuchOption as error:
             flag = vars(error)["option_name"]
             takers = [name for name in _PANELS["Run things"] if flag in flags_of(self.commands[name])]
             if takers:
@@ -126,7 +109,7 @@ weights.register(app)
 completion.register(app)
 for _commands in (app, *(each.typer_instance for each in app.registered_groups)):
     for _each in _commands.registered_commands if _commands else ():
-        _each.cls = _Command
+        _each.cls = Command if _each.cls is TyperCommand else _each.cls
 
 # SkyPilot's commands that this version lacks, and what comes next to each.
 _LACKING = {

@@ -75,7 +75,9 @@ def gpus(
     infra: Annotated[str, typer.Option(help="The same as a flag.")] = DEFAULT,
     output: options.Output = "table",
 ) -> None:
-    """Show the GPUs that jobs can use, and who holds them; of a cloud what it rents, in US$ an hour.
+    """Show the GPUs that jobs can use, and who holds them.
+
+    Of a cloud, what it rents, in US$ an hour.
 
     \b
         atoll gpus

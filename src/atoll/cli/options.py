@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from atoll.core.validation import MOST_NODES, MOST_PROCESSES
+from atoll.core.validation import MOST_NODES, MOST_PROCESSES, nearest
 
 # Other spellings of options, of torchrun, SkyPilot and accelerate; every command accepts them, help shows one.
 _SPELLINGS = {
@@ -20,6 +22,8 @@ _SPELLINGS = {
     "detach-run": "detach",
 }
 _NUMBER = re.compile(r"[0-9]{1,18}")
+# Of the click that this version of typer brings, or uses.
+NoSuchOption: type[Exception] = vars(sys.modules[typer.BadParameter.__module__])["NoSuchOption"]
 
 
 def normalized(name: str) -> str:
@@ -33,6 +37,20 @@ def flags_of(command: Any) -> list[str]:
     params = [each for each in command.params if not getattr(each, "hidden", False)]
     flags = [flag for each in params for flag in (*each.opts, *each.secondary_opts) if flag.startswith("--")]
     return flags + [f"--{other}" for other, shown in _SPELLINGS.items() if f"--{normalized(shown)}" in flags]
+
+
+class Command(TyperCommand):
+    """A command that answers an unknown option with the nearest that it accepts, in any spelling."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the options."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except NoSuchOption as error:
+            flag = vars(error)["option_name"]
+            if near := nearest(flag, flags_of(self)):
+                raise typer.BadParameter(f"unknown option {flag}{near}", ctx=vars(error)["ctx"]) from None
+            raise
 
 
 def parse_nodes(text: str | int) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand
-
-from atoll.cli.options import normalized
+from atoll.cli.options import Command, normalized
 
 # torchrun's flags that have nothing left to say here, and why; each is accepted and answered with one line.
 _MET = "Atoll gives ranks their rendezvous itself"
@@ -35,7 +33,7 @@ _WANTED_EARLIER = ("--nodes", "--nproc-per-node", "--gpus", "--infra")
 _SHORT = {"-r": "--redirects", "-t": "--tee"}
 
 
-class RunCommand(TyperCommand):
+class RunCommand(Command):
     """Options end at the script: what follows is the script's own. Knows whether ``--`` stood before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.validation import command_line
 from atoll.providers.skypilot import environment
 
 _ANSWER_S = 900.0  # to take down what a cloud is slow with
@@ -30,7 +31,7 @@ _STEPS = {
     "APIVersionMismatchError": "end its server, the next command starts another one: `atoll down` what runs, then "
     "remove the folder {folder}",
     "ApiServerConnectionError": "its server did not start: {folder}/home/.sky/api_server/server.log says why",
-    "NoCloudAccessError": "`atoll check {cloud}` says what to set up",
+    "NoCloudAccessError": "`{check}` says what to set up",
     "ResourcesUnavailableError": "try another region, or `any_of` several; `atoll gpus INFRA` lists what there is",
     "ConnectionError": "put the cloud's vms.csv into {folder}/home/.sky/catalogs/v8/{cloud}",
     "ModuleNotFoundError": "remove {folder}/venv: the next command installs it again",
@@ -113,7 +114,9 @@ class Helper:
     def _error(self, kind: str, message: str) -> AtollError:
         said = "prices could not be fetched from the internet" if kind == "ConnectionError" else _shortened(message)
         said = said if " " in said else f"{kind} {said}".strip()  # of a KeyError that is the key
-        step = _STEPS.get(kind, "").format(folder=environment.folder(), cloud=self._cloud)
+        step = _STEPS.get(kind, "").format(
+            folder=environment.folder(), cloud=self._cloud, check=command_line("atoll", "check", self._cloud)
+        )
         text = f"SkyPilot: {said.rstrip('.')}" + (f": {step}" if step else "")
         return ConfigError(text) if kind in _OF_REQUEST else SkyPilotError(text, kind)
 

@@ -28,7 +28,7 @@ while kill -0 $! 2>/dev/null; do wait $!; done
 # The job is one of ours by these; what is asked for in another way would be something else.
 _OURS = {
     **dict.fromkeys(("nodes", "N"), "say --num-nodes"),
-    **dict.fromkeys(("output", "o", "error", "e"), "`atoll logs` shows what jobs print"),
+    **dict.fromkeys(("output", "o", "error", "e"), "`atoll logs CLUSTER` shows what jobs print"),
     **dict.fromkeys(("array", "a"), "a sweep runs inside one allocation: --sweep"),
     **dict.fromkeys(("signal", "requeue", "no-requeue"), "say requeue = true, or job_recovery in the task"),
     **dict.fromkeys(("ntasks", "n", "ntasks-per-node", "wrap", "no-kill", "k", "parsable"), "Atoll says it itself"),
