@@ -162,13 +162,11 @@ def logs(
     job_id: Number = None,
     name: Name = None,
     controller: Controller = None,
-    follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", "-f", help="Wait for new lines until the job ends.")
-    ] = True,
-    tail: Annotated[int, typer.Option(min=0, max=10**9, help="Show only the last N lines; 0: all.", metavar="N")] = 0,
-    rank: Annotated[int | None, typer.Option(min=0, help="Show only the output of this rank.", metavar="R")] = None,
-    only_status: Annotated[bool, typer.Option("--status", help="Print only the status.")] = False,
-    sync_down: Annotated[bool, typer.Option("--sync-down", "-s", help="Copy the log files here instead.")] = False,
+    follow: options.Follow = True,
+    tail: options.Tail = 0,
+    rank: options.OnlyRank = None,
+    only_status: options.OnlyStatus = False,
+    sync_down: options.SyncDown = False,
     output: options.Output = "table",
 ) -> None:
     """Show a managed job's log: every attempt of its task, and why each ended. The exit code is that of `atoll logs`.

@@ -145,6 +145,11 @@ JobName = Annotated[str | None, typer.Option("--name", "-n", metavar="NAME", hel
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Return as soon as the job or pipeline is submitted.")]
 DryRun = Annotated[bool, typer.Option("--dryrun", help="Print what would be done; start nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Accepted for compatibility; Atoll never prompts.")]
+Follow = Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Wait for new lines until the job ends.")]
+Tail = Annotated[int, typer.Option(min=0, max=10**9, help="Show only the last N lines; 0: all.", metavar="N")]
+OnlyRank = Annotated[int | None, typer.Option("--rank", min=0, help="Show only the output of this rank.", metavar="R")]
+OnlyStatus = Annotated[bool, typer.Option("--status", help="Print only the status.")]
+SyncDown = Annotated[bool, typer.Option("--sync-down", "-s", help="Copy the log files here instead.")]
 Output = Annotated[
     str,
     typer.Option("--output", "-o", metavar="FORMAT", help="table, or json: one document on standard output."),

@@ -11,8 +11,6 @@ What it knows is ``State``, plain JSON values: whoever comes after a controller 
 
 # ruff: noqa: UP014
 
-# ruff: noqa: UP014
-
 from __future__ import annotations
 
 import dataclasses
