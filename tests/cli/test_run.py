@@ -451,7 +451,7 @@ def test_an_infra_that_is_not_there_is_named(tmp_path, monkeypatch):
     Path("work").mkdir()
     monkeypatch.chdir("work")
     script("", "train.py")
-    assert "--infra mars" in run("--infra", "mars", "train.py", code=2)[1]
+    assert "mars: no such infra" in run("--infra", "mars", "train.py", code=2)[1]
     assert "[ssh.lab]" in run("--infra", "ssh/lab", "train.py", code=2)[1]
     assert not clusters.all_names()
 
