@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from atoll.cli.main import main
 from atoll.providers.gpus import gpu_report
+from command_here import atoll
 
-Atoll = Callable[..., tuple[int, str, str]]
+__all__ = ["atoll"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,25 +26,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NO_COLOR", "1")
     yield state
     shutil.rmtree(state)
-
-
-@pytest.fixture
-def atoll(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Atoll:
-    """Runs the command in this process; gives exit code, output and errors."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["atoll", *arguments])
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code or 0
-        sys.stdout.flush()
-        out, err = capfdbinary.readouterr()
-        assert b"Traceback" not in out + err
-        return code, out.decode(), err.decode()
-
-    return run
 
 
 def test_this_machine_as_a_table_and_as_json(atoll):
