@@ -1,12 +1,13 @@
 """What the framework decorators give and cost: two ranks against one, and each beside the framework's own launcher.
 
-    python bench/frameworks.py [--only torch,jax,keras-jax,keras-torch] [--steps 40] [--rounds 3]
+    python bench/frameworks.py [--gpus] [--only torch,jax,keras-jax,keras-torch] [--steps 40] [--rounds 3]
 
-Every rank computes on one thread. The work is the same throughout: an MLP with 784, 1024, 1024 and 10 units, a global
-batch of 1,024 images. "two ranks" is Atoll's decorator over two local nodes; "by hand" is the same function in two
-processes that torchrun starts, or two plain ones that call jax.distributed.initialize. "ready" is from the dispatch, or
-the start of the processes, to the function's first line after set-up. Of several rounds, which take turns, the best
-counts.
+The work is the same throughout: an MLP with 784, 1024, 1024 and 10 units, a global batch of 1,024 images. Every rank
+computes on one thread; with --gpus each has one of two GPUs, joined by NCCL, and the work is 4096 units and a batch of
+16,384, in the framework's own default precision. "two ranks" is Atoll's decorator over two local nodes; "by hand" is
+the same function in two processes that torchrun starts, or two plain ones that call jax.distributed.initialize.
+"ready" is from the dispatch, or the start of the processes, to the function's first line after set-up. Of several
+rounds, which take turns, the best counts.
 """
 
 from __future__ import annotations
@@ -24,27 +25,35 @@ import time
 from typing import Any
 
 import atoll as sky
+from atoll.providers.gpus import local_gpus
 
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
     "NPROC": "1",
 }
-BATCH = 1024
-UNITS = (784, 1024, 1024, 10)
+ON_GPUS = "BENCH_ON_GPUS"  # set in every rank where they have GPUs
+
+
+def sizes() -> tuple[int, tuple[int, ...]]:
+    """The global batch, and units of each layer."""
+    return (16384, (784, 4096, 4096, 10)) if ON_GPUS in os.environ else (1024, (784, 1024, 1024, 10))
 
 
 def torch_steps(rank: int, world_size: int, steps: int) -> float:
     """Seconds that the steps take with DDP."""
     import torch
 
+    device = "cuda" if ON_GPUS in os.environ else "cpu"
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    batch, units = sizes()
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(UNITS)]
-    model: Any = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(units)]
+    model: Any = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]).to(device)
     if world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = torch.randn(BATCH // world_size, 784), torch.randint(10, (BATCH // world_size,))
+    x, y = torch.randn(batch // world_size, 784).to(device), torch.randint(10, (batch // world_size,)).to(device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -52,9 +61,11 @@ def torch_steps(rank: int, world_size: int, steps: int) -> float:
         optimizer.step()
 
     step()
+    synchronize()
     begun = time.perf_counter()
     for _ in range(steps):
         step()
+    synchronize()
     return time.perf_counter() - begun
 
 
@@ -73,11 +84,13 @@ def jax_steps(rank: int, world_size: int, steps: int) -> float:
         gradients = jax.lax.pmean(jax.grad(loss)(params, x, y), "devices")
         return [p - 0.01 * g for p, g in zip(params, gradients, strict=True)]
 
+    batch, units = sizes()
     random = np.random.default_rng(0)
-    shapes = list(itertools.pairwise(UNITS))
+    shapes = list(itertools.pairwise(units))
     params = [random.normal(0, 0.03, (1, *shape)).astype(np.float32) for shape in shapes]
-    x = random.normal(size=(1, BATCH // world_size, 784)).astype(np.float32)
-    y = random.integers(0, 10, (1, BATCH // world_size))
+    x = random.normal(size=(1, batch // world_size, 784)).astype(np.float32)
+    y = random.integers(0, 10, (1, batch // world_size))
+    x, y = jax.pmap(lambda *arrays: arrays)(x, y)  # to the device, once
     mapped = jax.pmap(step, axis_name="devices")
     params = jax.block_until_ready(mapped(params, x, y))
     begun = time.perf_counter()
@@ -92,9 +105,10 @@ def keras_steps(rank: int, world_size: int, steps: int) -> float:
     import keras
     import numpy as np
 
-    model = keras.Sequential([keras.layers.Dense(n, "relu") for n in UNITS[1:-1]] + [keras.layers.Dense(UNITS[-1])])
+    batch, units = sizes()
+    model = keras.Sequential([keras.layers.Dense(n, "relu") for n in units[1:-1]] + [keras.layers.Dense(units[-1])])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    size = BATCH // world_size
+    size = batch // world_size
     x, y = np.ones((size * steps, 784), np.float32), np.zeros(size * steps, np.int32)
     model.fit(x[:size], y[:size], batch_size=size, verbose=0)
     begun = time.perf_counter()
@@ -113,17 +127,23 @@ def measured(name: str, steps: int) -> tuple[float, float]:
 
 def by_hand(name: str, steps: int) -> None:
     """One of two processes without Atoll's launcher: prints the same."""
+    on_gpus = ON_GPUS in os.environ
     if name == "torch":
+        import torch
         import torch.distributed as dist
 
-        dist.init_process_group("gloo")
+        if on_gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpus else "gloo")
         rank = dist.get_rank()
     else:
         import jax
 
         rank = int(os.environ["BENCH_RANK"])
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(os.environ["BENCH_ADDRESS"], 2, rank)
+        if not on_gpus:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        devices = [rank] if on_gpus else None
+        jax.distributed.initialize(os.environ["BENCH_ADDRESS"], 2, rank, local_device_ids=devices)
         if name == "keras-jax":
             import keras
 
@@ -135,12 +155,14 @@ def by_hand(name: str, steps: int) -> None:
     print(json.dumps([time.time(), WORK[name](rank, 2, steps)]), flush=True)
 
 
-def run_by_hand(name: str, steps: int) -> tuple[float, float] | None:
+def run_by_hand(name: str, steps: int, env: dict[str, str]) -> tuple[float, float] | None:
     """Two processes with the framework's own launcher; None for what has none."""
     if name == "keras-torch":
         return None
     me = [os.path.abspath(__file__), "--by-hand", name, "--steps", str(steps)]
-    env = os.environ | ONE_THREAD | ({"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"} if name != "torch" else {})
+    env = os.environ | env
+    if name != "torch":
+        env |= {"KERAS_BACKEND": "jax"} | ({} if ON_GPUS in env else {"JAX_PLATFORMS": "cpu"})
     begun = time.time()
     if name == "torch":
         commands = [(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *me], env)]
@@ -173,6 +195,7 @@ def run_pool(pool: sky.ComputePool, name: str, steps: int, *, everywhere: bool) 
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus", action="store_true", help="on two GPUs, joined by NCCL")
     parser.add_argument("--only", default=",".join(WORK), help="frameworks, separated by commas")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
@@ -181,17 +204,24 @@ def main() -> None:
     if options.by_hand:
         by_hand(options.by_hand, options.steps)
         return
+    gpus = local_gpus()[:2] if options.gpus else ()
+    if options.gpus and len(gpus) < 2:
+        print(f"skipped: --gpus needs 2 GPUs, and this machine has {len(gpus)}")
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)  # none without --gpus
+    env = {ON_GPUS: "1"} if gpus else ONE_THREAD
     load, version = os.getloadavg()[0], platform.python_version()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, Python {version}")
+    machine = f"2 × {gpus[0].name}" if gpus else f"{platform.machine()}, {os.cpu_count()} cores"
+    print(f"{machine}, load {load:.1f}, Python {version}")
     print("| framework | one rank, steps/s | two ranks | ratio | two by hand | ready, decorator | ready, by hand |")
     print("|---|---|---|---|---|---|---|")
     for name in options.only.split(","):
-        with sky.ComputePool(nodes=2, logs="quiet", env=ONE_THREAD) as pool:
+        with sky.ComputePool(nodes=2, logs="quiet", env=env) as pool:
             rounds = [
                 (
                     run_pool(pool, name, options.steps, everywhere=False),
                     run_pool(pool, name, options.steps, everywhere=True),
-                    run_by_hand(name, options.steps),
+                    run_by_hand(name, options.steps, env),
                 )
                 for _ in range(options.rounds)
             ]

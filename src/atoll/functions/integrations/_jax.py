@@ -28,9 +28,9 @@ def join(ctx: CallContext, worker: DriverChannel) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
-            address,
-            ctx.world_size,
-            ctx.rank,
+            coordinator_address=address,
+            num_processes=ctx.world_size,
+            process_id=ctx.rank,
             local_device_ids=devices,
             cluster_detection_method="deactivate",
             coordinator_bind_address=address,
