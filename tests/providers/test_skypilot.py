@@ -21,7 +21,8 @@ from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import NodeRequest
 from atoll.providers.skypilot import KINDS, client, environment, helper
-from atoll.tasks import clusters
+from atoll.tasks import clusters, lifecycle, managed_api
+from atoll.tasks.spec import JobStatus
 from testbed.fixtures import bed, make_bed
 from testbed.hosts import Testbed
 
@@ -99,11 +100,23 @@ def atoll(*words: str, code: int = 0) -> str:
         (sky.SkyPilot, "skypilot"),
         (lambda: sky.SkyPilot("aws/us-east-1"), "aws/us-east-1"),
         (lambda: sky.SkyPilot(infra="slurm/lab/debug"), "skypilot/slurm/lab/debug"),
+        (lambda: sky.SkyPilot(region="us-east-1"), "skypilot/*/us-east-1"),
+        (lambda: sky.SkyPilot("*"), "skypilot"),
     ],
 )
 def test_an_infra_is_one_text_however_it_is_said(made: Callable[[], sky.SkyPilot], infra: str) -> None:
     assert made().infra == infra
     assert registry.resolve(infra).infra == infra
+
+
+def test_a_star_is_any_cloud() -> None:
+    assert registry.resolve("*/us-east-1").infra == "skypilot/*/us-east-1"
+    assert sky.Resources(region="us-east-1").infra == "*/us-east-1"
+    for stated in ("*/us-east-1", "skypilot/*/us-east-1", "skypilot", "skypilot/aws", "*"):
+        assert registry.fits(stated, "aws/us-east-1"), stated
+    for stated in ("*/us-west-2", "skypilot/gcp"):
+        assert not registry.fits(stated, "aws/us-east-1"), stated
+    assert not registry.fits("skypilot", "ssh/lab")
 
 
 def test_what_no_infra_is() -> None:
@@ -137,6 +150,32 @@ def test_a_plan_needs_no_credentials_and_a_pool_says_what_to_set_up(prices: Scri
     assert registry.examine("aws") == [(False, "run `aws configure`")]
     assert "L4    1      g6.xlarge      us-east-1  0.8" in atoll("gpus", "aws")
     assert "✗ aws: run `aws configure`" in atoll("check", "aws", code=100)
+
+
+def test_a_cloud_is_asked_for_any_of_several_kinds_and_a_typo_is_said(prices: Script) -> None:
+    for accelerators in (["L4", "A10G"], {"L4": 1, "A10G": 1}):
+        task = sky.Task(run="true", resources={"infra": "*/us-east-1", "accelerators": accelerators})
+        sky.launch(task, "c", dryrun=True)
+    in_order, any_of = [each["resources"] for each in calls("offers")]
+    assert in_order == {"infra": "*/us-east-1", "accelerators": ["L4:1", "A10G:1"]}
+    assert any_of == {"infra": "*/us-east-1", "accelerators": {"L4:1": None, "A10G:1": None}}
+    prices(no_offers=["ResourcesUnavailableError", "nothing there fits"])
+    said = atoll("launch", "--dryrun", "--infra", "aws", "--gpus", "L44:2", "true", code=2)
+    assert "L44:2 can't be had on aws: accelerator 'L44' is not known: did you mean L4?" in said
+
+
+def test_a_managed_job_tries_the_cheapest_of_any_of_first(prices: Script) -> None:
+    prices(error=["ResourcesUnavailableError", "none are left"])
+    try:
+        for key, first in (("any_of", "aws"), ("ordered", "gcp")):
+            task = sky.Task(run="true", resources={key: [{"infra": "gcp"}, {"infra": "aws"}]})
+            (job,) = managed_api.launch(task)
+            eventually(lambda job=job: "none are left" in job.logs(), "it was tried", 60)
+            assert f"Attempt 1: launching on {first}" in job.logs()
+            job.cancel()
+            assert job.wait() is JobStatus.CANCELLED
+    finally:
+        lifecycle.purge(managed_api.CONTROLLER, print)
 
 
 def test_a_task_is_planned_on_several_infras_side_by_side(prices: Script, tmp_path: Path) -> None:

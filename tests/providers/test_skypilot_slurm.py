@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ import atoll as sky
 from atoll.core.errors import ConfigError
 from atoll.providers import registry
 from atoll.providers.skypilot import client, environment
+from atoll.tasks import clusters
 from testbed.fixtures import MakeBed, bed, make_bed
 from testbed.hosts import Testbed
 from testbed.slurm import slurm_missing, start_slurm
@@ -154,6 +156,8 @@ def remove_what_its_server_leaves() -> None:
     for path in Path(tempfile.gettempdir()).iterdir():
         if re.fullmatch(r"sky-tmp\w+|[0-9a-f]{32}", path.name):
             shutil.rmtree(path)
+        elif re.fullmatch(r"sky_ssh_\w+\.log", path.name):
+            path.unlink()
 
 
 def test_plans_and_prices_without_credentials(skypilot: Testbed, tmp_path: Path) -> None:
@@ -202,6 +206,39 @@ def test_the_life_of_a_cluster_on_skypilots_slurm(skypilot: Testbed, tmp_path: P
     eventually(lambda: login.run("squeue -h") == "", "its Slurm job is cancelled", 30)
     assert "shipped" in run("logs", "c", "1")
     assert os.listdir(environment.folder() / "clusters") == []
+
+
+def test_a_cluster_that_nobody_renews_ends_itself_whatever_is_open_there(skypilot: Testbed) -> None:
+    login = skypilot.hosts[0]
+    run("launch", "-c", "c", "--infra", "skypilot/slurm/lab", "--cpus", "2", "--num-nodes", "2", "true")
+    how = clusters.load("c").allocation.settings
+    assert how["guard"] == "down"
+    # Somebody's terminal, which a machine that has lost its power leaves open for hours.
+    terminal = subprocess.Popen(["ssh", "-tt", "h2", "sleep 1000"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        client.ask("slurm", "renew", name=how["name"], guard=how["guard"], idle_minutes=1)
+        renewed_s = time.monotonic()
+        kill_what_looks_after("c")
+        client.close()
+        environment.end_server()  # nothing is left of it here
+        assert login.run("squeue -h") != ""
+        eventually(lambda: login.run("squeue -h") == "", "its Slurm job ends", 200)
+        assert time.monotonic() - renewed_s > 60
+        assert terminal.poll() is None
+    finally:
+        terminal.kill()
+        terminal.communicate()
+    assert "are not there any more" in run("status")
+    run("down", "-y", "c")
+
+
+def kill_what_looks_after(name: str) -> None:
+    """Its watcher and its supervisor, as a loss of power does."""
+    folder = str(clusters.folder_of(name)).encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if folder in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def run(*words: str, code: int = 0) -> str:

@@ -241,10 +241,17 @@ def refuse_misspelt(names: Iterable[str]) -> None:
     Raises:
         ConfigError: the message has the known one.
     """
+    if said := misspelt(names):
+        raise ConfigError(said)
+
+
+def misspelt(names: Iterable[str]) -> str:
+    """What is said of the first name that is unknown and near a known one; empty where none is."""
     for name in names:
         near = [] if _key(name) in _NAMES else get_close_matches(_key(name), _NAMES, n=1, cutoff=_NEAR)
         if near and not name.lower().startswith("tpu-"):  # clouds rent TPUs of many sizes
-            raise ConfigError(f"accelerator {name!r} is not known: did you mean {_NAMES[near[0]]}?")
+            return f"accelerator {name!r} is not known: did you mean {_NAMES[near[0]]}?"
+    return ""
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -83,6 +83,7 @@ class NodeRequest:
         num_nodes: nodes that are wanted.
         accelerators: kinds that would do, of each node, the preferred one first. Empty for none; None takes what is
             there.
+        in_order: the first of those kinds that can be had is taken, else the cheapest.
         cpus, memory: of each node, as text (``8+``, ``32GB``), or None.
         resources: what else is asked of each node, by the keys of a task file (``use_spot``, ``instance_type``,
             ``disk_size``, ``image_id``, …), as JSON values. A provider honours a key, or names it in ``lacks``.
@@ -98,6 +99,7 @@ class NodeRequest:
     infra: str | None = None
     num_nodes: int = 1
     accelerators: tuple[Accelerators, ...] | None = ()
+    in_order: bool = False
     cpus: str | None = None
     memory: str | None = None
     resources: Mapping[str, Any] = field(default_factory=dict)

@@ -25,6 +25,7 @@ _BESIDE = frozenset(
     {"accelerators", "base", "bundle", "gpus", "local_node", "local_session", "network", "registry"}
 )  # modules that are no provider
 _FEW = 7  # of clouds, in a message
+ANY = "*"  # in the place of a kind: any of those that one package reaches
 _registered: dict[str, type[Provider]] = {}
 
 
@@ -42,7 +43,7 @@ def resolve(infra: str) -> Provider:
     kind, _, name = infra.partition("/")
     if (provider := _find(kind)) is None:
         raise ConfigError(unknown(infra))
-    return provider.resolve(name)
+    return provider.resolve(infra if kind == ANY else name)
 
 
 def unknown(infra: str) -> str:
@@ -83,6 +84,8 @@ def fits(stated: str | None, infra: str) -> bool:
     """Is an infra the stated one? A part that is ``*`` or left out, and None, mean any."""
     parts = [] if stated is None else stated.split("/")
     actual = infra.split("/")
+    if parts and actual[0] in _beside().get(parts[0], ()):  # `skypilot`, and it is one of the places behind that
+        del parts[0]
     return len(parts) <= len(actual) and all(part in ("*", other) for part, other in zip(parts, actual, strict=False))
 
 
@@ -180,7 +183,9 @@ def _known(kind: str) -> type[Provider]:
 def _find(kind: str) -> type[Provider] | None:
     if kind in _registered:
         return _registered[kind]
-    if not kind.isidentifier() or kind in _BESIDE:
+    if kind == ANY:
+        kind = next(name for name, words in _beside().items() if words)
+    elif not kind.isidentifier() or kind in _BESIDE:
         return None
     for name in (f"atoll.providers.{kind}", f"atoll.providers.{kind}.provider"):
         try:

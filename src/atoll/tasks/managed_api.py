@@ -19,7 +19,7 @@ from atoll.core.paths import atoll_home
 from atoll.core.validation import checks_arguments, command_line
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT, NodeRequest
-from atoll.tasks import api, clusters
+from atoll.tasks import api, clusters, placing
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.jobs import Job
 from atoll.tasks.launches import launch as launch_jobs
@@ -111,7 +111,10 @@ def _managed(
     request = task_request(task, options)
     # A place that tells before it takes its nodes, or gives others for them, is asked to: the task recovers from that.
     asked = {"job_recovery": {"max_restarts_on_errors": 0}}
-    every = (request.resources, *request.others)
+    every = [request.resources, *request.others]
+    if not request.in_order:
+        with registry.kept():
+            every = placing.cheapest_first("", every)
     choices = tuple(replace(each, resources={**asked, **each.resources}) for each in every)
     if controller_of(controller) == CONTROLLER:
         for infra in dict.fromkeys(each.infra or DEFAULT for each in choices):

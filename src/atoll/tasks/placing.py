@@ -53,6 +53,11 @@ class Decision:
         each = None if self.offer is None else self.offer.hourly_cost
         return None if each is None else each * self.cluster.num_nodes
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Of what would do as well the lowest is taken: what is set up, then what costs least."""
+        return bool(self.offer and self.offer.missing), self.hourly_cost or 0.0
+
 
 def decide_any(
     name: str,
@@ -80,8 +85,20 @@ def decide_any(
             refused.append(f"{request.infra or DEFAULT}: {str(error).removeprefix(f'{request.infra}: ')}")
     if not found:
         raise ConfigError("none of the task's alternatives can be had:\n" + "\n".join(refused))
-    found.sort(key=lambda each: (bool(each.offer and each.offer.missing), 0 if in_order else each.hourly_cost or 0))
+    found.sort(key=lambda each: each.rank[:1] if in_order else each.rank)
     return dataclasses.replace(found[0], others=tuple(found[1:]), lines=(*refused, *found[0].lines))
+
+
+def cheapest_first(name: str, requests: Sequence[NodeRequest]) -> list[NodeRequest]:
+    """Requests of which any would do for a new cluster, as ``decide_any`` would try them; what can't be had is last."""
+
+    def rank(request: NodeRequest) -> tuple[bool, bool, float]:
+        try:
+            return False, *decide(name, None, request).rank
+        except (ConfigError, ProvisionError):
+            return True, True, 0.0
+
+    return sorted(requests, key=rank) if len(requests) > 1 else list(requests)
 
 
 def decide(name: str, have: ClusterSpec | None, request: NodeRequest, busy: Sequence[JobRow] = ()) -> Decision:

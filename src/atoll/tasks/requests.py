@@ -174,6 +174,7 @@ def _alternatives(task: Task, options: Options) -> list[NodeRequest]:
         request = found.get(key) or NodeRequest(
             num_nodes=task.num_nodes,
             infra=place,
+            in_order=isinstance(task.resources.accelerators, list),
             cpus=each.cpus,
             memory=each.memory,
             resources={**each.others, **({"config": task.config} if task.config else {})},

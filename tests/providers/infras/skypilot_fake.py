@@ -35,7 +35,7 @@ def offers(resources: dict[str, Any], num_nodes: int) -> list[dict[str, Any]]:
     kinds = resources.get("accelerators") or []
     if "H100:8" in kinds:
         raise CloudError("ResourcesUnavailableError", f"{cloud}: nothing there fits")
-    name, _, count = (kinds if isinstance(kinds, str) else kinds[0] if kinds else "").partition(":")
+    name, _, count = (kinds if isinstance(kinds, str) else next(iter(kinds), "")).partition(":")
     price = how.get("price", 0.8) * (2 if cloud == "gcp" else 1)
     offer = {"cloud": cloud, "region": region or "us-east-1", "zone": None, "instance_type": "g6.xlarge"}
     offer |= {"use_spot": bool(resources.get("use_spot")), "missing": how.get("missing", "")}

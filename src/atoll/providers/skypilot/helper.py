@@ -49,7 +49,10 @@ def _plain(text: str) -> str:
 
 # ------------------------------------------------------------------------------------- what can be had, and its price
 def offers(resources: dict[str, Any], num_nodes: int) -> list[dict[str, Any]]:
-    """What fits a task's resources by the catalogs on disk, the cheapest first; asks no cloud for machines."""
+    """What fits a task's resources by the catalogs on disk, the cheapest first; asks no cloud for machines.
+
+    Accelerators that are listed come in their order, as SkyPilot takes them.
+    """
     import sky
     from sky import catalog
 
@@ -64,7 +67,8 @@ def offers(resources: dict[str, Any], num_nodes: int) -> list[dict[str, Any]]:
             hints += [f"{cloud}: {why}" for _ in (0,) if why]
     if not found:
         raise sky.exceptions.ResourcesUnavailableError("; ".join(dict.fromkeys(hints)) or "no machine fits")
-    return sorted(found, key=lambda offer: (bool(offer["missing"]), _cost(offer)))
+    in_order = isinstance(task.resources, list)
+    return sorted(found, key=lambda offer: (bool(offer["missing"]), 0.0 if in_order else _cost(offer)))
 
 
 def _cost(offer: dict[str, Any]) -> float:
@@ -207,16 +211,27 @@ def launch(name: str, resources: dict[str, Any], num_nodes: int, idle_minutes: i
 
     task = sky.Task.from_yaml_config({"resources": resources, "num_nodes": num_nodes})
     guard = _guard(task)
-    how = {"idle_minutes_to_autostop": idle_minutes, "down": guard == "down"} if guard else {}
-    return {"request": sky.launch(task, cluster_name=name, **how), "guard": guard}
+    return {"request": sky.launch(task, cluster_name=name, **_ends(guard, idle_minutes)), "guard": guard}
 
 
 def start(name: str, guard: str, idle_minutes: int) -> dict[str, Any]:
     """Begin to start a cluster that was stopped."""
     import sky
 
-    how = {"idle_minutes_to_autostop": idle_minutes, "down": guard == "down"} if guard else {}
-    return {"request": sky.start(name, **how), "guard": guard}
+    return {"request": sky.start(name, **_ends(guard, idle_minutes)), "guard": guard}
+
+
+def _ends(guard: str, idle_minutes: int) -> dict[str, Any]:
+    """How machines end themselves so many minutes from now, as SkyPilot's calls take it.
+
+    Whatever runs there: by default its autostop waits for terminals to be closed, as those of a machine that has lost
+    its power are not for hours.
+    """
+    from sky.skylet.autostop_lib import AutostopWaitFor
+
+    if not guard:
+        return {}
+    return {"idle_minutes_to_autostop": idle_minutes, "wait_for": AutostopWaitFor.NONE, "down": guard == "down"}
 
 
 def _guard(task: Any) -> str:
@@ -308,10 +323,11 @@ def _write_entries(handle: Any, credentials: dict[str, Any], folder: str) -> lis
 
 
 def renew(name: str, guard: str, idle_minutes: int) -> None:
-    """Count a cluster's idle minutes from now."""
+    """Count the minutes until a cluster ends itself from now."""
     import sky
 
-    sky.get(sky.autostop(name, idle_minutes, down=guard == "down"))
+    how = _ends(guard, idle_minutes)
+    sky.get(sky.autostop(name, how.pop("idle_minutes_to_autostop"), **how))
 
 
 def stop(name: str) -> None:

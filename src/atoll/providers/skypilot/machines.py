@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import check_seconds, check_whole, command_line, nearest, suggests_fields
+from atoll.providers.accelerators import misspelt
 from atoll.providers.base import (
     AcceleratorsLacking,
     AllocatedNode,
@@ -137,6 +138,8 @@ class SkyPilot(HostProvider):
                 raise ConfigError(f"{name}={value!r}: infra={self.infra!r} says this already: keep one of the two")
             if value is not None:
                 parts += ["*"] * (at - len(parts)) + [value]
+        while parts[-1:] == ["*"]:
+            parts.pop()
         if parts and parts[0] not in (*KINDS, "slurm", "ssh", "*"):
             hint = nearest(parts[0], KINDS) or f": it has {', '.join(KINDS)}, slurm and ssh"
             raise ConfigError(f"infra={self.infra!r}: SkyPilot has no cloud {parts[0]!r}{hint}")
@@ -183,7 +186,9 @@ class SkyPilot(HostProvider):
         """A request as SkyPilot's resources."""
         own = {name: getattr(self, name, None) for name in _OPTIONS}
         kinds = [f"{name}:{count}" for name, count in request.accelerators or ()]
-        asked = {"cpus": request.cpus, "memory": request.memory, "accelerators": kinds[0] if len(kinds) == 1 else kinds}
+        several = kinds if request.in_order else dict.fromkeys(kinds)  # to SkyPilot a mapping has no order
+        wanted = kinds[0] if len(kinds) == 1 else several
+        asked = {"cpus": request.cpus, "memory": request.memory, "accelerators": wanted}
         found = {**own, **{name: value for name, value in asked.items() if value}}
         found |= {name: value for name, value in request.resources.items() if name in _OPTIONS}
         return {name: value for name, value in found.items() if value is not None} | {"infra": self.place or None}
@@ -198,7 +203,8 @@ class SkyPilot(HostProvider):
             if error.kind != "ResourcesUnavailableError" or not request.accelerators:
                 raise
             asked = " or ".join(f"{name}:{count}" for name, count in request.accelerators)
-            raise AcceleratorsLacking(asked, f"can't be had on {self.infra}: {error}") from None
+            why = misspelt(name for name, _ in request.accelerators) or str(error)
+            raise AcceleratorsLacking(asked, f"can't be had on {self.infra}: {why}") from None
         name, count = next(iter(best["accelerators"].items()), (None, 0))
         num = int(max(1, count)) if name else 0
         nodes = tuple(
