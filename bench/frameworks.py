@@ -172,13 +172,13 @@ def run_by_hand(name: str, steps: int, env: dict[str, str]) -> tuple[float, floa
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         commands = [(me, env | {"BENCH_RANK": str(rank), "BENCH_ADDRESS": address}) for rank in range(2)]
     running = [
-        subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for command, env in commands
     ]
     printed = "".join(process.communicate()[0].decode() for process in running)
     found = [json.loads(each) for each in re.findall(r"\[\d[\d.]*, [\d.]+\]", printed)]
     if len(found) != 2:
-        raise SystemExit(f"{name} by hand gave {len(found)} results of 2")
+        raise SystemExit(f"{name} by hand gave {len(found)} results of 2:\n{printed[-4000:]}")
     return max(ready for ready, _ in found) - begun, max(took for _, took in found)
 
 
