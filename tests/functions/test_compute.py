@@ -373,7 +373,10 @@ class Notebook:
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self.kernel_pid = int(self.run("import os; print(os.getpid())"))
+
+    def press_interrupt(self) -> None:
+        """What the button does: the kernel's whole process group is signalled."""
+        asyncio.run(self.client.km.interrupt_kernel())
 
     def run(self, text: str) -> str:
         """What the cell printed and showed, or the name and text of what it raised."""
@@ -415,6 +418,44 @@ def started(client: Any) -> Iterator[Notebook]:
         book.run("pool.down()")
 
 
+def test_notebook_shows_progress_while_a_cell_runs(notebook: Notebook, tmp_path: Path, until: Any) -> None:
+    def shown(text: str) -> bool:
+        outputs = notebook.client.nb.cells[-1].outputs
+        return text in "".join(output.get("text", "") for output in outputs)
+
+    def answer() -> None:
+        for step in range(3):
+            until(lambda step=step: shown(f"[rank 0] step {step}") and shown(f"reported {step}"))
+            (tmp_path / str(step)).touch()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    said = notebook.run(f"""
+        import pathlib, time
+
+        @sky.compute
+        def steps():
+            for step in range(3):
+                print("step", step, flush=True)
+                sky.report({{"step": step}})
+                ends = time.monotonic() + 20
+                while not (pathlib.Path({str(tmp_path)!r}) / str(step)).exists():
+                    assert time.monotonic() < ends, f"step {{step}} was not shown"
+                    time.sleep(0.02)
+            return "done"
+
+        def note(event):
+            if isinstance(event, sky.events.MetricsReported):
+                print("reported", event.metrics["step"])
+
+        with sky.ComputePool(on_event=note) as talking:
+            result = steps() >> talking
+        result
+    """)
+    thread.join()
+    assert said.endswith("'done'")
+
+
 def test_notebook_cells_are_rerun_edited_interrupted(notebook: Notebook, tmp_path: Path, until: Any) -> None:
     cell = "K = {k}\n@sky.compute\ndef f(x): return x * K + {c}\nf(2) @ pool"
     assert notebook.run(cell.format(k=10, c=0)) == "[20, 20]"
@@ -432,7 +473,7 @@ def test_notebook_cells_are_rerun_edited_interrupted(notebook: Notebook, tmp_pat
 
     def interrupt() -> None:
         until(started.exists)
-        os.kill(notebook.kernel_pid, 2)
+        notebook.press_interrupt()
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -16,6 +16,7 @@ from atoll.providers.accelerators import (
     _CATALOG,
     AMD,
     AWS,
+    MIG_PROFILES,
     NVIDIA,
     Accelerator,
     AcceleratorSpec,
@@ -123,6 +124,30 @@ def test_a_mig_profile_says_how_many_workers_a_card_holds(spec: AcceleratorSpec,
     assert (len(spec.slices()) or 1) == workers
 
 
+@pytest.mark.parametrize(("card", "memory_gb"), MIG_PROFILES)
+def test_a_card_holds_as_many_slices_as_its_table_says_also_as_a_list(card: str, memory_gb: int) -> None:
+    spec = AcceleratorSpec(card, memory_gb=memory_gb)
+    for profile, num in MIG_PROFILES[card, memory_gb].items():
+        assert len(spec(mig=[profile] * num).slices()) == num
+        with pytest.raises(ConfigError, match="slices, and the card has"):
+            spec(mig=[profile] * (num + 1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "balanced"),
+    [
+        (NVIDIA.A100(memory=40), "1g.5gb 1g.5gb 2g.10gb 3g.20gb"),
+        (NVIDIA.H100, "1g.10gb 1g.10gb 2g.20gb 3g.40gb"),
+        (NVIDIA.H100(memory=94), "1g.12gb 1g.12gb 2g.24gb 3g.47gb"),
+        (NVIDIA.H200, "1g.18gb 1g.18gb 2g.35gb 3g.71gb"),
+        (NVIDIA.B200(memory=180), "1g.23gb 1g.23gb 2g.45gb 3g.90gb"),
+        (NVIDIA.A30, "1g.6gb 1g.6gb 2g.12gb"),
+    ],
+)
+def test_mixed_slices_that_nvidias_mig_parted_comes_with_fit(spec: AcceleratorSpec, balanced: str) -> None:
+    assert spec(mig=balanced.split()).slices() == tuple(balanced.split())
+
+
 def test_a_profile_that_the_card_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"has .*3g\.40gb"):
         NVIDIA.A100(mig="5g.40gb")
@@ -130,7 +155,7 @@ def test_a_profile_that_the_card_does_not_have_is_refused() -> None:
         NVIDIA.A100(memory="80GB", mig="1g.5gb")
     with pytest.raises(ConfigError, match="that is 8 compute slices, and the card has 7"):
         NVIDIA.A100(mig=["4g.40gb", "4g.40gb"])
-    with pytest.raises(ConfigError, match="that is 120 GB, and the card has 80"):
+    with pytest.raises(ConfigError, match="that is 12 memory slices, and the card has 8"):
         NVIDIA.A100(mig=["1g.20gb"] * 6)
     with pytest.raises(ConfigError, match=r"expected a profile such as '3g.40gb', a list of some"):
         NVIDIA.A100(mig=[])

@@ -36,13 +36,13 @@ _CATALOG: dict[str, dict[str, tuple[int, ...]]] = {
     for vendor, text in _CARDS.items()
 }
 
-# MIG profile -> slices of it that one card holds, by card and memory in GB (NVIDIA's MIG user guide). The last one of a
-# card is all of it.
+# MIG profile -> slices of it that one card holds, by card and memory in GB: NVIDIA's MIG user guide, and the layouts
+# that its mig-parted comes with (deployments/systemd/config-default.yaml). The last one of a card is all of it.
 _MIG_80: dict[str, int] = {"1g.10gb": 7, "1g.20gb": 4, "2g.20gb": 3, "3g.40gb": 2, "4g.40gb": 1, "7g.80gb": 1}
 MIG_PROFILES: dict[tuple[str, int], dict[str, int]] = {
     ("A30", 24): {"1g.6gb": 4, "2g.12gb": 2, "4g.24gb": 1},
     ("A100", 80): _MIG_80,
-    ("A100", 40): {"1g.5gb": 7, "2g.10gb": 3, "3g.20gb": 2, "4g.20gb": 1, "7g.40gb": 1},
+    ("A100", 40): {"1g.5gb": 7, "1g.10gb": 4, "2g.10gb": 3, "3g.20gb": 2, "4g.20gb": 1, "7g.40gb": 1},
     ("H100", 80): _MIG_80,
     ("H100", 94): {"1g.12gb": 7, "1g.24gb": 4, "2g.24gb": 3, "3g.47gb": 2, "4g.47gb": 1, "7g.94gb": 1},
     ("H100", 96): {"1g.12gb": 7, "1g.24gb": 4, "2g.24gb": 3, "3g.48gb": 2, "4g.48gb": 1, "7g.96gb": 1},
@@ -151,11 +151,14 @@ class AcceleratorSpec:
             raise ConfigError(f"{self.name} mig={self.mig!r}: no such profile; this card has {', '.join(profiles)}")
         if isinstance(self.mig, str):
             return (self.mig,) * table[self.mig]
-        whole = list(table)[-1]
-        for part, what in ((0, "compute slices"), (1, "GB")):
-            asked, there = sum(_size(each)[part] for each in wanted), _size(whole)[part]
+        most, memory_gb = _size(list(table)[-1])
+        computing = sum(_size(each)[0] for each in wanted)
+        memory = sum(round(_size(each)[1] * 8 / memory_gb) for each in wanted)  # of eight parts; names round them
+        for asked, there, what in ((computing, most, "compute"), (memory, 8, "memory")):
             if asked > there:
-                raise ConfigError(f"{self.name} mig={self.mig!r}: that is {asked} {what}, and the card has {there}")
+                raise ConfigError(
+                    f"{self.name} mig={self.mig!r}: that is {asked} {what} slices, and the card has {there}"
+                )
         return wanted
 
     @classmethod
