@@ -29,7 +29,8 @@ def give_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             text += f"{num}, {uuids[-1]}, {more}, 81559, 0, 580.95\n"
         parts = [f"MIG-{uuid.uuid4()}" for _ in profiles]
         folder.mkdir()
-        shutil.copy(NVIDIA_SMI, folder)
+        for program in (NVIDIA_SMI, NVIDIA_SMI.with_name("nvidia-smi-mig")):
+            shutil.copy(program, folder)
         lines = [f"{part},{profile}\n" for part, profile in zip(parts, profiles, strict=True)]
         (folder / "gpus.csv").write_text(text + "".join(lines))
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -38,6 +39,7 @@ def give_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         return [*uuids, *parts]
 
     yield give
-    for each in given:
+    made = folder / "made.log"
+    for each in (*given, *(made.read_text().splitlines() if made.exists() else ())):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(leases.FOLDER, each))

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +104,109 @@ def test_what_cannot_be_had_is_refused(give_gpus: GiveGpus) -> None:
         sky.ComputePool(sky.SSH("box"), accelerator=spec)
     with pytest.raises(sky.ConfigError, match="slices of this machine are none"):
         sky.ComputePool(sky.Local(simulate=False), accelerator=spec).up()
+
+
+# -- slices that are made ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def machine(give_gpus: GiveGpus, tmp_path: Path) -> Callable[..., Path]:
+    """Gives the machine cards; returns the folder of its ``nvidia-smi``."""
+
+    def give(num: int = 1, slices: list[str] | None = None) -> Path:
+        give_gpus(num, A100, slices=slices or [])
+        return tmp_path / "gpus"
+
+    return give
+
+
+def profiles(folder: Path) -> list[str]:
+    """Of the slices that there are; a GPU instance without its compute instance counts."""
+    lines = (folder / "gpus.csv").read_text().splitlines()
+    return sorted(line.split(",")[1] for line in lines if line.startswith(("MIG-", "GI,")))
+
+
+MAKING = sky.Local(make_slices=True)
+
+
+@pytest.mark.parametrize(("profile", "num"), [("7g.80gb", 1), ("3g.40gb", 2), ("2g.20gb", 3), ("1g.10gb", 7)])
+def test_slices_are_made_for_a_pool_and_removed_after_it(
+    profile: str, num: int, machine: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = machine()
+    with sky.ComputePool(MAKING, accelerator=sky.NVIDIA.A100(mig=profile)) as pool:
+        assert profiles(folder) == [profile] * num
+        seen = pool.run(visible)
+        assert len(set(seen)) == num
+        assert all(each.startswith("MIG-") for each in seen)
+    assert profiles(folder) == []
+    assert f"made MIG slices {', '.join([profile] * num)}" in capfd.readouterr().err
+    assert "-mig " not in (folder / "mig.log").read_text(), "the card's mode is its administrator's"
+
+
+def test_slices_that_are_there_come_first_and_stay(machine: Callable[..., Path]) -> None:
+    folder = machine(2, ["2g.20gb", "1g.10gb"])  # of the second card
+    there = (folder / "gpus.csv").read_text().splitlines()[2:]
+    mixed = sky.NVIDIA.A100(mig=["3g.40gb", "2g.20gb", "1g.10gb"])
+    with sky.ComputePool(MAKING, accelerator=mixed, logs="quiet") as pool:
+        assert profiles(folder) == ["1g.10gb", "2g.20gb", "3g.40gb"]
+        assert {line.split(",")[0] for line in there} < set(pool.run(visible))
+        with pytest.raises(
+            sky.ConfigError, match=r"used by the maker of slices .* GPU 1: its slice"
+        ):
+            sky.ComputePool(MAKING, accelerator=sky.NVIDIA.A100(mig=["2g.20gb"]), logs="quiet").up()
+    assert profiles(folder) == ["1g.10gb", "2g.20gb"]
+
+
+def test_no_card_is_touched_that_somebody_uses(machine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = machine(1, ["1g.10gb"])
+    card, mine = (line.split(",") for line in (folder / "gpus.csv").read_text().splitlines())
+    pool = sky.ComputePool(MAKING, accelerator=sky.NVIDIA.A100(mig=["3g.40gb"]), logs="quiet")
+    for uuid in (card[1].strip(), mine[0]):
+        (folder / "apps.csv").write_text(f"{uuid}, 4711\n")
+        with pytest.raises(sky.ConfigError, match=r"no 3g\.40gb on GPU 0: it is used by process 4711"):
+            pool.up()
+    (folder / "apps.csv").unlink()
+    holding = sky.ComputePool(accelerator=sky.NVIDIA.A100(mig=["1g.10gb"]), logs="quiet")
+    with holding, pytest.raises(sky.ConfigError, match=r"its slice MIG-\S+ is used by pool"):
+        pool.up()
+    (folder / "mig_mode").write_text("Disabled\n")
+    with pytest.raises(sky.ConfigError, match=r"its MIG mode is Disabled .* nvidia-smi -i 0 -mig 1"):
+        pool.up()
+    (folder / "mig_mode").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1000)
+        with pytest.raises(sky.ConfigError, match=r"only root makes slices \(make_slices=True\)"):
+            pool.up()
+    assert not (folder / "mig.log").exists()
+
+
+def test_what_was_made_is_removed_where_not_all_of_it_fits(machine: Callable[..., Path]) -> None:
+    folder = machine(1, ["4g.40gb"])
+    with pytest.raises(sky.ConfigError, match=r"no 3g\.40gb on GPU 0: Failed to create .*: Insufficient Resources"):
+        sky.ComputePool(MAKING, accelerator=sky.NVIDIA.A100(mig=["3g.40gb"] * 2), logs="quiet").up()
+    assert profiles(folder) == ["4g.40gb"]
+    assert "-cgi 3g.40gb" in (folder / "mig.log").read_text()
+
+
+def test_slices_of_a_killed_driver_are_removed_once_nobody_uses_their_card(
+    machine: Callable[..., Path], until: Any
+) -> None:
+    folder = machine()
+    script = """
+        import sys, time, atoll as sky
+        spec = sky.NVIDIA.A100(mig="3g.40gb")
+        with sky.ComputePool(sky.Local(make_slices=True), accelerator=spec) as pool:
+            print("up", flush=True)
+            time.sleep(100)
+    """
+    command = [sys.executable, "-c", "if True:" + script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "up\n"
+        assert profiles(folder) == ["3g.40gb"] * 2
+        uuid = (folder / "gpus.csv").read_text().splitlines()[1].split(",")[0]
+        (folder / "apps.csv").write_text(f"{uuid}, 4711\n")
+        driver.send_signal(signal.SIGKILL)
+    time.sleep(2)  # longer than ranks take to end
+    assert profiles(folder) == ["3g.40gb"] * 2
+    (folder / "apps.csv").unlink()
+    until(lambda: profiles(folder) == [])

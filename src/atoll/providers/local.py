@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,23 @@ from atoll.providers.base import (
     NodeRequest,
     Plan,
     Provider,
+    Report,
     Session,
 )
-from atoll.providers.gpus import VISIBLE, Gpu, bound_text, gpu_report, gpu_row, in_turn, local_gpus, local_slices
+from atoll.providers.gpus import (
+    VISIBLE,
+    Gpu,
+    bound_text,
+    gpu_report,
+    gpu_row,
+    in_turn,
+    lease_wish,
+    local_gpus,
+    local_slices,
+)
 from atoll.providers.local_node import LocalNode, first_granted, isolation, start_agent
 from atoll.providers.local_session import LocalSession
+from atoll.providers.mig import make_slices, remove_slices
 from atoll.providers.network import Network, NetworkUnavailable, address_of, reason_unavailable
 
 _MOST_NODES = 1000
@@ -44,9 +57,11 @@ class Local(Provider):
     Args:
         simulate: run on CPU what requests accelerators the machine lacks, and print one line about it. False refuses
             such a pool.
+        make_slices: make the MIG slices that a pool requests and that are not there, on cards that nobody uses and
+            whose MIG mode is on, and remove them after the pool. Needs root.
 
     Raises:
-        ConfigError: ``simulate`` is neither True nor False.
+        ConfigError: a value that is neither True nor False.
     """
 
     kind: ClassVar[str] = "local"
@@ -55,9 +70,11 @@ class Local(Provider):
     gives_slices: ClassVar[bool] = True
 
     simulate: bool = True
+    make_slices: bool = False
 
     def __post_init__(self) -> None:
         check_truth("simulate", self.simulate)
+        check_truth("make_slices", self.make_slices)
 
     @classmethod
     def resolve(cls, name: str) -> Local:
@@ -108,17 +125,17 @@ class Local(Provider):
         return self._plan(request, (), count, name, (f"{asked} simulated on CPU: {have}",), simulated=True)
 
     def _plan_slices(self, request: NodeRequest, profiles: Sequence[str]) -> Plan:
-        """Share the MIG slices that there are, which nobody makes or removes here, or simulate those of a card."""
+        """Share the MIG slices that there are, or simulate those of a card."""
         ((name, count),) = request.accelerators or ()
-        asked = f"{request.num_nodes} × {name} with slices {', '.join(profiles)}"
-        left = [gpu for gpu in local_slices() if gpu.name == name]
+        asked = _asked_slices(request)
+        left = _slices_of(name)
         taken: list[tuple[Gpu, ...]] = []
         for _ in range(request.num_nodes):
             found = [left.pop(at) for each in profiles if (at := _index(left, each)) is not None]
             taken.append(tuple(found))
         if all(len(each) == count for each in taken):
             # One profile alone: any of its slices will do, so that those which others hold can be passed over.
-            same = tuple(gpu for gpu in local_slices() if (gpu.name, gpu.mig) == (name, profiles[0]))
+            same = tuple(gpu for gpu in _slices_of(name) if gpu.mig == profiles[0])
             plan = self._plan(request, same, count, name)
             nodes = (
                 plan.nodes
@@ -126,11 +143,12 @@ class Local(Provider):
                 else tuple(dataclasses.replace(node, gpus=gpus) for node, gpus in zip(plan.nodes, taken, strict=True))
             )
         elif any(gpu.name == name for gpu in local_gpus()) or not (self.simulate and request.simulate):
-            there = ", ".join(gpu.mig for gpu in local_slices() if gpu.name == name) or "none"
+            there = ", ".join(gpu.mig for gpu in _slices_of(name)) or "none"
             raise AcceleratorsLacking(
                 asked,
                 f"can't be had: the slices of this machine are {there}. Where nobody uses the card, its administrator "
-                f"makes them: nvidia-smi -i 0 -mig 1; nvidia-smi mig -i 0 -cgi {','.join(profiles)} -C",
+                f"makes them: nvidia-smi -i 0 -mig 1; nvidia-smi mig -i 0 -cgi {','.join(profiles)} -C. "
+                f"sky.Local(make_slices=True), as root, makes slices for a pool and removes them",
             )
         else:
             line = f"{asked} simulated on CPU: this machine has no {name}"
@@ -165,6 +183,38 @@ class Local(Provider):
             settings={"simulated": simulated},
         )
         return Plan(self.name, planned, simulated, bool(gpus and count), lines, name, count, allocation)
+
+    def provision(self, request: NodeRequest, report: Report, have: Allocation | None = None) -> Allocation:
+        """Make the MIG slices that are missing, where that was asked for."""
+        profiles = request.resources.get("mig")
+        if self.make_slices and profiles:
+            self._make_slices(request, Counter([*profiles] * request.num_nodes), report)
+        try:
+            return self.plan(request).allocation
+        except BaseException:
+            remove_slices(request.id)
+            raise
+
+    def _make_slices(self, request: NodeRequest, wanted: Counter[str], report: Report) -> None:
+        ((name, _),) = request.accelerators or ()
+        free = [gpu for gpu in _slices_of(name) if not holders([gpu.device])]
+        missing = [*(wanted - Counter(gpu.mig for gpu in free)).elements()]
+        cards = [(gpu.index, gpu.uuid) for gpu in local_gpus() if gpu.name == name and not gpu.mig]
+        if not missing or not cards:
+            return
+        if os.geteuid() != 0:
+            why = "only root makes slices (make_slices=True), and this is another user"
+        else:
+            holder = lease_wish((), 0, f"the maker of slices for pool {request.id}")["holder"]
+            why = make_slices(request.id, cards, missing, holder) or ""
+        if why:
+            raise AcceleratorsLacking(_asked_slices(request), f"can't be had: {why}")
+        report(f"made MIG slices {', '.join(missing)}, which are removed after the pool")
+
+    def release(self, allocation: Allocation, *, keep_disks: bool) -> Allocation:
+        """Remove the MIG slices that were made for it."""
+        remove_slices(allocation.id)
+        return Provider.release(self, allocation, keep_disks=keep_disks)
 
     def examine(self) -> Iterator[tuple[bool, str]]:
         """Tools, namespaces, networks, GPUs."""
@@ -216,6 +266,18 @@ PROVIDER = Local
 
 def _address(node: int) -> str:
     return f"127.0.{node // 254}.{node % 254 + 1}"
+
+
+def _asked_slices(request: NodeRequest) -> str:
+    ((name, _),) = request.accelerators or ()
+    return f"{request.num_nodes} × {name} with slices {', '.join(request.resources['mig'])}"
+
+
+def _slices_of(name: str) -> list[Gpu]:
+    """MIG slices of this machine's cards of a name, those that nobody holds first."""
+    slices = [gpu for gpu in local_slices() if gpu.name == name]
+    held = holders(gpu.device for gpu in slices)
+    return sorted(slices, key=lambda gpu: gpu.device in held)
 
 
 def _index(gpus: Sequence[Gpu], profile: str) -> int | None:
