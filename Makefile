@@ -5,13 +5,15 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all coverage check bench bench-train bench-launch bench-scale inputs docs clean venv debian install \
-	install-train install-bench
+	install-train install-bench install-tensorflow
 
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
+TENSORFLOW_VENV := .venv-tensorflow
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Commas cannot stand inside a $(call ...).
+, := ,
 ALL_EXTRAS := dev,dashboard,train,transformers,jax,keras,data,s3,gguf,float8,tensorboard,wandb
 # Test workers; tests marked `serial` run alone afterwards.
 WORKERS ?= 2
@@ -71,7 +73,8 @@ define install_extras
 	done; \
 	echo "==> installing atoll[$(2)] into $(1) (a few minutes where packages are downloaded)"; \
 	start="$$(date +%s)"; \
-	$(1)/bin/python $(PIP_INSTALL) -e ".[$(2)]" || { sleep 5; $(1)/bin/python $(PIP_INSTALL) -e ".[$(2)]"; } || { \
+	install() { $(1)/bin/python $(PIP_INSTALL) -e ".[$(2)]" $(4); }; \
+	install || { sleep 5; install; } || { \
 		echo "atoll: pip could not install atoll[$(2)]; its message is above" >&2; exit 1; }; \
 	echo "$$sum" > $(1)/.atoll-$(firstword $(3)); \
 	echo "==> installed in $$(( $$(date +%s) - start )) s"
@@ -82,6 +85,11 @@ install-train: venv
 
 install: venv
 	$(call install_extras,$(VENV),$(ALL_EXTRAS),dev)
+
+# Apart from the others: every process that imports Keras would load it, for seconds. 1.6 GB, half a minute.
+install-tensorflow: venv
+	@if [ ! -x $(TENSORFLOW_VENV)/bin/python ]; then $(BIN)/python -m venv $(TENSORFLOW_VENV); fi
+	$(call install_extras,$(TENSORFLOW_VENV),tensorflow$(,)keras,tensorflow,scikit-learn)
 
 # Only root can install them, and only where apt-get is; everybody else is told.
 debian:
@@ -136,14 +144,14 @@ define run_tests
 	exit $$second
 endef
 
-test: debian install
+test: debian install install-tensorflow
 	$(call run_tests, and not long,,)
 
-test-all: debian install
+test-all: debian install install-tensorflow
 	$(call run_tests,,,)
 
 # The driver's side: agents and ranks are programs of their own.
-coverage: debian install
+coverage: debian install install-tensorflow
 	@rm -f .coverage .coverage.*
 	$(call run_tests, and not long,--cov --cov-report=,--cov --cov-append --cov-report=term)
 

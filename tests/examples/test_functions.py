@@ -27,6 +27,7 @@ import atoll as sky
 pytestmark = pytest.mark.leaks_per_module
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "functions"
+TENSORFLOW = Path(__file__).parents[2] / ".venv-tensorflow" / "bin"
 HELPERS = {"where.py", "stand_ins.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in HELPERS)
 # These take a second or less; the others import torch in three processes. What they do is tested on one pool below.
@@ -103,8 +104,10 @@ def test_accelerator_is_taken_from_the_command_line(tmp_path: Path) -> None:
     assert table["NODE_RANK"] == ["0", "0", "1", "1"]
 
 
-def run_alone(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
+def run_alone(
+    name: str, folder: Path, *arguments: str, python: Path | str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    command = [str(python), str(EXAMPLES / name), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=390)
 
 
@@ -415,10 +418,12 @@ def test_keras_trains_one_model(script: Script) -> None:
     assert [weight.tobytes() for weight in first["weights"]] == [weight.tobytes() for weight in second["weights"]]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_keras_trains_one_model_on_tensorflow(tmp_path: Path) -> None:
-    ended = run_alone("keras_tensorflow.py", tmp_path)
+def test_keras_trains_one_model_on_tensorflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment that has TensorFlow; the long test of this script has it installed for the ranks."""
+    if not (TENSORFLOW / "python").exists():
+        pytest.skip("TensorFlow has an environment of its own: make install-tensorflow")
+    monkeypatch.setenv("PATH", f"{TENSORFLOW}:{os.environ['PATH']}")
+    ended = run_alone("keras_tensorflow.py", tmp_path, python=TENSORFLOW / "python")
     found = re.findall(r"^rank \d: accuracy (\S+), weights (\S+)$", ended.stdout, re.MULTILINE)
     assert len(found) == 2, ended.stderr
     assert found[0] == found[1]

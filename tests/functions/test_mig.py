@@ -149,9 +149,7 @@ def test_slices_that_are_there_come_first_and_stay(machine: Callable[..., Path])
     with sky.ComputePool(MAKING, accelerator=mixed, logs="quiet") as pool:
         assert profiles(folder) == ["1g.10gb", "2g.20gb", "3g.40gb"]
         assert {line.split(",")[0] for line in there} < set(pool.run(visible))
-        with pytest.raises(
-            sky.ConfigError, match=r"used by the maker of slices .* GPU 1: its slice"
-        ):
+        with pytest.raises(sky.ConfigError, match=r"used by the maker of slices .* GPU 1: its slice"):
             sky.ComputePool(MAKING, accelerator=sky.NVIDIA.A100(mig=["2g.20gb"]), logs="quiet").up()
     assert profiles(folder) == ["1g.10gb", "2g.20gb"]
 
