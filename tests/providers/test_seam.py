@@ -32,7 +32,7 @@ from atoll.tasks import supervisor, waiting
 SOURCE = Path(sky.__file__).parent
 INFRAS = Path(__file__).parent / "infras"
 # What they may import of it: the seam itself, and plain data.
-OPEN = {"base", "registry", "accelerators", "gpus", "bundle"}
+OPEN = {"base", "registry", "accelerators", "gpus", "bundle", "upkeep"}
 
 
 def outside() -> Iterator[tuple[Path, ast.AST]]:

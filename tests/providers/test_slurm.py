@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -22,10 +23,11 @@ from tests.pools import eventually
 
 import atoll as sky
 from atoll.agent import keeper
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
+from atoll.providers.base import Allocation, NodeRequest
 from atoll.providers.slurm.answers import is_kind
-from atoll.tasks import clusters
+from atoll.tasks import clusters, placing
 from testbed.fixtures import MakeBed
 from testbed.hosts import USER, Host, Testbed
 from testbed.slurm import slurm_missing, start_slurm
@@ -404,11 +406,18 @@ def test_inside_an_allocation_its_nodes_are_taken_as_they_are(slurm: Testbed) ->
         f"{ATOLL} launch -c d --infra slurm/here --gpus L4:1 true\n"
         f"{ATOLL} down c\n"
         f"{ATOLL} run --infra slurm/here --nodes 2 --nproc 1 tell.py\n"
-        f"srun --overlap --ntasks-per-node=1 {sys.executable} -m atoll.train tiny.toml\n"
+        f"srun {sys.executable} -m atoll.train tiny.toml --train.micro_batch 1\n"
+        "at=$(scontrol show hostnames | head -n 1):29400\n"
+        f"srun --ntasks 2 --ntasks-per-node 1 {Path(ATOLL).with_name('torchrun')} --nnodes 2 --nproc-per-node 2 "
+        "--rdzv-backend c10d --rdzv-endpoint $at tell.py\n"
         "echo still $(squeue -h -o %j)\n"
     )
     (home / "tell.py").write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
-    login.run("cd ~/project; sbatch --wait --nodes=2 --output=out.txt job.sh || true", user=USER, timeout_s=250)
+    login.run(
+        "cd ~/project; sbatch --wait --nodes=2 --ntasks-per-node=2 --output=out.txt job.sh || true",
+        user=USER,
+        timeout_s=250,
+    )
     said = (home / "out.txt").read_text()
     print(said)
     assert "pool ['h2', 'h3']" in said
@@ -416,9 +425,52 @@ def test_inside_an_allocation_its_nodes_are_taken_as_they_are(slurm: Testbed) ->
     assert "can't be had: Slurm job 1 has no GPU (salloc --gres=gpu:…)" in said
     assert "rank 1 of 2" in said
     assert "finished: 4 of 4 steps" in said
+    assert "DDP 4 · CPU" in said
+    assert "rank 3 of 4" in said
     assert "still job.sh" in said
     for host in slurm.hosts[1:]:
         eventually(lambda host=host: not [line for line in host.command_lines() if "atoll" in line], "nothing is left")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("terminal", ["-T", "-tt"])
+def test_salloc_over_ssh_with_and_without_a_terminal(slurm: Testbed, terminal: str) -> None:
+    home = slurm.folder / "home/sky"
+    (home / "project").mkdir()
+    (home / "project/tell.py").write_text(
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+    )
+    (home / "project/sal.sh").write_text(f"{ATOLL} run --infra slurm/here --nodes 2 --nproc gpu --gpus L4:2 tell.py\n")
+    slurm.hosts[0].run("chown -R sky: /home/sky/project")
+    command = ["ssh", terminal, "h1", "cd project; salloc --nodes 2 --gres=gpu:2 bash sal.sh"]
+    atoll("launch", "-c", "holder", "--infra", "slurm/lab", "--gpus", "L4:2", "true")
+    with running(command) as process:  # for as long as a cluster has them, there are no nodes, and salloc says so
+        eventually(lambda: "interactive" in queue(slurm), "it waits")
+        atoll("down", "holder")
+        said, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, said
+    assert "queued and waiting for resources" in said
+    assert "rank 3 of 4" in said
+    eventually(lambda: queue(slurm) == [], "its nodes are free")
+
+
+@pytest.mark.long
+def test_a_pool_whose_process_is_killed_gives_its_nodes_back_at_once(slurm: Testbed, tmp_path: Path) -> None:
+    configure("grace_s = 120")
+    (tmp_path / "pool.py").write_text(
+        "import time\nimport atoll as sky\n\n\ndef begun():\n    print('begun', flush=True)\n    time.sleep(600)\n\n\n"
+        "with sky.ComputePool(provider='slurm/lab', nodes=2) as pool:\n    sky.compute(begun)() @ pool\n"
+    )
+    with running([sys.executable, str(tmp_path / "pool.py")]) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "begun" in line:
+                break
+        assert len(queue(slurm)) == 1
+        process.kill()
+        eventually(lambda: queue(slurm) == [], "the job is cancelled", 15)
+        for host in slurm.hosts[1:]:
+            eventually(lambda host=host: not [line for line in host.command_lines() if "atoll" in line], "it ends", 15)
 
 
 @pytest.mark.long
@@ -650,3 +702,62 @@ def test_on_the_login_node_itself_with_spaces_stopped_and_started(slurm: Testbed
     assert "cluster c gave its nodes back when it was stopped: `atoll launch -c c TASK` gets others" in said
     assert ") afresh\n" in said
     assert queue(slurm) == []
+
+
+@pytest.fixture
+def short_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With room for the paths of sockets."""
+    with tempfile.TemporaryDirectory(prefix="ah-") as folder:
+        monkeypatch.setenv("ATOLL_HOME", folder)
+        yield
+        registry.close_idle()
+
+
+def test_one_question_to_slurm_is_for_all_clusters(
+    short_home: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    line = f"JobId=%s JobName=a UserId=me({os.getuid()}) GroupId=me(1) JobState=%s Reason=None NodeList=%s TRES=cpu=1"
+    lines = [line % (1, "RUNNING", "h[2-3]"), line % (2, "PENDING", ""), line % (3, "RUNNING", "h4")]
+    lines.append(line.replace(f"({os.getuid()})", "(77)") % (4, "RUNNING", "h5"))
+    script = "#!/bin/sh\n[ $2 = hostnames ] && { echo $3; exit; }\necho >> ${0%/*}/asked\ncat ${0%/*}/jobs\n"
+    scontrol.write_text(script)
+    scontrol.chmod(0o755)
+    (tmp_path / "jobs").write_text("\n".join(lines))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = registry.resolve("slurm/here")
+    jobs = [Allocation(infra="slurm/here", settings={"job": str(number)}) for number in range(1, 5)]
+
+    def asked() -> int:
+        return (tmp_path / "asked").read_text().count("\n")
+
+    def of_another_process(job: str) -> subprocess.Popen[str]:
+        code = (
+            "import sys; from atoll.providers import registry; from atoll.providers.base import Allocation; "
+            "print(registry.resolve('slurm/here').poll(Allocation(settings={'job': sys.argv[1]}), max_age_s=10).state)"
+        )
+        return subprocess.Popen([sys.executable, "-c", code, job], stdout=subprocess.PIPE, text=True)
+
+    others = [of_another_process(job) for job in "123123"]
+    assert [each.communicate()[0].strip() for each in others] == ["READY", "PENDING", "READY"] * 2
+    assert asked() == 1
+    assert [slurm.poll(each, max_age_s=10).state for each in jobs[:3] * 5] == ["READY", "PENDING", "READY"] * 5
+    assert asked() == 1
+    assert [each.name for each in slurm.poll(jobs[0], max_age_s=10).nodes] == ["h[2-3]"]
+    assert slurm.poll(jobs[3], max_age_s=10).state == "LOST"  # another user's, and not among what was told
+    assert asked() == 2
+    slurm.poll(jobs[0])  # why it ended, say: now
+    assert asked() == 3
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho >> ${0%/*}/asked; echo slurm_load_jobs error: no >&2; exit 1\n")
+    for age_s in (0.0, 10.0, 10.0):
+        with pytest.raises(sky.ProvisionError, match="slurm_load_jobs error: no"):
+            slurm.poll(jobs[0], max_age_s=age_s)
+    assert asked() == 4
+
+
+def test_of_alternatives_one_that_can_not_be_asked_now_may_be_had_later(short_home: None) -> None:
+    many, lost = NodeRequest(accelerators=(("H100", 8),), simulate=False), NodeRequest(infra="slurm/here")
+    with pytest.raises(ConfigError, match=r"(?s)none of the task's alternatives.*H100:8 can't.*H100:8 can't"):
+        placing.decide_any("c", None, [many, many])
+    with pytest.raises(ProvisionError, match=r"(?s)none of the task's alternatives.*H100:8 can't.*slurm/here: "):
+        placing.decide_any("c", None, [many, lost])

@@ -23,7 +23,7 @@ import leaks
 from atoll.agent.process_tree import command_line
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
-from atoll.tasks import clusters, lifecycle, managed_api, supervisor
+from atoll.tasks import clusters, controllers, lifecycle, managed_api, supervisor
 from atoll.tasks.jobs import Job
 from atoll.tasks.spec import JobStatus
 
@@ -50,7 +50,7 @@ def shared() -> Iterator[Path]:
 def controller(home: Path) -> Iterator[None]:
     home.mkdir(exist_ok=True)
     yield
-    for name in managed_api.controllers():
+    for name in controllers.used():
         lifecycle.purge(name, print)
     eventually(lambda: not clusters.all_names(), "no cluster is left", 30)
     registry._registered.clear()
@@ -71,7 +71,7 @@ def steps(job: Job, shared: Path, number: int) -> None:
 def task_cluster() -> str:
     """The cluster that the newest attempt runs on."""
     eventually(lambda: len(clusters.all_names()) == 2, "one cluster beside the controller's", 30)
-    (name,) = set(clusters.all_names()) - set(managed_api.controllers())
+    (name,) = set(clusters.all_names()) - set(controllers.used())
     return name
 
 
@@ -82,7 +82,7 @@ def supervisor_of(name: str) -> int:
 
 
 def new_controller(before: int) -> None:
-    folder = clusters.folder_of(managed_api.CONTROLLER)
+    folder = clusters.folder_of(controllers.HERE)
     eventually(lambda: supervisor.pid_of(folder) not in (None, before), "a new controller", 20)
 
 
@@ -100,7 +100,7 @@ def finish(job: Job, shared: Path, attempts: int) -> str:
     for number in range(attempts):
         assert log.count(f"resuming from step {number}\n") == 1, log
     assert len(set((shared / "ids").read_text().split())) == 1
-    assert set(clusters.all_names()) == set(managed_api.controllers()), "its clusters are gone"
+    assert set(clusters.all_names()) == set(controllers.used()), "its clusters are gone"
     return log
 
 
@@ -141,7 +141,7 @@ def test_a_job_brings_its_files_as_they_were_and_leaves_nothing(home: Path, tmp_
 
 
 def managed_folder(home: Path) -> Path:
-    return home / "clusters" / managed_api.CONTROLLER
+    return home / "clusters" / controllers.HERE
 
 
 def test_a_failure_of_its_own_is_not_recovered(shared: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_failure_of_its_own_is_not_recovered(shared: Path) -> None:
     assert (shared / "ids").read_text().count("\n") == 1
     log = job.logs()
     assert "✗ Managed job 1 failed (status: FAILED): rank 0 on head exited with code 3" in log
-    assert not set(clusters.all_names()) - {managed_api.CONTROLLER}
+    assert not set(clusters.all_names()) - {controllers.HERE}
 
 
 @pytest.mark.long
@@ -171,9 +171,12 @@ def test_what_can_not_be_had_is_said_at_once(home: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         launch("true", infra="locl")
     task = sky.Task(run="true", resources={"accelerators": "H100:8"})
-    (job,) = managed_api.launch(task, simulate=False)
-    assert job.wait(60) is JobStatus.FAILED_DRIVER, job.logs()
-    assert "H100:8" in job.row().reason
+    with pytest.raises(ConfigError, match=r"H100:8 can.t be had"):
+        managed_api.launch(task, simulate=False)
+    assert not clusters.all_names()
+    launch("true").wait(60)
+    with pytest.raises(sky.AtollError, match=r"^there is no managed job 9; `atoll jobs queue` lists its jobs$"):
+        managed_api.job(9)
 
 
 # ------------------------------------------------------------------------------------------------ what is killed
@@ -207,7 +210,7 @@ def test_the_controller_is_killed_and_continues_with_what_is_there(shared: Path)
     cluster = task_cluster()
     for _ in range(3):
         time.sleep(0.4)
-        before = supervisor_of(managed_api.CONTROLLER)
+        before = supervisor_of(controllers.HERE)
         os.kill(before, signal.SIGKILL)  # nobody looks: its guard starts it again
         new_controller(before)
     steps(job, shared, 1)
@@ -222,7 +225,7 @@ def test_the_controller_is_killed_and_continues_with_what_is_there(shared: Path)
 def test_a_controller_that_is_asked_to_end_leaves_the_job_as_it_is(shared: Path) -> None:
     job = launch(shared=shared)
     steps(job, shared, 1)
-    before = supervisor_of(managed_api.CONTROLLER)
+    before = supervisor_of(controllers.HERE)
     os.kill(before, signal.SIGTERM)
     new_controller(before)
     finish(job, shared, 1)
@@ -233,7 +236,7 @@ def test_everything_is_killed_at_once(shared: Path) -> None:
     job = launch(shared=shared)
     steps(job, shared, 1)
     name = task_cluster()
-    pids = [supervisor_of(managed_api.CONTROLLER), supervisor_of(name), *leaks.descendants(supervisor_of(name))]
+    pids = [supervisor_of(controllers.HERE), supervisor_of(name), *leaks.descendants(supervisor_of(name))]
     guards = [each for each in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_guard(each)]
     for pid in (*guards, *pids):
         with contextlib.suppress(ProcessLookupError):  # an agent's children end with it
@@ -247,7 +250,7 @@ def test_everything_is_killed_at_once(shared: Path) -> None:
 
 
 def is_guard(pid: int) -> bool:
-    folder = os.fsencode(clusters.folder_of(managed_api.CONTROLLER))
+    folder = os.fsencode(clusters.folder_of(controllers.HERE))
     words = command_line(pid).split(b"\0")
     return folder in words and any(b"guard" in word for word in words)
 
@@ -274,7 +277,7 @@ def test_a_cancel_ends_the_task_in_its_own_time_and_takes_the_cluster_down(share
     assert managed_api.cancel([job.id]) == [job.id]
     assert job.wait(60) is JobStatus.CANCELLED
     assert (shared / "saved").exists()
-    assert not set(clusters.all_names()) - {managed_api.CONTROLLER}
+    assert not set(clusters.all_names()) - {controllers.HERE}
     assert managed_api.cancel(all=True) == []
 
 
@@ -342,7 +345,7 @@ def test_what_a_probe_says_kills_no_healthy_job(fake: Script, shared: Path) -> N
     job = launch(shared=shared, infra="fake")
     steps(job, shared, 1)
     fake(state="LOST", reason="so it says")
-    before = supervisor_of(managed_api.CONTROLLER)
+    before = supervisor_of(controllers.HERE)
     os.kill(before, signal.SIGKILL)
     new_controller(before)
     sky.status()  # believes it

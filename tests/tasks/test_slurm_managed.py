@@ -11,7 +11,7 @@ import pytest
 from tests.providers.test_slurm import USER, atoll, configure, make_slurm, queue
 from tests.tasks.test_ssh_tasks import eventually
 
-from atoll.tasks import clusters, managed_api, supervisor
+from atoll.tasks import clusters, controllers, supervisor
 from testbed.fixtures import MakeBed
 from testbed.hosts import Testbed
 
@@ -66,7 +66,7 @@ def test_a_controller_that_is_killed_keeps_its_place_in_the_queue(slurm: Testbed
     atoll("jobs", "launch", "--infra", "slurm/lab", "-d", "echo at last")
     eventually(lambda: "busy" in row()["reason"] or "first" in row()["reason"], "it waits, and says why", 60)
     ids = slurm.hosts[0].run("squeue -h -o %i", user=USER).split()
-    folder = clusters.folder_of(managed_api.CONTROLLER)
+    folder = clusters.folder_of(controllers.HERE)
     before = supervisor.pid_of(folder)
     assert before is not None
     os.kill(before, signal.SIGKILL)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.tasks.test_ssh_tasks import PYTHON, atoll, eventually
 
-from atoll.tasks import managed_api
+from atoll.tasks import controllers
 from testbed.fixtures import MakeBed
 from testbed.hosts import Testbed
 
@@ -76,7 +76,7 @@ def test_a_host_controls_jobs(apart: Testbed, tmp_path: Path, monkeypatch) -> No
     assert re.search(r"\(task, pid=\d+\) h2", said)
     atoll("jobs", "launch", *one, "--infra", "local", "-n", "waits", "-d", "sleep 1000")
     eventually(lambda: "RUNNING" in atoll("jobs", "queue", *one), "it runs")
-    cluster = managed_api.controller_of("ssh/one")
+    cluster = controllers.of("ssh/one")
     (pid,) = apart.hosts[0].run(f"cat ~/.atoll/clusters/{cluster}/supervisor.lock", user="sky").split()
     apart.hosts[0].run(f"kill -9 {pid}")
     eventually(lambda: "started again" in log_of(3, *one), "the controller is started again, there")

@@ -56,10 +56,10 @@ def launch(
 
     Ctrl-C only stops showing the log (exit code 101); `atoll jobs cancel` ends the job.
     """
-    from atoll.tasks import managed_api
+    from atoll.tasks import controllers, managed_api
 
     if dryrun:
-        if managed_api.controller_of(controller) != managed_api.CONTROLLER:
+        if controllers.of(controller) != controllers.HERE:
             raise typer.BadParameter(f"--dryrun with --controller {controller}: what can be had is known only there")
         show_plan(entrypoint, flags, output, simulate=not no_simulate)
         return
@@ -196,13 +196,13 @@ def cancel(
         atoll jobs cancel -n train
         atoll jobs cancel --all
     """
-    from atoll.tasks import managed_api
+    from atoll.tasks import controllers, managed_api
 
     if sum((bool(job_ids), name is not None, everything)) != 1:
         raise typer.BadParameter("give numbers of jobs, --name or --all; `atoll jobs queue` lists them")
     asked = managed_api.cancel(job_ids, name, all=everything, controller=controller)
     if options.as_json(output):
-        shown.print_json({"controller": managed_api.controller_of(controller), "cancelled": asked})
+        shown.print_json({"controller": controllers.of(controller), "cancelled": asked})
         return
     for job_id in asked:
         print(f"Managed job {job_id} is being cancelled")

@@ -135,13 +135,10 @@ def _coloured(data: bytes) -> bytes:
 
 def to_see(cluster: str, jobs: Sequence[int]) -> str:
     """What to type to see jobs that are still running, and to cancel them."""
-    from atoll.tasks import managed_api
+    from atoll.tasks import controllers
 
     several = len(jobs) > 1
-    atoll: list[str] = ["atoll"]
-    where = [cluster]
-    if (infra := managed_api.infra_of(cluster)) is not None:
-        atoll, where = ["atoll", "jobs"], [] if cluster == managed_api.CONTROLLER else ["--controller", infra]
+    atoll, where = controllers.words_of(cluster)
     see = command_line(*atoll, "queue", *where) if several else command_line(*atoll, "logs", *where, *jobs)
     cancel = command_line(*atoll, "cancel", *where, *(jobs if len(jobs) <= _MOST_NAMED else ["--all"]))
     return f"{'To see them' if several else 'Its log'}: {see}; to cancel {'them' if several else 'it'}: {cancel}"

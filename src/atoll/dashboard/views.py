@@ -12,7 +12,6 @@ from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.providers import registry
-from atoll.providers.base import DEFAULT
 from atoll.tasks import api, clusters, lifecycle
 from atoll.tasks.listing import cluster_row, job_row, waiting_row
 from atoll.tasks.spec import ClusterSpec
@@ -61,7 +60,7 @@ class Views:
         Raises:
             AtollError: there is no such infra, or it can't be reached.
         """
-        fresh_s = _FRESH_S if infra == DEFAULT else _HOSTS_FRESH_S
+        fresh_s = _FRESH_S if registry.is_here(infra) else _HOSTS_FRESH_S
         return self._asked(("gpus", infra), lambda: _gpus(infra), fresh_s)  # type: ignore[no-any-return]
 
     def runs(self) -> list[dict[str, Any]]:

@@ -48,8 +48,9 @@ from atoll.images.image import Image, check_env, check_pip
 from atoll.images.overlay import Environment
 from atoll.images.resolve import resolve
 from atoll.providers.accelerators import AcceleratorSpec
-from atoll.providers.base import NodeRequest, Plan, Provider, wait_until_ready
+from atoll.providers.base import NodeRequest, Plan, Provider
 from atoll.providers.registry import given_back_on_failure, kept
+from atoll.providers.upkeep import wait_until_ready
 from atoll.wire.payloads import Arena
 
 R = TypeVar("R")

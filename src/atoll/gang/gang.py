@@ -33,7 +33,8 @@ from atoll.gang.nodes import NodeChannel, Nodes
 from atoll.gang.notifier import Audience
 from atoll.gang.remote_ranks import OneUseArena, RankFiles
 from atoll.gang.state import GangState
-from atoll.providers.base import Node, Upkeep
+from atoll.providers.base import Node
+from atoll.providers.upkeep import Upkeep
 from atoll.wire import frames
 from atoll.wire.channel import Channel, Sender, said_of_end
 from atoll.wire.event_loop import LONGEST_S, READ, WRITE, EventLoop

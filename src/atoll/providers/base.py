@@ -9,20 +9,18 @@ its agent's channel alone; what ``poll`` says of it explains an end, and gives t
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import enum
 import posixpath
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Protocol
 
-from atoll.core.errors import AtollError, ConfigError, ProvisionError
+from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers.gpus import Gpu, visible_gpus
 
 Report = Callable[[str], object]
@@ -37,8 +35,6 @@ Accelerators = tuple[str, int]
 DEFAULT = "local"  # the infra where none is named
 WORKDIR = "sky_workdir"
 TARGETS = "mounts.json"  # beside a home: paths at which its jobs see files that lie in the home
-_POLL_S = 0.05  # at first, doubled each time
-_KEEP_S = 30.0
 
 OWN_MACHINES: Mapping[str, str] = {
     "use_spot": "your own machines are not spot machines",
@@ -243,53 +239,6 @@ class Notice:
 
 class AllocationReleased(ProvisionError):
     """Somebody has given an allocation back: who wanted its nodes wants them no more."""
-
-
-def wait_until_ready(
-    provider: Provider, allocation: Allocation, report: Report, given_up: Callable[[], bool] = lambda: False
-) -> Allocation:
-    """Poll until an allocation is ready, and report why it is not whenever that changes.
-
-    Raises:
-        AllocationReleased: somebody gave it back.
-        ProvisionError: it is lost, or is ``given_up``.
-    """
-    said, pause_s = None, _POLL_S
-    while allocation.state is AllocationState.PENDING:
-        if allocation.reason != said:
-            said = allocation.reason
-            report(f"waiting for {allocation.infra}: {said or 'its nodes are not there yet'}")
-        if given_up():
-            raise ProvisionError(f"{allocation.infra} had no nodes yet: {said or 'no reason was given'}")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, provider.poll_s)
-        allocation = provider.poll(allocation)
-    if allocation.state is not AllocationState.READY:
-        kind = AllocationReleased if allocation.state is AllocationState.RELEASED else ProvisionError
-        raise kind(f"{allocation.infra} gave no nodes: {allocation.reason or allocation.state.lower()}")
-    return allocation
-
-
-class Upkeep:
-    """Has rented nodes stay while a driver of this process uses them: asks their provider, in a thread of its own."""
-
-    def __init__(self, provider: Provider, allocation: Allocation) -> None:
-        self._provider, self._allocation = provider, allocation
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="atoll-upkeep", daemon=True)
-        if allocation.is_rented:
-            self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(_KEEP_S):
-            with contextlib.suppress(AtollError):  # asked again
-                self._provider.keep(self._allocation)
-
-    def end(self) -> None:
-        """Let them go. Safe to call twice."""
-        self._is_over.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
 
 # ------------------------------------------------------------------------------------------------ what is started
@@ -586,6 +535,7 @@ class Provider(abc.ABC):
         gives_slices: MIG slices can be requested of it, as ``mig`` of a request's resources: the profiles of a node.
         is_elsewhere: its nodes are on other machines.
         poll_s: pending allocations are polled so often in the end, in seconds.
+        ends_with_driver: a pool's nodes are released at once where its process is killed; else they end by themselves.
     """
 
     kind: ClassVar[str]
@@ -596,6 +546,7 @@ class Provider(abc.ABC):
     gives_slices: ClassVar[bool] = False
     is_elsewhere: ClassVar[bool] = False
     poll_s: ClassVar[float] = 5.0
+    ends_with_driver: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -660,8 +611,11 @@ class Provider(abc.ABC):
         """
         return self.plan(request).allocation
 
-    def poll(self, allocation: Allocation) -> Allocation:
-        """The allocation as it is now: its state, and its nodes' addresses."""
+    def poll(self, allocation: Allocation, *, max_age_s: float = 0.0) -> Allocation:
+        """The allocation as it is now, or was so many seconds ago: its state, and its nodes' addresses.
+
+        Who asks again and again says how old an answer may be, so that others' answers may do.
+        """
         return allocation
 
     def notice(self, allocation: Allocation) -> Notice | None:

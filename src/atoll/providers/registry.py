@@ -22,7 +22,7 @@ from atoll.core.validation import nearest
 from atoll.providers.base import DEFAULT, Allocation, Provider
 
 _BESIDE = frozenset(
-    {"accelerators", "base", "bundle", "gpus", "local_node", "local_session", "network", "registry"}
+    {"accelerators", "base", "bundle", "gpus", "local_node", "local_session", "network", "registry", "upkeep"}
 )  # modules that are no provider
 _FEW = 7  # of clouds, in a message
 ANY = "*"  # in the place of a kind: any of those that one package reaches

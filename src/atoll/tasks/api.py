@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -148,10 +149,10 @@ def status(
         names = [each for each in clusters.all_names() if each not in awaited or not clusters.load(each).is_awaited]
     else:
         names = clusters.matching([cluster_names] if isinstance(cluster_names, str) else cluster_names)
-    found = []
+    found, began = [], time.monotonic()
     for name in names:
         try:
-            found.append(lifecycle.refresh(clusters.load(name)))
+            found.append(lifecycle.refresh(clusters.load(name), max_age_s=time.monotonic() - began))
         except (AtollError, OSError) as error:
             if on_error is None:
                 raise

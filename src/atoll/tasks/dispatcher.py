@@ -45,6 +45,7 @@ _NODES_S = 5.0  # nodes that have still to come are looked for so often
 _ASK_TRIES, _ASK_S = 3, 0.3
 _GIVE_UP_S = 60.0  # and given up after so long, once no job is left
 _STARTS = "supervisor.starts"  # in a cluster's folder: when supervisors began that have not begun a job yet
+_END_WITH_NODES = {AllocationState.RELEASED: JobStatus.CANCELLED, AllocationState.LOST: JobStatus.FAILED}
 _MOST_STARTS = 2  # a job that so many supervisors could not even begin has failed
 
 
@@ -71,6 +72,9 @@ class Runner(Protocol):
 
     def leave(self) -> bool:
         """Leave it for the next supervisor, where it lives without this one: then it has finished here."""
+
+    def leave_nodes(self, why: str, save_s: float, *, again: bool) -> None:
+        """The nodes here are about to be taken: have it save within so long. ``again``: it goes on elsewhere."""
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""
@@ -178,10 +182,7 @@ class Dispatcher:
         self._taken = notice.reason
         self._changed = True
         for runner in self._runners.values():
-            if isinstance(runner, JobRunner) and not runner.cancelled:
-                runner.leave_nodes(notice.reason, notice.save_s, again=again)
-            elif again:
-                runner.leave()
+            runner.leave_nodes(notice.reason, notice.save_s, again=again)
         for job in [] if again else list(self._pending.values()):
             self._refuse(job, notice.reason)
 
@@ -204,7 +205,7 @@ class Dispatcher:
                 self._forget(job_id)
                 self._remove_files(runner.job)
                 self._changed = True
-                if isinstance(runner, JobRunner) and not runner.status.ended:
+                if runner.job.spec.managed is None and not runner.status.ended:
                     self._taken = self._taken or "a node was lost"
                     self._pending[job_id] = self._store.job(job_id)
 
@@ -330,9 +331,7 @@ class Dispatcher:
                 again = Log("restart", how, data=(("restarts", job.restarts + 1),))
                 self._record(job.id, [again, SetStatus(JobStatus.PENDING, "its supervisor ended with the nodes")])
             return
-        if (end := self._end_of_nodes()) is not None:  # which its supervisor did not outlive
-            for job in orphans:
-                self._refuse(job, *end)
+        if self._end_with_nodes(self._allocation_now(), orphans):  # which their supervisor did not outlive
             return
         reason = "its supervisor was killed, or the machine restarted"
         if line := supervisor.last_line(self._folder):
@@ -344,16 +343,6 @@ class Dispatcher:
         self._reaper.start()
         for job in orphans:
             self._refuse(job, reason)
-
-    def _end_of_nodes(self) -> tuple[str, JobStatus] | None:
-        """Why the cluster's nodes are gone for good, and how its jobs have ended with them; None where they are not."""
-        with contextlib.suppress(AtollError, LookupError):
-            allocation = with_nodes_now(record.load(self._folder), self._folder).allocation
-            if allocation.state is AllocationState.RELEASED:
-                return allocation.reason, JobStatus.CANCELLED
-            if allocation.state is AllocationState.LOST:
-                return allocation.reason, JobStatus.FAILED
-        return None
 
     def _replaces_nodes(self) -> bool:
         """Do jobs go on where nodes were lost?"""
@@ -441,14 +430,18 @@ class Dispatcher:
             if self._nodes is None:
                 cluster = with_nodes_now(cluster, self._folder)
                 if cluster.allocation.state is not AllocationState.READY:
-                    self._have_no_nodes(cluster.allocation, pending)
+                    if not self._end_with_nodes(cluster.allocation, pending):  # a supervisor comes with them
+                        self._loop.after(_NODES_S, self._look_again, "nodes")
+                        for job in pending:
+                            self._wait(job, f"waiting for {cluster.infra}: {cluster.allocation.reason}")
                     return
             if self._is_guest:
                 return
             nodes = self._nodes_of(cluster)
         except (AtollError, LookupError, OSError) as error:
-            for job in pending:
-                self._refuse(job, str(error))
+            if not self._end_with_nodes(self._allocation_now(), pending):
+                for job in pending:
+                    self._refuse(job, str(error))
             return
         if nodes is None:
             ids = ", ".join(map(str, self._runners))
@@ -464,15 +457,20 @@ class Dispatcher:
             if why is not None:
                 self._wait(turn.job, why)
 
-    def _have_no_nodes(self, allocation: Allocation, pending: Sequence[JobRow]) -> None:
-        """The cluster's nodes are gone for good, or have still to come: a supervisor comes with them."""
-        end = self._end_of_nodes()
-        for job in pending:
-            if end is not None:
-                self._refuse(job, *end)
-            else:
-                self._loop.after(_NODES_S, self._look_again, "nodes")
-                self._wait(job, f"waiting for {allocation.infra}: {allocation.reason}")
+    def _end_with_nodes(self, allocation: Allocation, jobs: Sequence[JobRow]) -> bool:
+        """Are the cluster's nodes gone for good? Then these jobs have ended with them."""
+        if (status := _END_WITH_NODES.get(allocation.state)) is None:
+            return False
+        for job in jobs:
+            self._refuse(job, allocation.reason, status)
+        return True
+
+    def _allocation_now(self) -> Allocation:
+        """As its provider says it is; where that can't be asked, as if it was well."""
+        try:
+            return with_nodes_now(record.load(self._folder), self._folder).allocation
+        except (AtollError, LookupError, OSError):
+            return Allocation()
 
     def _look_again(self) -> None:
         self._changed = True

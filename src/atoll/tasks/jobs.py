@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.core.validation import command_line
-from atoll.tasks import clusters
+from atoll.tasks import clusters, controllers
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.spec import ClusterSpec, JobStatus
 
@@ -209,5 +209,6 @@ def _check_number(cluster: ClusterSpec, job_id: int) -> None:
 
 
 def _no_job(cluster: ClusterSpec, job_id: int) -> UnknownCluster:
-    lists = command_line("atoll", "queue", cluster.name)
-    return UnknownCluster(f"cluster {cluster.name} has no job {job_id}; `{lists}` lists its jobs")
+    atoll, where = controllers.words_of(cluster.name)
+    who = f"cluster {cluster.name} has no job" if where == [cluster.name] else "there is no managed job"
+    return UnknownCluster(f"{who} {job_id}; `{command_line(*atoll, 'queue', *where)}` lists its jobs")

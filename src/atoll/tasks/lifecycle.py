@@ -11,7 +11,8 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import MOST_MINUTES, checks_arguments, command_line
 from atoll.providers import registry
-from atoll.providers.base import AllocationState, wait_until_ready
+from atoll.providers.base import AllocationState
+from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import clusters, record, supervisor
 from atoll.tasks.client import tell
 from atoll.tasks.nodes import with_nodes_now
@@ -70,16 +71,7 @@ def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
 
 @checks_arguments
 def down(cluster_name: str, *, purge: bool = False, on_line: Say = silent) -> list[int]:
-    """Remove a cluster: ends its jobs, deletes its nodes' files, keeps its jobs' logs. Returns the jobs ended.
-
-    Args:
-        cluster_name: the cluster.
-        purge: remove the record and the logs of its jobs from its head, too, and kill a supervisor that does not end.
-        on_line: called with a line that says what this waits for.
-
-    Raises:
-        UnknownCluster: there is none.
-    """
+    """What ``sky.down`` does; returns the jobs ended."""
     from atoll.tasks import remote_control
     from atoll.tasks.control import remove_tree
 
@@ -230,7 +222,7 @@ def _release(cluster: ClusterSpec, status: ClusterStatus) -> None:
         record.change(clusters.folder_of(cluster.name), allocation=released)
 
 
-def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
+def refresh(cluster: ClusterSpec, *, ask: bool = False, max_age_s: float = 0.0) -> ClusterSpec:
     """Bring a record in line with what is: jobs whose supervisor died have failed, an autostop that is due happens.
 
     A local cluster between jobs is a folder, so whoever looks at it next does its autostop. Looking never waits: a
@@ -238,10 +230,11 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False) -> ClusterSpec:
 
     Args:
         ask: ask a head that supervises it, too.
+        max_age_s: how old what its provider says may be, in seconds.
     """
     if cluster.status is not ClusterStatus.UP:
         return cluster
-    cluster = with_nodes_now(cluster, clusters.folder_of(cluster.name))
+    cluster = with_nodes_now(cluster, clusters.folder_of(cluster.name), max_age_s=max_age_s)
     now = cluster.allocation
     if now.state is AllocationState.STOPPED:
         tell(f"cluster {cluster.name} is stopped: {now.reason}")

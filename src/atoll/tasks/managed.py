@@ -193,6 +193,11 @@ class ManagedRunner:
         self._left.set()
         return True
 
+    def leave_nodes(self, why: str, save_s: float, *, again: bool) -> None:
+        """Its clusters have nodes of their own; where the controller moves, it is continued there."""
+        if again:
+            self.leave()
+
     def tell_fault(self, fault: str) -> None:
         """It has no nodes here that could have one."""
 
@@ -343,7 +348,7 @@ class ManagedRunner:
             except LookupError as error:
                 return r.Ended(action.launch, "cancelled", f"cluster {name} was removed: {error}")
             except (AtollError, OSError) as error:
-                state, said = _polled(name)
+                state, said = _polled(name, pause_s)
                 self._post(r.Unheard(action.launch, said or str(error), state))
             if self._left.wait(pause_s) or self._left_launch >= action.launch:
                 return t.Tick()
@@ -402,11 +407,11 @@ def _job_of(cluster: ClusterSpec, key: str) -> int | None:
     return next((row.id for row in rows if row.spec.key == key), None)
 
 
-def _polled(name: str) -> tuple[AllocationState | None, str]:
-    """What a cluster's provider says of it, and why; None where it says nothing."""
+def _polled(name: str, max_age_s: float = 0.0) -> tuple[AllocationState | None, str]:
+    """What a cluster's provider says of it, or said so many seconds ago, and why; None where it says nothing."""
     try:
         allocation = clusters.load(name).allocation
-        now = registry.of(allocation).poll(allocation)
+        now = registry.of(allocation).poll(allocation, max_age_s=max_age_s)
     except (AtollError, OSError):
         return None, ""
     return now.state, now.reason

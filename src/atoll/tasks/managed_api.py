@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import UsageError
+from atoll.core.errors import ProvisionError, UsageError
 from atoll.core.paths import atoll_home
 from atoll.core.validation import checks_arguments, command_line
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT, NodeRequest
-from atoll.tasks import api, clusters, placing
+from atoll.tasks import api, controllers, placing
 from atoll.tasks.clusters import UnknownCluster
 from atoll.tasks.jobs import Job
 from atoll.tasks.launches import launch as launch_jobs
@@ -33,23 +33,6 @@ if TYPE_CHECKING:
     from atoll.tasks.rows import JobRow
     from atoll.tasks.spec import ClusterSpec, JobSpec
     from atoll.tasks.task import Task
-
-CONTROLLER = "atoll-jobs"  # the cluster of the one on this machine; others have their infra behind it
-
-
-def controller_of(infra: str | None) -> str:
-    """The cluster whose supervisor controls the jobs that are launched from an infra."""
-    return CONTROLLER if infra in (None, DEFAULT) else f"{CONTROLLER}-{str(infra).replace('/', '-')}"
-
-
-def infra_of(cluster: str) -> str | None:
-    """The infra of a controller's cluster; None of any other cluster."""
-    return clusters.load(cluster).infra if cluster in controllers() else None
-
-
-def controllers() -> list[str]:
-    """The clusters of all controllers that were used from here."""
-    return [each for each in clusters.all_names() if each == CONTROLLER or each.startswith(f"{CONTROLLER}-")]
 
 
 @checks_arguments
@@ -101,7 +84,7 @@ def launch(
     )
     with contextlib.ExitStack() as stack:
         requests = [_managed(task, name, controller, options, stack) for task in each_of]
-        return launch_jobs(requests, controller_of(controller), replace(options, infra=controller))
+        return launch_jobs(requests, controllers.of(controller), replace(options, infra=controller))
 
 
 def _managed(
@@ -116,11 +99,13 @@ def _managed(
         with registry.kept():
             every = placing.cheapest_first("", every)
     choices = tuple(replace(each, resources={**asked, **each.resources}) for each in every)
-    if controller_of(controller) == CONTROLLER:
+    if controllers.of(controller) == controllers.HERE:
         for infra in dict.fromkeys(each.infra or DEFAULT for each in choices):
             registry.resolve(infra)  # raises
             for line in request.notes(infra):
                 options.say(line)
+        with contextlib.suppress(ProvisionError), registry.kept():  # what can't be had now may be had later
+            placing.decide_any(controllers.HERE, None, choices)
     from atoll.tasks.sync.git import fetch_git
     from atoll.tasks.sync.mounts import resolve_mounts
     from atoll.tasks.sync.task_files import workdir_folder
@@ -155,7 +140,7 @@ def _known(infra: str | None) -> str:
     Raises:
         UnknownCluster: no job was launched from there.
     """
-    if (name := controller_of(infra)) not in controllers():
+    if (name := controllers.of(infra)) not in controllers.used():
         starts = command_line("atoll", "jobs", "launch", *(["--controller", infra] if infra else []), "TASK")
         raise UnknownCluster(f"no managed job was launched from {infra or DEFAULT} yet; `{starts}` starts one")
     return name
@@ -168,7 +153,7 @@ def queue(controller: str | None = None, *, skip_finished: bool = False) -> list
     Raises:
         UnknownCluster: no job was launched from there.
     """
-    names = controllers() if controller is None else [_known(controller)]
+    names = controllers.used() if controller is None else [_known(controller)]
     return [(name, row) for name in names for row in api.queue(name, skip_finished=skip_finished)]
 
 
@@ -200,7 +185,7 @@ def cancel(
     """
     at = _known(controller)
     if name is not None:
-        job_ids = [row.id for _, row in queue(controller or DEFAULT, skip_finished=True) if row.name == name]
+        job_ids = [row.id for row in api.queue(at, skip_finished=True) if row.name == name]
         if not job_ids:
             job(name=name, controller=controller)  # raises
             return []

@@ -16,8 +16,9 @@ from pathlib import Path
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.gang.members import sweep_stale
 from atoll.providers import registry
-from atoll.providers.base import AllocationState, Boot, Node, NodePlan, Notice, Plan, Remote, wait_until_ready
+from atoll.providers.base import AllocationState, Boot, Node, NodePlan, Notice, Plan, Remote
 from atoll.providers.gpus import Gpu
+from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import reaper, record
 from atoll.tasks.spec import ClusterSpec
 from atoll.wire import frames
@@ -168,15 +169,15 @@ class ClusterNodes:
         self._session.close()
 
 
-def with_nodes_now(cluster: ClusterSpec, folder: Path) -> ClusterSpec:
+def with_nodes_now(cluster: ClusterSpec, folder: Path, *, max_age_s: float = 0.0) -> ClusterSpec:
     """The record of a cluster in ``folder`` that is up, with the nodes that its allocation has now.
 
-    Its state is not written down: the caller sees to one that is not ready.
+    ``max_age_s`` is as for ``Provider.poll``. Its state is not written down: the caller sees to one that is not ready.
 
     Raises:
         ProvisionError: nobody can be asked.
     """
-    allocation = registry.of(cluster.allocation).poll(cluster.allocation)
+    allocation = registry.of(cluster.allocation).poll(cluster.allocation, max_age_s=max_age_s)
     if allocation.nodes != cluster.allocation.nodes and allocation.state is AllocationState.READY:
         return record.change(folder, allocation=allocation)
     return dataclasses.replace(cluster, allocation=allocation)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import command_line
 from atoll.providers import registry
 from atoll.providers.base import (
@@ -19,8 +19,8 @@ from atoll.providers.base import (
     AllocationState,
     NodeRequest,
     Offer,
-    wait_until_ready,
 )
+from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import waiting
 from atoll.tasks.rows import JobRow
 from atoll.tasks.spec import ClusterSpec, ClusterStatus
@@ -76,15 +76,17 @@ def decide_any(
         fitting = (each for each in requests if registry.fits(each.infra, have.infra))
         return decide(name, have, next(fitting, requests[0]), busy)
     found, refused = [], []
+    kind: type[AtollError] = ConfigError
     for request in requests:
         try:
             found.append(decide(name, have, request, busy))
         except (ConfigError, ProvisionError) as error:
             if len(requests) == 1:
                 raise
+            kind = ProvisionError if isinstance(error, ProvisionError) else kind
             refused.append(f"{request.infra or DEFAULT}: {str(error).removeprefix(f'{request.infra}: ')}")
     if not found:
-        raise ConfigError("none of the task's alternatives can be had:\n" + "\n".join(refused))
+        raise kind("none of the task's alternatives can be had:\n" + "\n".join(refused))
     found.sort(key=lambda each: each.rank[:1] if in_order else each.rank)
     return dataclasses.replace(found[0], others=tuple(found[1:]), lines=(*refused, *found[0].lines))
 

@@ -277,7 +277,7 @@ class _Desk:
     def awaited(self) -> str:
         """What its nodes are waited for, where they have still to come again."""
         with contextlib.suppress(ProvisionError):  # it is asked again
-            now = registry.of(self._cluster.allocation).poll(self._cluster.allocation)
+            now = registry.of(self._cluster.allocation).poll(self._cluster.allocation, max_age_s=_NODES_S)
             return now.reason if now.state is AllocationState.PENDING else ""
         return "nobody can be asked just now"
 

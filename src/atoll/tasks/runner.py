@@ -164,7 +164,8 @@ class JobRunner:
 
     def leave_nodes(self, why: str, save_s: float, *, again: bool) -> None:
         """Its nodes are about to be taken: have it save within so long. ``again``: it goes on on others."""
-        self._guard(lambda: self._hear(t.NodesTaken(why, save_s, again)))
+        if not self.cancelled:
+            self._guard(lambda: self._hear(t.NodesTaken(why, save_s, again)))
 
     def tell_fault(self, fault: str) -> None:
         """Say in its log, once, what its nodes have lost."""

@@ -71,7 +71,7 @@ def _is_up(folder: Path) -> bool:
                 return False
         if time.time() < cluster.created_s + _LAUNCH_S and not clusters.control_of(cluster).queue():
             return cluster.status is ClusterStatus.UP
-        return ClusterStatus.UP == cluster.status == lifecycle.refresh(cluster).status
+        return ClusterStatus.UP == cluster.status == lifecycle.refresh(cluster, max_age_s=_LOOK_S / 3).status
     except LookupError:
         return False
     except (AtollError, OSError) as error:  # the controller is busy, a disk is full: looked at again

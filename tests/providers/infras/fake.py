@@ -55,7 +55,7 @@ class Fake(Local):
         nodes = [dataclasses.replace(node, addr=at.address) for node, at in zip(plan.nodes, given.nodes, strict=False)]
         return dataclasses.replace(plan, nodes=tuple(nodes), allocation=given)
 
-    def poll(self, allocation: Allocation) -> Allocation:
+    def poll(self, allocation: Allocation, *, max_age_s: float = 0.0) -> Allocation:
         said = script()
         addresses = said.get("addresses") or [node.address for node in allocation.nodes]
         return dataclasses.replace(

@@ -319,7 +319,7 @@ class SkyPilot(HostProvider):
         state = AllocationState.PENDING
         return dataclasses.replace(allocation, state=state, nodes=(), since_s=since_s, settings=settings)
 
-    def poll(self, allocation: Allocation) -> Allocation:
+    def poll(self, allocation: Allocation, *, max_age_s: float = 0.0) -> Allocation:
         """While machines are being rented how far that is; later, from time to time, whether they are still there."""
         name, begun = allocation.settings["name"], allocation.settings.get("request")
         if allocation.state is AllocationState.PENDING and begun:

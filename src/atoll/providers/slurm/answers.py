@@ -47,6 +47,7 @@ class JobNow:
         limit: its time limit, ``0:30:00``.
         has_gpus: has it asked for GPUs?
         output: the file of its output; ``has_output``: could that be made?
+        comment: what we have given it as one.
         nodes: names.
     """
 
@@ -58,16 +59,25 @@ class JobNow:
     has_gpus: bool = False
     output: str = ""
     has_output: bool = True
+    comment: str = ""
     nodes: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> JobNow:
-        """Of a line of ``scontrol -o show job`` and one for each node."""
-        first, *names = text.splitlines() or [""]
+    def parse_all(cls, text: str) -> dict[str, JobNow]:
+        """By number, of lines of ``scontrol -o show job``, each with a line for each of the job's nodes behind it."""
+        found: list[list[str]] = []
+        for line in text.splitlines():
+            if line.startswith("JobId="):
+                found.append([])
+            found[-1].append(line)
+        return {job[0].split()[0].partition("=")[2]: cls._parse(*job) for job in found}
+
+    @classmethod
+    def _parse(cls, first: str, *names: str) -> JobNow:
         said = dict(word.partition("=")[::2] for word in first.split())
         restarts = said.get("Restarts", "")
         return cls(
-            is_known=bool(said),
+            is_known=True,
             state=said.get("JobState", ""),
             reason=said.get("Reason", "None"),
             restarts=int(restarts) if restarts.isdigit() else 0,
@@ -75,7 +85,8 @@ class JobNow:
             has_gpus=any("gpu" in said.get(key, "") for key in ("TresPerNode", "TresPerJob", "TresPerTask", "TRES")),
             output=said.get("StdOut", ""),
             has_output=said.get("ExitCode", "") != _NO_OUTPUT,
-            nodes=tuple(names),
+            comment=said.get("Comment", ""),
+            nodes=names,
         )
 
     def waits(self, restarts: int) -> bool:

@@ -39,7 +39,7 @@ from atoll.providers.base import (
     Report,
 )
 from atoll.providers.bundle import atoll_bundle
-from atoll.providers.slurm import containers
+from atoll.providers.slurm import containers, queue
 from atoll.providers.slurm.answers import Gpus, JobNow, PartitionNodes, is_kind
 from atoll.providers.slurm.submission import check_options, resource_options, script, task_options
 from atoll.providers.ssh import facts
@@ -94,7 +94,8 @@ class Slurm(HostProvider):
     """
 
     kind: ClassVar[str] = "slurm"
-    poll_s: ClassVar[float] = 10.0  # a busy controller answers many
+    poll_s: ClassVar[float] = 10.0  # a busy controller answers many; see ``queue``
+    ends_with_driver: ClassVar[bool] = True
     form: ClassVar[str] = "slurm/NAME"
     expected: ClassVar[str] = (
         "slurm/NAME, with a NAME of [slurm.NAME] in config.toml or of ~/.ssh/config (the login node), or slurm/here"
@@ -429,15 +430,13 @@ class Slurm(HostProvider):
 
     def _submitted(self, owner: str) -> str | None:
         """The job that a launch has submitted which was killed before it could write that down."""
-        jobs = self._ask("squeue", "--me", "--noheader", "--states=PENDING,CONFIGURING,RUNNING", "--format=%i|%k")
-        found = [
-            job for job, _, comment in (line.partition("|") for line in jobs.split()) if owner and comment == owner
-        ]
-        return found[-1] if found else None
+        there = ("PENDING", "CONFIGURING", "RUNNING")
+        jobs = self._jobs().items()
+        return next((job for job, now in jobs if owner and now.comment == owner and now.state in there), None)
 
-    def poll(self, allocation: Allocation) -> Allocation:
+    def poll(self, allocation: Allocation, *, max_age_s: float = 0.0) -> Allocation:
         """Its job's state, and once that runs its nodes."""
-        return self._as_now(allocation, self._show(allocation.settings["job"]))
+        return self._as_now(allocation, self._show(allocation.settings["job"], max_age_s))
 
     def _as_now(self, allocation: Allocation, now: JobNow) -> Allocation:
         job, restarts = allocation.settings["job"], allocation.settings.get("restarts", 0)
@@ -492,14 +491,16 @@ class Slurm(HostProvider):
                 raise
         return dataclasses.replace(allocation, state=AllocationState.PENDING)
 
-    def _show(self, job: str) -> JobNow:
-        """A job as it is now."""
-        try:
-            return JobNow.parse(self._ask("sh", "-c", _POLL, "sh", job))
-        except ProvisionError as error:
-            if "Invalid job id" not in str(error):
-                raise
-            return JobNow()
+    def _show(self, job: str, max_age_s: float = 0.0) -> JobNow:
+        """A job as it is now, or was so many seconds ago."""
+        known = self._jobs(max_age_s).get(job)
+        return known or (self._jobs() if max_age_s else {}).get(job, JobNow())
+
+    def _jobs(self, max_age_s: float = 0.0) -> dict[str, JobNow]:
+        login = self._login()
+        return queue.jobs_at(
+            " ".join([*login.options, login.host]), lambda: self._ask("sh", "-c", queue.COMMAND), max_age_s
+        )
 
     def _tail(self, path: str) -> str:
         """The last line of a file on the login node."""
@@ -592,5 +593,3 @@ class Slurm(HostProvider):
 PROVIDER = Slurm
 
 _CALL = '"$@"; code=$?; [ $code -lt 255 ] || code=1; exit $code'  # 255 would look like ssh's own failure
-_POLL = """scontrol -o show job "$1" || exit; nodes=$(squeue -h -j "$1" -t RUNNING -o %N 2>/dev/null)
-[ -z "$nodes" ] || scontrol show hostnames "$nodes" """
