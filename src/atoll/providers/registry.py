@@ -21,9 +21,6 @@ from atoll.core.paths import atoll_home
 from atoll.core.validation import nearest
 from atoll.providers.base import DEFAULT, Allocation, Provider
 
-_BESIDE = frozenset(
-    {"accelerators", "base", "bundle", "gpus", "local_node", "local_session", "network", "registry", "upkeep"}
-)  # modules that are no provider
 _FEW = 7  # of clouds, in a message
 ANY = "*"  # in the place of a kind: any of those that one package reaches
 _registered: dict[str, type[Provider]] = {}
@@ -169,9 +166,12 @@ def _beside() -> dict[str, tuple[str, ...]]:
     """The providers of this package, and of each the further words that its infras begin with."""
     import atoll.providers as package
 
-    found = [each for each in pkgutil.iter_modules(package.__path__) if each.name not in _BESIDE]
-    modules = {each.name: importlib.import_module(f"{package.__name__}.{each.name}") for each in found if each.ispkg}
-    return {each.name: getattr(modules.get(each.name), "KINDS", ()) for each in found}
+    found = {}
+    for each in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{each.name}")
+        if each.ispkg or hasattr(module, "PROVIDER"):
+            found[each.name] = getattr(module, "KINDS", ())
+    return found
 
 
 def _known(kind: str) -> type[Provider]:
@@ -185,7 +185,7 @@ def _find(kind: str) -> type[Provider] | None:
         return _registered[kind]
     if kind == ANY:
         kind = next(name for name, words in _beside().items() if words)
-    elif not kind.isidentifier() or kind in _BESIDE:
+    elif not kind.isidentifier():
         return None
     for name in (f"atoll.providers.{kind}", f"atoll.providers.{kind}.provider"):
         try:
