@@ -1,6 +1,6 @@
 """Head node coordination: one process of the call saves and prints.
 
-The checkpoint goes to outputs/functions under the current folder.
+The checkpoint goes to outputs/functions under the current folder, on the machine of the head node.
 """
 
 from pathlib import Path
@@ -33,7 +33,8 @@ def save_checkpoint(model):
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), folder / "head_node.pt.part")
-    (folder / "head_node.pt.part").rename(folder / "head_node.pt")
+    path = (folder / "head_node.pt.part").rename(folder / "head_node.pt")
+    print(f"{path}: {path.stat().st_size} bytes")
 
 
 # >>> the guide
@@ -62,4 +63,3 @@ with sky.ComputePool(provider=provider, nodes=2, accelerator=accelerator) as poo
     results = train() @ pool
 
 print(*results, sep="\n")
-print(f"{folder / 'head_node.pt'}: {(folder / 'head_node.pt').stat().st_size} bytes")

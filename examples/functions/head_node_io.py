@@ -1,6 +1,6 @@
 """Best practice 2, use the head node for I/O: one process writes files and talks to the tracker.
 
-The files go to outputs/functions under the current folder.
+The files go to outputs/functions under the current folder, on the machine of the head node.
 """
 
 import json
@@ -41,11 +41,11 @@ def finish(metrics):
         model.save("checkpoint.pt")
         wandb.log(metrics)
     # <<<
-    return info.is_head
+    return info.is_head, sorted(os.listdir())
 
 
 with sky.ComputePool(provider=provider, nodes=2, accelerator=accelerator) as pool:
     results = finish({"loss": 0.25}) @ pool
 
-print(f"is_head on each rank: {results}")
-print(f"outputs/functions: {sorted(os.listdir('outputs/functions'))}")
+for rank, (is_head, files) in enumerate(results):
+    print(f"rank {rank}: is_head {is_head}, sees {files}")

@@ -485,3 +485,25 @@ def test_a_rank_whose_group_was_left_half_made_is_replaced() -> None:
         with pytest.raises(Exception, match=r"(?i)time|connect"):
             pool.run(half)
         assert total() @ pool == [(True, 3.0, 2)] * 2
+
+
+def test_what_torch_compiles_is_kept_where_the_pools_own_folder_is_not(pool: sky.ComputePool) -> None:
+    assert pool.run(os.getenv, "TORCHINDUCTOR_CACHE_DIR") == [f"{os.environ['ATOLL_HOME']}/compile"] * 2
+    with sky.ComputePool(env={"TORCHINDUCTOR_CACHE_DIR": "/mine"}, logs="quiet") as other:
+        assert other.run(os.getenv, "TORCHINDUCTOR_CACHE_DIR") == ["/mine"]
+
+
+@pytest.mark.long
+def test_another_pool_has_what_the_first_compiled() -> None:
+    def compiled() -> tuple[int, int]:
+        import torch
+        from torch._dynamo.utils import counters
+
+        torch.compile(lambda x: (x.sin() + 3).sum())(torch.ones(64))
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    found = []
+    for _ in range(2):
+        with sky.ComputePool(logs="quiet") as pool:
+            found.append(pool.run_one(compiled))
+    assert found == [(1, 0), (0, 1)]

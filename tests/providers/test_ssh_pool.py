@@ -330,24 +330,60 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "functions"
         ("set_epoch.py", ""),
         ("distributed_sampler.py", "rank 1: "),
         ("process_group_guard.py", ""),
+        ("pytorch_basic.py", ""),
+        ("gradient_accumulation.py", ""),
+        ("head_node.py", "outputs/functions/head_node.pt: "),
+        ("head_node_io.py", "rank 0: is_head True, sees ['checkpoint.pt', 'metrics.jsonl']"),
+        ("shard_several_arrays.py", ""),
+        ("mixed_precision.py", ""),
+        ("nccl_timeout.py", ""),
+        ("jax_pmap.py", "rank 1: 2 devices"),
+        ("keras_jax.py", "node 1: accuracy 0.9"),
     ],
 )
 @pytest.mark.long
+@pytest.mark.timeout(200)
 def test_a_script_of_the_guide_runs_with_only_the_provider_changed(
     name: str, said: str, bed: Testbed, tmp_path: Path
 ) -> None:
+    done = run_over_ssh(name, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "preflight: 2 hosts OK" in done.stderr
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("explicit_decorator.py", "backend='nccl' needs a GPU for each of the 1 ranks of this node, and 0 are visible"),
+        ("hugging_face_trainer.py", "backend='nccl' needs a GPU for each of the 1 ranks of this node"),
+        ("mig.py", "gives whole cards only; leave mig out"),
+    ],
+)
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_script_of_the_guide_that_needs_gpus_is_refused_where_hosts_have_none(
+    name: str, why: str, bed: Testbed, tmp_path: Path
+) -> None:
+    done = run_over_ssh(name, tmp_path)
+    assert done.returncode != 0
+    assert why in done.stderr
+
+
+def run_over_ssh(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A script with another provider in its ``where.py``."""
+    (folder / "functions").mkdir()
+    (folder / "austen").symlink_to(EXAMPLES.parent / "austen")
     for needed in (name, "stand_ins.py"):
-        shutil.copy(EXAMPLES / needed, tmp_path)
+        shutil.copy(EXAMPLES / needed, folder / "functions")
     where = (EXAMPLES / "where.py").read_text()
     python = "" if name in ("shard.py", "environment_variables.py") else f", python={sys.executable!r}"  # has torch
     provider = f"provider = sky.SSH(hosts={BOTH!r}{python})"
     changed = where.replace("provider = sky.Local()", provider).replace("str = _arguments.accelerator", "object = None")
     assert changed.count(provider) == changed.count("object = None") == 1  # hosts have no GPUs, and simulate none
-    (tmp_path / "where.py").write_text(changed)
-    done = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=110, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "preflight: 2 hosts OK" in done.stderr
-    assert said in done.stdout
+    (folder / "functions" / "where.py").write_text(changed)
+    command = [sys.executable, f"functions/{name}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=190, cwd=folder)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from atoll.core.errors import ConfigError
 from atoll.providers.base import NodePlan, Plan, Provider
 from atoll.providers.gpus import VISIBLE, lease_wish, visible_gpus
 
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that Atoll is imported from."""
 
@@ -107,7 +108,7 @@ def _lease(spec: GangSpec, plan: NodePlan, visible: str | None) -> dict[str, Any
 
 
 def _rank_env(spec: GangSpec, plan: NodePlan, rank: int, local_rank: int, local_world_size: int) -> dict[str, str]:
-    setup = {
+    setup: dict[str, Any] = {
         "rank": rank,
         "local_rank": local_rank,
         "node": plan.node,
@@ -126,6 +127,9 @@ def _rank_env(spec: GangSpec, plan: NodePlan, rank: int, local_rank: int, local_
     }
     tmp = spec.env.get("TMPDIR")
     own = not plan.is_elsewhere and tmp == os.environ.get("TMPDIR")  # not what the user gave the pool
+    kept = {}
     if tmp is None or own:
         tmp = spec.tmp_dir(plan)  # removed at the end
-    return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id}
+        if _INDUCTOR not in _node_env(spec, plan):  # or torch would keep what it compiles there
+            kept[_INDUCTOR] = os.path.join(os.path.dirname(setup["job_dir"]), "compile")
+    return {"ATOLL_SETUP": json.dumps(setup), "TMPDIR": tmp, "ATOLL_POOL_ID": spec.pool_id, **kept}
