@@ -178,6 +178,7 @@ def test_extras_and_base_dependencies():
 
 def test_what_is_installed_is_what_is_pinned():
     pins = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    pins.remove(["tensorflow-cpu", "2.21.0"])  # in an environment of its own
     wrong = {}
     for name, version in pins:
         found = importlib.metadata.version(name).split("+")[0]  # torch 2.13.0+cpu is 2.13.0

@@ -108,9 +108,9 @@ def set_up(framework: Framework) -> None:
     assert ctx is not None
     if framework.name not in ONCE_A_PROCESS:
         _need(framework.name)
-        from atoll.functions.integrations import _torch
+        from atoll.functions.integrations._torch import set_up as set_up_torch
 
-        _torch.set_up(framework.backend, framework.timeout, for_trainer=framework.name != "torch")
+        set_up_torch(framework.backend, framework.timeout, for_trainer=framework.name != "torch")
         return
     if _done == framework:
         return
@@ -130,15 +130,19 @@ def set_up(framework: Framework) -> None:
     worker.spent = True
     if ctx.world_size > 1:
         worker.before_result.append(lambda: cast("None", worker.agree(frames.RETURNED)))
-    from atoll.functions.integrations import _jax, _keras, _tensorflow
-
     match framework.name:
         case "jax":
-            _jax.join(ctx, worker)
+            from atoll.functions.integrations._jax import join
+
+            join(ctx, worker)
         case "tensorflow":
-            _tensorflow.set_up(ctx, worker)
+            from atoll.functions.integrations._tensorflow import set_up as set_up_tensorflow
+
+            set_up_tensorflow(ctx, worker)
         case _:
-            _keras.set_up(backend, ctx, worker)
+            from atoll.functions.integrations._keras import set_up as set_up_keras
+
+            set_up_keras(backend, ctx, worker)
     _done = framework
 
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from atoll.core.context import CallContext
 from atoll.core.errors import ConfigError
-from atoll.functions.integrations import _jax, _tensorflow
+from atoll.functions.integrations._jax import join as join_jax
+from atoll.functions.integrations._tensorflow import join as join_tensorflow
 from atoll.wire import frames
 from atoll.worker.channel import DriverChannel
 from atoll.worker.process_group import explicit
@@ -55,7 +56,7 @@ def set_up(backend: str, ctx: CallContext, worker: DriverChannel) -> None:
 
 
 def _join_jax(ctx: CallContext, worker: DriverChannel) -> Mean | None:
-    _jax.join(ctx, worker)
+    join_jax(ctx, worker)
     return None
 
 
@@ -73,7 +74,7 @@ def _join_torch(ctx: CallContext, worker: DriverChannel) -> Mean:
 
 
 def _join_tensorflow(ctx: CallContext, worker: DriverChannel) -> Mean:
-    _tensorflow.join(ctx, worker)
+    join_tensorflow(ctx, worker)
     tf: Any = importlib.import_module("tensorflow")
     keys = itertools.count(_COUNTED_FROM)  # one for each place in a graph; ranks come to them in the same order
     eager_keys: dict[tuple[int, ...], int] = {}
