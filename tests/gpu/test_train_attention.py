@@ -92,3 +92,29 @@ def test_a_compiled_model_learns_the_same_and_compiles_once(mode: recompute.Mode
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "compiled again for another batch"
     assert losses["flex"] == pytest.approx(losses["sdpa"], rel=3e-3)
     assert losses["flex"][-1] < losses["flex"][0]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 2, 64), (4, 4, 128), (6, 2, 96)])
+@pytest.mark.parametrize("keys", [1024, 4096, 4000])
+def test_the_last_queries_attend_as_with_the_dense_mask(keys: int, heads: int, kv_heads: int, width: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(positions: int, count: int) -> Tensor:
+        return torch.randn(2, positions, count, width, generator=generator, device="cuda").bfloat16()
+
+    q, k, v = random(1024, heads), random(keys, kv_heads), random(keys, kv_heads)
+    seen = SdpaKernel().mask(
+        torch.zeros(2, 1024, dtype=torch.long, device="cuda"), torch.arange(keys - 1024, keys, device="cuda"), keys
+    )
+    grad = torch.randn_like(q)
+    found, wanted = [], []
+    attend = torch.compile(SdpaKernel().attend, fullgraph=True)
+    for kernel, into, dtype, mask in (
+        (attend, found, torch.bfloat16, None),
+        (SdpaKernel().attend, wanted, torch.float64, seen),
+    ):
+        inputs = [each.to(dtype).requires_grad_() for each in (q, k, v)]
+        out = kernel(*inputs, mask)
+        into += [out, *torch.autograd.grad(out, inputs, grad.to(dtype))]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).norm() < 0.01 * other.norm()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from atoll.core.errors import ConfigError
-from atoll.train.models import attention
+from atoll.train.models import attention, last_queries
 from atoll.train.models.attention import FlexKernel, SdpaKernel, document_starts, kernel_name
 from atoll.train.parallel.context import places
 from atoll.train.recipe.schema import Recipe
@@ -91,3 +93,23 @@ def test_the_kernel_of_a_run() -> None:
     assert kernel_name(recipe(precision={"compute": "fp64"}), "cuda") == "sdpa"
     with pytest.raises(ConfigError, match="needs a GPU"):
         kernel_name(recipe(compile={"attention": "flex"}), "cpu")
+
+
+@pytest.mark.parametrize("kernel", [SdpaKernel(), None], ids=["fused", "masked"])
+@pytest.mark.parametrize("keys", [24, 40, 1, 9])
+def test_without_a_mask_the_queries_are_the_last_positions(keys: int, kernel: SdpaKernel | None) -> None:
+    queries = min(keys, 8)
+    inputs = [
+        torch.randn(2, length, heads, 16, dtype=torch.float64, requires_grad=True)
+        for length, heads in ((queries, 4), (keys, 2), (keys, 2))
+    ]
+    starts, places = torch.zeros(2, queries, dtype=torch.long), torch.arange(keys - queries, keys)
+    grad = torch.randn(2, queries, 4, 16, dtype=torch.float64)
+    expected = SdpaKernel().attend(*inputs, SdpaKernel().mask(starts, places, keys))
+    wanted = [expected, *torch.autograd.grad(expected, inputs, grad)]
+    with contextlib.ExitStack() as stack:
+        if kernel is None:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(last_queries, "_has_kernel", lambda _: False)
+        out = SdpaKernel().attend(*inputs, None)
+    for one, other in zip([out, *torch.autograd.grad(out, inputs, grad)], wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

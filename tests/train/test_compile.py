@@ -52,12 +52,12 @@ build = Model
 """
 
 
-def compiled_step(recipe: Recipe) -> Any:
+def compiled_step(recipe: Recipe, isolate: bool) -> Any:
     import test_parallel
 
     torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]
     test_parallel.Plan = functools.partial(Plan, compiled=True)  # type: ignore[assignment,misc]
-    return step_of(recipe, 2)
+    return step_of(recipe, 2, isolate)
 
 
 def refusal_of(folder: str, tree: dict[str, object]) -> str:
@@ -72,6 +72,7 @@ def refusal_of(folder: str, tree: dict[str, object]) -> str:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "context": (2, {"context": 2}),
+    "context_together": (2, {"context": 2}),
     "tensor": (2, {"tensor": 2}),
     "shard": (2, {"shard": 2}),
     "tensor_olmo2": (2, {"tensor": 2, "family": "olmo2"}),
@@ -80,12 +81,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", of_all(LAYOUTS, ["tensor"]))
+@pytest.mark.parametrize("name", of_all(LAYOUTS, ["tensor", "context_together"]))
 def test_a_block_is_one_graph(name: str) -> None:
     world, options = LAYOUTS[name]
+    isolate = not name.endswith("together")
     recipe = recipe_of(precision="fp32", **options)
-    expected = ranks.run(world, step_of, recipe, 2)[0]
-    losses, _, norm = ranks.run(world, compiled_step, recipe)[0]
+    expected = ranks.run(world, step_of, recipe, 2, isolate)[0]
+    losses, _, norm = ranks.run(world, compiled_step, recipe, isolate)[0]
     assert losses == pytest.approx(expected[0], rel=1e-5)
     assert norm == pytest.approx(expected[2], rel=1e-5)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
+from atoll.train.models.last_queries import attend_last
 from atoll.train.recipe.schema import Recipe
 
 _BLOCK = 128  # queries and keys of a block; FlexAttention's own default
@@ -38,11 +39,14 @@ class AttentionKernel(Protocol):
         """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Attention of q [B, S, H, E] to k and v [B, T, K, E], where H is a multiple of K: [B, S, H, E]."""
+        """Attention of q [B, S, H, E] to k and v [B, T, K, E], where H is a multiple of K: [B, S, H, E].
+
+        Without a mask it is causal, and the queries are the last S of T positions.
+        """
 
 
 class SdpaKernel:
-    """PyTorch's scaled dot-product attention; without a mask plainly causal."""
+    """PyTorch's scaled dot-product attention."""
 
     def mask(self, starts: Tensor, places: Tensor, num_keys: int) -> Tensor:
         """A boolean mask [B, 1, S, T], true where a query sees a key."""
@@ -52,6 +56,8 @@ class SdpaKernel:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """As ``AttentionKernel.attend``."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if mask is None and q.shape[2] != k.shape[2]:
+            return attend_last(q, k, v).transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return out.transpose(1, 2)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from atoll.train.batch import Batch
 from atoll.train.models.attention import document_starts
@@ -154,23 +153,9 @@ class ContextCore(AttentionCore):
         # Each of the two pieces sees the keys up to its own end, so that no work is spent on what is masked.
         piece, rank, size = q.shape[1] // 2, self.sequence.rank, self.sequence.size
         ends = ((rank + 1) * piece, (2 * size - rank) * piece)
-        outs = [_causal(part, k[:, :end], v[:, :end]) for part, end in zip(q.chunk(2, dim=1), ends, strict=True)]
+        parts = zip(q.chunk(2, dim=1), ends, strict=True)
+        outs = [super(ContextCore, self).forward(part, k[:, :end], v[:, :end], None) for part, end in parts]
         return torch.cat(outs, dim=1)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the last positions of ``k`` to all of it."""
-    from torch.nn.attention.bias import causal_lower_right
-
-    bias = causal_lower_right(q.shape[1], k.shape[1])
-    grouped = q.shape[2] != k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # The bias object picks a fused kernel where there is one; the plain mask is for those that have none.
-    mask = bias if q.is_cuda and not grouped else bias._materialize(q.device)
-    if q.is_cuda and grouped:
-        groups = q.shape[1] // k.shape[1]
-        k, v, grouped, mask = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False, bias
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
 def apply_context(model: nn.Module, group: dist.ProcessGroup) -> None:
