@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ranks
+from atoll.train.dtensor import local
 from atoll.train.models.init import initialize, materialize, plain_name
 from atoll.train.models.registry import UserModel, build
 from atoll.train.recipe.schema import ModelSection
@@ -254,14 +255,16 @@ def _float8(expected: dict[str, Tensor]) -> int:
     initialize(model, 1)
     wrapped = 0
     for name, parameter in model.named_parameters():
-        local = parameter.to_local()
-        wrapped += type(local) is not Tensor
-        piece = expected[name].chunk(2)[mesh.get_local_rank()]
-        assert torch.equal(getattr(local, "_tensor", local), piece), name
+        wrapped += type(parameter.to_local()) is not Tensor
+        part = local(parameter)
+        assert type(part) is Tensor, "kernels take the address of its memory"
+        assert torch.equal(part, expected[name].chunk(2)[mesh.get_local_rank()]), name
+        with torch.no_grad():
+            part.zero_()
+        assert not parameter.to_local().any(), "the same memory"
     return wrapped
 
 
-@pytest.mark.long
 def test_float8_weights() -> None:
     assert ranks.run(2, _float8, _whole(UNEVEN)) == [14, 14]
 

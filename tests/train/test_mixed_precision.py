@@ -192,12 +192,13 @@ def _float8_steps(recipe: Recipe) -> list[float]:
     "parallel",
     [
         {"tensor": 2},
+        {"shard": 2, "micro": 2},
         pytest.param({"tensor": 2, "sequence_parallel": False}, marks=pytest.mark.long),
         pytest.param({"shard": 2, "tensor": 2, "micro": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_float8_with_tensor_parallelism(parallel: dict[str, Any]) -> None:
+def test_float8_on_several_ranks(parallel: dict[str, Any]) -> None:
     """The scale of a sharded matrix is that of the whole: the same losses as on one rank, but for the order of sums."""
     from test_parallel import recipe_of as sized
 

@@ -15,8 +15,8 @@ from atoll.train.data.tokenizer import bpe_size, load_tokenizer
 from atoll.train.metrics.figures import count, size
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.optim.schedule import resolve as resolve_schedule
-from atoll.train.parallel.estimate import GIB, Device, estimate, state_bytes
-from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits_replicated, parse_gpus
+from atoll.train.parallel.estimate import GIB, Device, state_bytes
+from atoll.train.parallel.fit import decide, device_bytes, first_fix, fits_replicated, parse_gpus
 from atoll.train.parallel.layout import resolve
 from atoll.train.parallel.recompute import describe
 from atoll.train.recipe.schema import Recipe
@@ -90,8 +90,8 @@ def requirements(
     """
     replicated = fits_replicated(recipe, world_size, memory_bytes, device)
     layout = resolve(recipe, world_size, fits_replicated=replicated)
-    mode = choose(recipe, layout, memory_bytes, device)
-    needed = estimate(recipe, layout, recompute=mode, device_bytes=memory_bytes, device=device)
+    _, needed = decide(recipe, layout, memory_bytes, device)
+    mode = needed.recompute
     chosen = " (chosen: the least that fits)" if recipe.train.recompute == "auto" and needed.fits(memory_bytes) else ""
     nodes = -(-world_size // local_world_size)
     lines = [

@@ -9,8 +9,13 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    """This rank's part of a tensor, sharing its memory; a weight that torchao wraps to gather it in 8 bits, plain."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if not type(part).__module__.startswith("torchao."):
+        return part
+    names, _ = part.__tensor_flatten__()  # type: ignore[attr-defined]  # the protocol of tensors around tensors
+    inner: Tensor = getattr(part, names[0])
+    return inner.detach()
 
 
 def as_sharded(gradient: Tensor, parameter: Tensor) -> Tensor:

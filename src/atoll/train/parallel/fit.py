@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import os
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
-from atoll.train.parallel.estimate import GIB, Device, estimate
+from atoll.train.parallel.estimate import GIB, Device, Estimate, estimate
 from atoll.train.parallel.layout import Layout, check, resolve
 from atoll.train.parallel.recompute import Mode, Recompute
 from atoll.train.recipe.schema import Recipe
@@ -97,6 +98,22 @@ def choose(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "
         return "full"
     smallest = bisect.bisect_left(range(1, layers), True, key=lambda blocks: enough(blocks / layers)) + 1
     return smallest / layers if smallest < layers else "selective"
+
+
+def decide(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> tuple[Recipe, Estimate]:
+    """What the recipe leaves open, decided by what fits, and what the run then needs (its ``recompute`` too).
+
+    Where all blocks fit as FSDP gathers them, they stay so from the forward to the backward pass.
+    """
+    chosen = choose(recipe, layout, memory_bytes, device)
+    needs = functools.partial(estimate, recompute=chosen, device_bytes=memory_bytes, device=device)
+    lean = needs(recipe, layout)
+    if recipe.parallel.reshard_after_forward is None and layout.sharded:
+        kept = _with(recipe, "parallel.reshard_after_forward", False)
+        whole = needs(kept, layout)
+        if layout.pipeline > 1 or whole.fits(memory_bytes):  # a stage's are needed again at the next micro-batch
+            return kept, whole
+    return recipe, lean
 
 
 def fits(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from atoll.train.metrics.figures import size
 from atoll.train.parallel.compile import check_compile
-from atoll.train.parallel.estimate import Device, estimate, is_compiled
-from atoll.train.parallel.fit import choose, first_fix, fits_replicated
+from atoll.train.parallel.estimate import Device, is_compiled
+from atoll.train.parallel.fit import decide, first_fix, fits_replicated
 from atoll.train.parallel.layout import Layout, resolve
 from atoll.train.parallel.precision import check_float8
 from atoll.train.parallel.recompute import Recompute
@@ -59,11 +59,10 @@ def plan(recipe: Recipe, world: World, memory: int, *, note: Callable[[str], Non
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     replicated = fits_replicated(recipe, world.size, memory, device)
     layout = resolve(recipe, world.size, fits_replicated=replicated)
-    chosen = choose(recipe, layout, memory, device)
-    found = estimate(recipe, layout, recompute=chosen, device_bytes=memory, device=device)
+    decided, found = decide(recipe, layout, memory, device)
     if recipe.parallel.replicate is None and recipe.parallel.shard is None and world.size > 1:
         note(f"memory estimate: {size(found.total)} per rank ({layout}); by component: --dryrun")
-    made = Plan(recipe, layout, chosen, is_compiled(recipe, device), memory, device)
+    made = Plan(decided, layout, found.recompute, is_compiled(recipe, device), memory, device)
     if not found.fits(memory):
         advice = f"; it would with {made.first_fix}" if made.first_fix else ""
         note(f"the run needs about {size(found.total)} per rank, more than the {size(memory)} available{advice}")

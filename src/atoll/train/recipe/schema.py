@@ -295,7 +295,7 @@ class ParallelSection(Section):
     # `gpipe`, `1f1b`, `interleaved`, `zero_bubble` or `zbv`
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
     stages_per_rank: Positive | None = None  # stages of the looped schedules; unset: 2 for those, otherwise 1
-    # free gathered weights between forward and backward; unset: yes, but not inside a pipeline
+    # free gathered weights between forward and backward; unset: where they don't fit otherwise
     reshard_after_forward: bool | None = None
     sequence_parallel: bool = True  # split norms and residuals along the sequence over the tensor ranks
 
