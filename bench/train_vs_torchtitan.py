@@ -42,7 +42,9 @@ _UNTIED = ["--model.tied", "false"]
 _TOGETHER = ["--data.isolate_documents", "false"]
 _FLOAT8 = ["--precision.float8", "tensorwise"]
 _FLOAT8_PEER = ["--quantize.linear.float8.filter_fqns", "output", "--model.converters", "quantize.linear.float8"]
+_GATHERED = ["--parallelism.fsdp_reshard_after_forward", "never"]  # as Atoll does where it fits
 _FLOAT8_GATHER = [
+    *_GATHERED,
     "--quantize.linear.float8.enable_fsdp_float8_all_gather",
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 ]
@@ -68,8 +70,8 @@ CASES = {
     "1B bf16, documents apart": Case("llama3_1b", _UNTIED, "1B_flex", []),
     "1B fp8": Case("llama3_1b", [*_UNTIED, *_TOGETHER, *_FLOAT8], "1B", _FLOAT8_PEER),
     "Qwen3-0.6B bf16": Case("qwen3_0.6b", _TOGETHER, "0.6B", [], batch=4, seq_len=4096, peer_model="qwen3"),
-    "3B bf16": Case("llama3_3b", [*_UNTIED, *_TOGETHER], "3B", [], gpus=2, batch=1),
-    "8B bf16": Case("llama3_8b", _TOGETHER, "8B", [], gpus=2, batch=1),
+    "3B bf16": Case("llama3_3b", [*_UNTIED, *_TOGETHER], "3B", _GATHERED, gpus=2, batch=1),
+    "8B bf16": Case("llama3_8b", _TOGETHER, "8B", _GATHERED, gpus=2, batch=1),
     "8B fp8": Case("llama3_8b", [*_TOGETHER, *_FLOAT8], "8B", [*_FLOAT8_PEER, *_FLOAT8_GATHER], gpus=2, batch=1),
     "8B bf16, context 2": Case("llama3_8b", _TOGETHER, "8B", [], gpus=2, batch=1, seq_len=32_768, context=2),
 }
@@ -129,9 +131,9 @@ def watched(
 
 
 def _reason(text: str) -> str:
-    """The lines of a log that tell why it ended: what was said before torchrun's own report."""
+    """The lines of a log that tell why it ended: what was said before torchrun's own report, without C++ frames."""
     said = text.partition('Traceback (most recent call last):\n  File "<frozen runpy>')[0] or text
-    return "\n".join(said.splitlines()[-15:])
+    return "\n".join([line for line in said.splitlines() if "frame #" not in line][-15:])
 
 
 def atoll(
