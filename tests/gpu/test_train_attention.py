@@ -108,7 +108,7 @@ def test_the_last_queries_attend_as_with_the_dense_mask(keys: int, heads: int, k
     )
     grad = torch.randn_like(q)
     found, wanted = [], []
-    attend = torch.compile(SdpaKernel().attend, fullgraph=True)
+    attend = torch.compile(SdpaKernel().attend, fullgraph=True, dynamic=False)
     for kernel, into, dtype, mask in (
         (attend, found, torch.bfloat16, None),
         (SdpaKernel().attend, wanted, torch.float64, seen),

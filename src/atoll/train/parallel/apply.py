@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from atoll.train.models.attention import kernel_name, use_kernel
 from atoll.train.models.parts import Decoder
@@ -16,7 +16,6 @@ from atoll.train.parallel.mesh import Mesh
 from atoll.train.parallel.plan import Plan
 from atoll.train.parallel.precision import compute_dtype, convert_float8, master_dtype, reduce_dtype
 from atoll.train.parallel.recompute import checkpoint_activations
-from atoll.train.parallel.reduction import WideSum
 from atoll.train.parallel.tensor import apply_tensor
 from atoll.train.recipe.schema import Recipe
 
@@ -48,7 +47,7 @@ def shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
     compute, master, reduce = compute_dtype(recipe, mesh.device), master_dtype(recipe), reduce_dtype(recipe)
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != master else None,
-        reduce_dtype=None,  # gradients travel as they are; ``WideSum`` sums them in more
+        reduce_dtype=reduce if reduce != compute else None,
         # Blocks of ours get what they take: the angles stay exact. Users' modules may mix formats.
         cast_forward_inputs=compute != master and not isinstance(model, Decoder),
     )
@@ -69,10 +68,6 @@ def shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
         for part in _repeated(model):
             fully_shard(part, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-    if reduce != compute:
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_custom_reduce_scatter(WideSum(reduce))  # type: ignore[arg-type]  # a protocol that it has
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
