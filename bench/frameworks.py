@@ -5,7 +5,8 @@
 The work is the same throughout: an MLP with 784, 1024, 1024 and 10 units, a global batch of 1,024 images. Every rank
 computes on one thread; with --gpus each has one of two GPUs, joined by NCCL, and the work is 4096 units and a batch of
 16,384, in the framework's own default precision. "two ranks" is Atoll's decorator over two local nodes; "by hand" is
-the same function in two processes that torchrun starts, or two plain ones that call jax.distributed.initialize.
+the same function in two processes that torchrun starts, or two plain ones that call jax.distributed.initialize or have
+TF_CONFIG. For TensorFlow: .venv-tensorflow/bin/python bench/frameworks.py --only tensorflow,keras-tensorflow.
 "ready" is from the dispatch, or the start of the processes, to the function's first line after set-up. Of several
 rounds, which take turns, the best counts.
 """
@@ -31,6 +32,8 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
     "NPROC": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
 }
 ON_GPUS = "BENCH_ON_GPUS"  # set in every rank where they have GPUs
 
@@ -100,6 +103,41 @@ def jax_steps(rank: int, world_size: int, steps: int) -> float:
     return time.perf_counter() - begun
 
 
+def tensorflow_steps(rank: int, world_size: int, steps: int) -> float:
+    """Seconds that the steps take under the strategy."""
+    import tensorflow as tf
+
+    batch, units = sizes()
+    strategy = sky.strategy()
+    with strategy.scope():
+        weights = [
+            tf.Variable(tf.random.stateless_normal(shape, (0, at)) * 0.03)
+            for at, shape in enumerate(itertools.pairwise(units))
+        ]
+    x = tf.random.stateless_normal((batch // world_size, 784), (rank, 1))
+    y = tf.random.stateless_uniform((batch // world_size,), (rank, 2), maxval=10, dtype=tf.int32)
+
+    def of_replica() -> None:
+        with tf.GradientTape() as tape:
+            hidden = x
+            for weight in weights[:-1]:
+                hidden = tf.nn.relu(hidden @ weight)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, hidden @ weights[-1])
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, weights)
+        means = tf.distribute.get_replica_context().all_reduce("MEAN", gradients)
+        for weight, gradient in zip(weights, means, strict=True):
+            weight.assign_sub(0.01 * gradient)
+
+    step = tf.function(lambda: strategy.run(of_replica))
+    step()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step()
+    weights[0].numpy()
+    return time.perf_counter() - begun
+
+
 def keras_steps(rank: int, world_size: int, steps: int) -> float:
     """Seconds that ``fit`` takes."""
     import keras
@@ -116,7 +154,14 @@ def keras_steps(rank: int, world_size: int, steps: int) -> float:
     return time.perf_counter() - begun
 
 
-WORK = {"torch": torch_steps, "jax": jax_steps, "keras-jax": keras_steps, "keras-torch": keras_steps}
+WORK = {
+    "torch": torch_steps,
+    "jax": jax_steps,
+    "keras-jax": keras_steps,
+    "keras-torch": keras_steps,
+    "tensorflow": tensorflow_steps,
+    "keras-tensorflow": keras_steps,
+}
 
 
 def measured(name: str, steps: int) -> tuple[float, float]:
@@ -136,6 +181,11 @@ def by_hand(name: str, steps: int) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpus else "gloo")
         rank = dist.get_rank()
+    elif name == "tensorflow":
+        import tensorflow as tf
+
+        rank = int(os.environ["BENCH_RANK"])
+        tf.distribute.MultiWorkerMirroredStrategy().scope().__enter__()  # to the end of the process
     else:
         import jax
 
@@ -157,7 +207,7 @@ def by_hand(name: str, steps: int) -> None:
 
 def run_by_hand(name: str, steps: int, env: dict[str, str]) -> tuple[float, float] | None:
     """Two processes with the framework's own launcher; None for what has none."""
-    if name == "keras-torch":
+    if name in ("keras-torch", "keras-tensorflow"):
         return None
     me = [os.path.abspath(__file__), "--by-hand", name, "--steps", str(steps)]
     env = os.environ | env
@@ -167,10 +217,21 @@ def run_by_hand(name: str, steps: int, env: dict[str, str]) -> tuple[float, floa
     if name == "torch":
         commands = [(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *me], env)]
     else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        commands = [(me, env | {"BENCH_RANK": str(rank), "BENCH_ADDRESS": address}) for rank in range(2)]
+        with socket.socket() as first, socket.socket() as second:
+            addresses = []
+            for probe in (first, second):
+                probe.bind(("127.0.0.1", 0))
+                addresses.append(f"127.0.0.1:{probe.getsockname()[1]}")
+        cluster = {"worker": addresses}
+        commands = [
+            (
+                me,
+                env
+                | {"BENCH_RANK": str(rank), "BENCH_ADDRESS": addresses[0]}
+                | {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})},
+            )
+            for rank in range(2)
+        ]
     running = [
         subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for command, env in commands
@@ -196,7 +257,7 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", action="store_true", help="on two GPUs, joined by NCCL")
-    parser.add_argument("--only", default=",".join(WORK), help="frameworks, separated by commas")
+    parser.add_argument("--only", default="torch,jax,keras-jax,keras-torch", help="frameworks, separated by commas")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--by-hand", help=argparse.SUPPRESS)

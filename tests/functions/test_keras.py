@@ -198,6 +198,20 @@ def test_the_backend_is_the_decorators_whatever_was_loaded_before(tmp_path: Path
     assert "as it should be" in ended.stdout
 
 
+def test_another_backend_that_the_process_has_loaded_is_an_error() -> None:
+    def late() -> None:
+        import keras
+
+        assert keras.backend.backend() == "jax"
+        sky.integrations.keras(backend="torch")(abs)(1)
+
+    with (
+        sky.ComputePool(nodes=1, logs="quiet", env={"KERAS_BACKEND": "jax"}) as pool,
+        pytest.raises(sky.ConfigError, match=r"loaded with backend 'jax' on rank 0, .* wants 'torch': dispatch"),
+    ):
+        pool.run(late)
+
+
 def test_prediction_over_several_processes_says_what_to_do_on_jax() -> None:
     def predict(weights: Any = None) -> Any:
         import keras
