@@ -455,20 +455,23 @@ def test_salloc_over_ssh_with_and_without_a_terminal(slurm: Testbed, terminal: s
 
 
 @pytest.mark.long
-def test_a_pool_whose_process_is_killed_gives_its_nodes_back_at_once(slurm: Testbed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["pool", "run"])
+def test_nodes_of_a_process_that_is_killed_are_given_back(slurm: Testbed, tmp_path: Path, what: str) -> None:
     configure("grace_s = 120")
+    (tmp_path / "rank.py").write_text("import time\n\n\nprint('begun', flush=True)\ntime.sleep(600)\n")
     (tmp_path / "pool.py").write_text(
         "import time\nimport atoll as sky\n\n\ndef begun():\n    print('begun', flush=True)\n    time.sleep(600)\n\n\n"
         "with sky.ComputePool(provider='slurm/lab', nodes=2) as pool:\n    sky.compute(begun)() @ pool\n"
     )
-    with running([sys.executable, str(tmp_path / "pool.py")]) as process:
+    on_both = [ATOLL, "run", "--infra", "slurm/lab", "--nodes", "2", "--workdir", str(tmp_path), "rank.py"]
+    with running([sys.executable, str(tmp_path / "pool.py")] if what == "pool" else on_both) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "begun" in line:
                 break
         assert len(queue(slurm)) == 1
         process.kill()
-        eventually(lambda: queue(slurm) == [], "the job is cancelled", 15)
+        eventually(lambda: queue(slurm) == [], "the job is cancelled", 15 if what == "pool" else 60)
         for host in slurm.hosts[1:]:
             eventually(lambda host=host: not [line for line in host.command_lines() if "atoll" in line], "it ends", 15)
 

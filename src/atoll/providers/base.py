@@ -535,7 +535,7 @@ class Provider(abc.ABC):
         gives_slices: MIG slices can be requested of it, as ``mig`` of a request's resources: the profiles of a node.
         is_elsewhere: its nodes are on other machines.
         poll_s: pending allocations are polled so often in the end, in seconds.
-        ends_with_driver: a pool's nodes are released at once where its process is killed; else they end by themselves.
+        ends_with_driver: nodes of a process, a pool's say, are released where it is killed, as they cost something.
     """
 
     kind: ClassVar[str]

@@ -83,7 +83,7 @@ class LocalControl:
             if have.created_s == cluster.created_s:  # whoever asks doesn't know what the supervisor wrote
                 cluster = dataclasses.replace(cluster, setup_done=have.setup_done)
         record.save(self._folder, cluster)
-        supervisor.watch(self._folder, is_rented=cluster.allocation.is_rented)
+        supervisor.watch(self._folder, alone=cluster.allocation.is_rented)
         return ended
 
     def submit(self, spec: JobSpec, secrets: Mapping[str, str]) -> int:

@@ -248,8 +248,9 @@ def provision(
             options.say(f"{which} of cluster {cluster.name} still ran on {site} and {verb} ended")
     if cluster != before or not cluster.allocation.shares_machine:  # a head whose home is this one's writes it, too
         clusters.save(cluster, before)
-    if cluster.allocation.is_rented:
-        supervisor.watch(clusters.folder_of(cluster.name), is_rented=True)
+    # A process here whose job it is may be killed, and nobody look at what it held.
+    if cluster.allocation.is_rented or (options.from_here and registry.of(cluster.allocation).ends_with_driver):
+        supervisor.watch(clusters.folder_of(cluster.name), alone=True)
     if autostop is not None and not is_new:
         lifecycle.set_autostop(cluster, autostop[0], down=autostop[1])
     return cluster

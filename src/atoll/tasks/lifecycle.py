@@ -65,7 +65,7 @@ def start(cluster_name: str, *, on_line: Say = silent) -> ClusterSpec:
             cluster = record.change(clusters.folder_of(cluster_name), allocation=allocation)
         started = clusters.change(cluster, status=ClusterStatus.UP, **fields)
         if allocation.is_rented:
-            supervisor.watch(clusters.folder_of(cluster_name), is_rented=True)
+            supervisor.watch(clusters.folder_of(cluster_name), alone=True)
         return started
 
 

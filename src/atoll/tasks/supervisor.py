@@ -192,10 +192,10 @@ def _detach(program: list[str], folder: Path, output: IO[bytes], *fds: int) -> N
     )
 
 
-def watch(folder: Path, *, is_rented: bool) -> None:
-    """Have the cluster looked after by a process of its own (``watcher``).
+def watch(folder: Path, *, alone: bool = False) -> None:
+    """Have the cluster looked after by a process of its own (``watcher``), in the job that holds its nodes.
 
-    That is where this is a node that a job holds, and where its nodes are rented.
+    ``alone``: where there is none, too, as its nodes cost something.
     """
     with _opened(folder / LOG) as output:
         if keeper.VARIABLE in os.environ:
@@ -205,7 +205,7 @@ def watch(folder: Path, *, is_rented: bool) -> None:
                 _environment(folder),
                 again_log=str(folder / LOG),
             )
-        elif is_rented:
+        elif alone:
             _detach([_ALONE + _WATCHER, _source(), str(folder)], folder, output)
 
 

@@ -1,8 +1,8 @@
 """Looks after a cluster inside the job that holds its nodes: an autostop that is due gives them back.
 
-And of one whose nodes are rented: it has them stay as long as the cluster is up, and takes them down once they have
-cost what they may. Elsewhere whoever looks at an idle cluster does its autostop; nodes that cost something can't wait
-for somebody to look.
+And of one whose process elsewhere may be killed, as `atoll run` on Slurm; and of one whose nodes are rented: it has
+them stay as long as the cluster is up, and takes them down once they have cost what they may. Elsewhere whoever looks
+at an idle cluster does its autostop; nodes that cost something can't wait for somebody to look.
 Standard library only.
 """
 
