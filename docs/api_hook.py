@@ -24,7 +24,7 @@ PAGES = {
     "Habana TPU",
     "api-tasks": "Task Resources Dag launch exec get stream_and_get Job LaunchedJob RequestId ClusterHandle Record "
     "JobStatus status queue job_status tail_logs download_logs cancel stop start autostop down jobs ClusterStatus "
-    "StatusRefreshMode",
+    "StatusRefreshMode list_accelerators cost_report",
     "api-errors": "AtollError ConfigError UsageError UnknownCluster ClusterNotUp exceptions ProvisionError ImageError "
     "RemoteError RemoteTraceback WorkerDied NodeLost HangError CallTimeout PoolClosed NeverDispatched "
     "SerializationError CheckpointError NonFiniteError",

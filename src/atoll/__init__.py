@@ -71,6 +71,7 @@ _WHERE = {
     **dict.fromkeys(
         ("status", "queue", "job_status", "tail_logs", "download_logs", "StatusRefreshMode"), "atoll.tasks.sdk"
     ),
+    **dict.fromkeys(("list_accelerators", "cost_report"), "atoll.tasks.sdk"),
     **dict.fromkeys(("cancel", "stop", "start", "down", "autostop"), "atoll.tasks.sdk"),
     "UnknownCluster": "atoll.tasks.clusters",
     "ClusterNotUp": "atoll.tasks.clusters",
@@ -93,23 +94,26 @@ _MODULES = {
     "jobs": "atoll.tasks.managed_sdk",
 }
 
+# What scripts of SkyPilot's SDK call beside that, and what does it here.
+_ELSEWHERE = {
+    "optimize": "sky.launch(task, dryrun=True) decides where it would run; `atoll launch --dryrun` says the price",
+    "Storage": "file_mounts={'/data': 's3://bucket/path'} of a task copies what a URL names",
+    "endpoints": "`atoll ssh NAME -L PORT` reaches a port of a cluster's head, whose address is handle.head_ip",
+    "serve": "sky.launch(task) runs a server as a job, `atoll ssh NAME -L PORT` reaches it",
+    "client": "calls have done their work when they return; asyncio.to_thread(sky.launch, task) waits for one aside",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     module = _WHERE.get(name)
     if module is None:
-        raise AttributeError(f"module 'atoll' has no attribute {name!r}{_hint(name)}")
+        step = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""  # else Python itself names the nearest one
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}{step}")
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
-
-
-def _hint(name: str) -> str:
-    """What was probably meant."""
-    if name in ("AWS", "GCP", "Azure", "Kubernetes", "Nebius", "Lambda", "RunPod", "SkyPilot"):
-        return f": this version has sky.Local(), sky.SSH(hosts) and sky.Slurm(), {name} comes with a later one"
-    return ""  # Python itself names the nearest one
 
 
 def __dir__() -> list[str]:

@@ -164,6 +164,21 @@ def test_a_cloud_is_asked_for_any_of_several_kinds_and_a_typo_is_said(prices: Sc
     assert "L44:2 can't be had on aws: accelerator 'L44' is not known: did you mean L4?" in said
 
 
+def test_the_sdk_lists_what_clouds_rent(prices: Script) -> None:
+    found = sky.get(sky.list_accelerators(name_filter="L4", clouds=["AWS", "gcp"]))
+    assert [(each.cloud, each.instance_type, each.price) for each in found["L4"]] == [
+        ("AWS", "g6.xlarge", 0.8),
+        ("gcp", "g6.xlarge", 0.8),
+    ]
+    assert sky.get(sky.list_accelerators(quantity_filter=8, clouds="aws")) == {}
+    with pytest.raises(sky.UsageError, match="name clouds, as in clouds='aws'"):
+        sky.list_accelerators()
+    with pytest.raises(ConfigError, match="did you mean 'aws'"):
+        sky.list_accelerators(clouds="awss")
+    with pytest.raises(AttributeError, match=r"no attribute 'optimize': sky.launch\(task, dryrun=True\)"):
+        sky.optimize
+
+
 def test_a_managed_job_tries_the_cheapest_of_any_of_first(prices: Script) -> None:
     prices(error=["ResourcesUnavailableError", "none are left"])
     try:
@@ -267,6 +282,9 @@ def test_the_life_of_a_cluster(cloud: Script, tmp_path: Path) -> None:
     said = atoll("launch", "-c", "c", "--infra", "aws", "--num-nodes", "2", "--workdir", str(tmp_path), "cat note.txt")
     assert said.count(") shipped") == 2
     assert rented() == ["atoll-c"]
+    (report,) = sky.get(sky.cost_report(days=1))
+    assert (report.name, report.num_nodes, report.hourly_cost) == ("c", 2, 1.6)
+    assert report.total_cost == pytest.approx(1.6 * report.duration / 3600, abs=0.001)
     (launched,) = calls("launch")
     assert launched == {"name": "atoll-c", "resources": {"infra": "aws"}, "num_nodes": 2, "idle_minutes": 60}
     assert clusters.load("c").allocation.infra == "aws/us-east-1"

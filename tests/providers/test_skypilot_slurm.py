@@ -39,7 +39,14 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(1200)]
 INPUTS = Path(__file__).parents[2] / "inputs"
 WHEELS = INPUTS / "skypilot-wheels"
 VENV = INPUTS / "skypilot-venv"  # it takes a minute to make
-WANTED = [f"skypilot[slurm,remote]=={environment.VERSION}", "setuptools<70", "setuptools", "wheel", "pip", "uv"]
+WANTED = [
+    f"skypilot[kubernetes,slurm,remote]=={environment.VERSION}",
+    "setuptools<70",
+    "setuptools",
+    "wheel",
+    "pip",
+    "uv",
+]
 # In the place of what SkyPilot loads from the internet on a node: uv, and a Python of the version that it wants.
 SHIMS = """cat > /usr/local/bin/curl <<'END'
 #!/bin/sh
@@ -112,8 +119,6 @@ def skypilot(make_bed: MakeBed, wheels: Path, monkeypatch: pytest.MonkeyPatch) -
     start_slurm(made)
     for host in made.hosts:
         host.run(SHIMS.format(wheels=wheels, uv=wheels / "uv"))
-    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(wheels), "CONFIG_FILE": "/dev/null"}.items():
-        monkeypatch.setenv(f"PIP_{name}", value)
     (made.home / ".slurm").mkdir()
     key = made.home / ".ssh" / "id_ed25519"
     (made.home / ".slurm" / "config").write_text(
@@ -123,17 +128,30 @@ def skypilot(make_bed: MakeBed, wheels: Path, monkeypatch: pytest.MonkeyPatch) -
     ssh = made.folder / "bin" / "ssh"
     inside = ssh.read_text().replace("#!/bin/sh\n", "")
     ssh.write_text(f'#!/bin/sh\ncase "$*" in *skypilot/ssh/config*) exec /usr/bin/ssh "$@";; esac\n{inside}')
+    with installed(wheels, monkeypatch):
+        yield made
+
+
+@contextlib.contextmanager
+def installed(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SkyPilot from wheels, and prices of two clouds, below ``ATOLL_HOME``."""
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(wheels), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
     catalogs = environment.folder() / "home" / ".sky" / "catalogs" / "v8"
     for name, text in CATALOGS.items():
         (catalogs / name).parent.mkdir(parents=True, exist_ok=True)
         (catalogs / name).write_text(text)
     VENV.mkdir(exist_ok=True)
     (environment.folder() / "venv").symlink_to(VENV)
-    environment.interpreter("slurm")
+    stamp, have = VENV / "atoll.json", ["kubernetes", "slurm"]
+    if stamp.exists() and not {*have} < {*json.loads(stamp.read_text())["extras"]}:
+        stamp.unlink()
+    for cloud in have:
+        environment.interpreter(cloud)
     # The clouds' own packages are not among the wheels: without them it knows prices, and that credentials are missing.
-    (VENV / "atoll.json").write_text(json.dumps({"version": environment.VERSION, "extras": ["aws", "gcp", "slurm"]}))
+    stamp.write_text(json.dumps({"version": environment.VERSION, "extras": ["aws", "gcp", *have]}))
     try:
-        yield made
+        yield
     finally:
         client.close()
         environment.end_server()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 import enum
+import re
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import UsageError
 from atoll.core.validation import checks_arguments
+from atoll.providers import registry
 from atoll.tasks import api, clusters, lifecycle
 from atoll.tasks.dag import Dag
 from atoll.tasks.jobs import Job
@@ -35,12 +38,14 @@ __all__ = [
     "StatusRefreshMode",
     "autostop",
     "cancel",
+    "cost_report",
     "down",
     "download_logs",
     "exec",
     "get",
     "job_status",
     "launch",
+    "list_accelerators",
     "queue",
     "start",
     "status",
@@ -356,6 +361,64 @@ def _cluster(cluster: ClusterSpec) -> Record:
         autostop=-1 if cluster.autostop_minutes is None else cluster.autostop_minutes,
         to_down=cluster.autodown,
     )
+
+
+@checks_arguments
+def cost_report(days: int | None = None) -> RequestId:
+    """What rented clusters that are up have cost so far, as ``Record``.
+
+    ``name``, ``status``, ``infra``, ``launched_at``, ``duration`` in seconds, ``num_nodes``, ``resources_str``,
+    ``hourly_cost`` and ``total_cost`` in US dollars, both None where no price is known.
+
+    Args:
+        days: only those that were launched in so many days.
+
+    Raises:
+        AtollError: the record of a cluster is damaged.
+    """
+    now, found = time.time(), []
+    for cluster in api.status():
+        rented = cluster.allocation
+        seconds = now - rented.since_s
+        if cluster.status is ClusterStatus.UP and rented.is_rented and (days is None or seconds < 86400 * days):
+            row = {"duration": int(seconds), "hourly_cost": rented.hourly_cost, "total_cost": rented.spent}
+            found.append(Record(_cluster(cluster), launched_at=rented.since_s, **row))
+    return RequestId.of(found)
+
+
+@checks_arguments
+def list_accelerators(
+    gpus_only: bool = True,
+    name_filter: str | None = None,
+    quantity_filter: int | None = None,
+    clouds: str | Sequence[str] | None = None,
+) -> RequestId:
+    """What clouds rent: ``{name: [Record, …]}``, of each name and count the cheapest machine of each cloud.
+
+    ``accelerator_name``, ``accelerator_count``, ``cloud``, ``instance_type``, ``region``, ``price``, ``spot_price``.
+
+    Args:
+        name_filter: a regular expression that names have to contain.
+        quantity_filter: only so many of a machine.
+        clouds: ``aws``, or a list of some.
+        gpus_only: SkyPilot's, without effect: only accelerators are listed.
+
+    Raises:
+        ConfigError: no cloud is named, or there is no such cloud.
+        ProvisionError: prices can't be had.
+    """
+    if not clouds:
+        raise UsageError("list_accelerators(): name clouds, as in clouds='aws' or clouds=['aws', 'gcp']")
+    found: dict[str, list[Record]] = {}
+    for cloud in [clouds] if isinstance(clouds, str) else clouds:
+        rented = (row for row in registry.resolve(cloud.lower()).gpu_rows()[0] if "price" in row)
+        for row in rented:
+            name, count = row["name"], row["count"]
+            if re.search(name_filter or "", name) and quantity_filter in (None, count):
+                kind = {"accelerator_name": name, "accelerator_count": count, "cloud": cloud}
+                rest = {key: row[key] for key in ("instance_type", "region", "price", "spot_price")}
+                found.setdefault(name, []).append(Record({**kind, **rest}))
+    return RequestId.of(found)
 
 
 @checks_arguments

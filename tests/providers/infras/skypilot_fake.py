@@ -47,7 +47,8 @@ def check(cloud: str) -> str:
 
 
 def gpus(cloud: str) -> list[dict[str, Any]]:
-    return [{"name": "L4", "count": 1, "instance_type": "g6.xlarge", "region": "us-east-1", "price": 0.8}]
+    machine = {"name": "L4", "count": 1, "instance_type": "g6.xlarge", "region": "us-east-1"}
+    return [{**machine, "price": 0.8, "spot_price": 0.4}]
 
 
 def launch(name: str, resources: dict[str, Any], num_nodes: int, idle_minutes: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _STEPS = {
     "ApiServerConnectionError": "its server did not start: {folder}/home/.sky/api_server/server.log says why",
     "NoCloudAccessError": "`{check}` says what to set up",
     "ResourcesUnavailableError": "try another region, or `any_of` several; `atoll gpus INFRA` lists what there is",
-    "ConnectionError": "put the cloud's vms.csv into {folder}/home/.sky/catalogs/v8/{cloud}",
+    "prices": "put the cloud's vms.csv into {folder}/home/.sky/catalogs/v8/{cloud}",
     "ModuleNotFoundError": "remove {folder}/venv: the next command installs it again",
     "ClusterOwnerIdentityMismatchError": "log in to the account that made it",
 }
@@ -112,7 +112,9 @@ class Helper:
             self._buffer += block
 
     def _error(self, kind: str, message: str) -> AtollError:
-        said = "prices could not be fetched from the internet" if kind == "ConnectionError" else _shortened(message)
+        if kind == "ConnectionError" and "/v8" in message:  # that version of its catalogs
+            kind, message = "prices", "prices could not be fetched from the internet"
+        said = _shortened(message)
         said = said if " " in said else f"{kind} {said}".strip()  # of a KeyError that is the key
         step = _STEPS.get(kind, "").format(
             folder=environment.folder(), cloud=self._cloud, check=command_line("atoll", "check", self._cloud)
@@ -187,7 +189,8 @@ def _again() -> str:
 
 
 def _shortened(message: str) -> str:
-    """The first lines of a message that say something, in one."""
-    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    """The first lines of a message that say something, in one; of a launch, why each place had no machines."""
+    message = message.partition("Provision failures (tried ")[2].partition("\n")[2] or message
+    lines = [line.strip("✗ ") for line in message.strip().splitlines() if line.strip()]
     text = "; ".join(lines[:4])
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -7,6 +7,7 @@ What of SkyPilot is not its public SDK, and so belongs to the version that is in
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import queue
 import re
 import sys
 import threading
+import traceback
 from typing import Any
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -34,11 +36,15 @@ def main() -> None:
 
 
 def _answer_all(requests: queue.Queue[str], out: io.TextIOBase) -> None:
+    from sky.server import common
+
     while True:
         request = json.loads(requests.get())
+        common.get_api_server_status_response.cache_clear()  # else a server that was just ended counts as well for 5 s
         try:
             answer = {"result": _METHODS[request["method"]](**request["arguments"])}
         except BaseException as error:  # noqa: BLE001 - the other side raises it
+            traceback.print_exception(error)
             answer = {"error": {"type": type(error).__name__, "message": _plain(str(error))}}
         out.write(json.dumps({"id": request["id"], **answer}) + "\n")
 
@@ -54,13 +60,12 @@ def offers(resources: dict[str, Any], num_nodes: int) -> list[dict[str, Any]]:
     Accelerators that are listed come in their order, as SkyPilot takes them.
     """
     import sky
-    from sky import catalog
 
     task = sky.Task.from_yaml_config({"resources": resources, "num_nodes": num_nodes})
     found, hints = [], []
     for each in task.resources:
-        if each.cloud is not None and _name(each.cloud) not in _NO_CATALOG:
-            catalog.validate_region_zone(each.region, each.zone, _name(each.cloud))  # it names the nearest one
+        if each.cloud is not None:
+            each.cloud.validate_region_zone(each.region, each.zone)  # it names the nearest ones
         for cloud in _clouds(each.cloud):
             some, why = _offers_of(each.copy(cloud=cloud), cloud, num_nodes)
             found += some
@@ -339,10 +344,12 @@ def stop(name: str) -> None:
 
 def down(name: str, request_id: str = "") -> bool:
     """Take a cluster down, also one that is being made by a request; False where there is none."""
+    import requests
     import sky
 
     if request_id:
-        sky.get(sky.api_cancel([request_id], silent=True))
+        with contextlib.suppress(requests.exceptions.ConnectionError):  # the request has ended with its server
+            sky.get(sky.api_cancel([request_id], silent=True))
     try:
         sky.get(sky.down(name))
     except sky.exceptions.ClusterDoesNotExist:

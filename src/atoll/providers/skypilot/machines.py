@@ -417,6 +417,8 @@ class SkyPilot(HostProvider):
         how = allocation.settings
         if allocation.state is AllocationState.RELEASED:
             return allocation
+        if not allocation.nodes and not notes.path_of(allocation).exists():  # its launch has failed or was taken down
+            return dataclasses.replace(allocation, state=AllocationState.RELEASED)
         if keep_disks and allocation.state is AllocationState.STOPPED:
             return allocation
         if keep_disks and how.get("guard") == "stop":
