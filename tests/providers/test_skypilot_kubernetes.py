@@ -5,6 +5,7 @@ It answers as a cluster of two nodes with eight L4 each.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 from tests.providers.test_skypilot_slurm import installed, run, wheels
 
-from atoll.providers.skypilot import environment
+import leaks
+from atoll.providers.skypilot import client, environment
 
 __all__ = ["wheels"]
 
@@ -140,6 +142,44 @@ def test_pods_are_as_the_task_says(cluster: type[Cluster], tmp_path: Path) -> No
         assert term["matchExpressions"] == [label]
     assert [path for path in cluster.objects if "/pods/" in path] == []
     assert list((environment.folder() / "clusters").glob("*.json")) == []
+
+
+def test_its_server_answers_nobody_else_and_has_one_port(cluster: type[Cluster]) -> None:
+    assert client.ask("k8s", "describe", name="nothing") is None  # which starts it
+    port = (environment.folder() / "port").read_text()
+    ours = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/environ")
+        if f"SKYPILOT_API_SERVER_LOCAL_PORT={port}\0".encode() in read(path)
+    ]
+    assert {each for pid in ours for each in leaks.listening_ports(pid)} == {int(port)}
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    upgrade |= {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}
+    password = {"Authorization": f"Bearer {(environment.folder() / 'password').read_text()}"}
+    for wrong in ({}, {"Authorization": "Bearer sky_x"}, {"Authorization": "Basic eDp4"}):
+        for path in ("/api/health", "/status", "/dashboard/"):
+            assert answer(port, path, wrong) == 401, (path, wrong)
+        assert answer(port, "/slurm-job-ssh-proxy?cluster_name=c", wrong | upgrade) == 403
+    assert answer(port, "/api/health", password) == 200
+    assert (environment.folder() / "password").stat().st_mode & 0o777 == 0o600
+
+
+def answer(port: str, path: str, headers: dict[str, str]) -> int:
+    """The status that its server answers a request with."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+    try:
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def read(path: Path) -> bytes:
+    """A file of a process, which may end meanwhile."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def test_a_context_that_there_is_not_is_said_before_anything_is_started(cluster: type[Cluster]) -> None:

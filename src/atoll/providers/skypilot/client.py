@@ -30,6 +30,8 @@ _OF_REQUEST = frozenset(
 _STEPS = {
     "APIVersionMismatchError": "end its server, the next command starts another one: `atoll down` what runs, then "
     "remove the folder {folder}",
+    "ApiServerAuthenticationError": "its server is of another version of Atoll: `atoll down` what runs with that one, "
+    "then remove the folder {folder}",
     "ApiServerConnectionError": "its server did not start: {folder}/home/.sky/api_server/server.log says why",
     "NoCloudAccessError": "`{check}` says what to set up",
     "ResourcesUnavailableError": "try another region, or `any_of` several; `atoll gpus INFRA` lists what there is",

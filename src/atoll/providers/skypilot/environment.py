@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.resources
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -66,6 +68,9 @@ def environ() -> dict[str, str]:
         "SKYPILOT_API_SERVER_LOCAL_PORT": str(_port()),
         "SKYPILOT_GLOBAL_CONFIG": str(_config()),
         "PYTHONUNBUFFERED": "1",
+        "SKYPILOT_SERVICE_ACCOUNT_TOKEN": _password(),
+        "SKYPILOT_SERVER_PLUGINS_CONFIG": str(_plugins()),
+        "PYTHONPATH": str(_plugins().parent),
     }
     return found
 
@@ -94,6 +99,25 @@ def _port() -> int:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 path.write_text(str(free.getsockname()[1]))
         return int(path.read_text())
+
+
+def _password() -> str:
+    """What its server asks for, of the form that SkyPilot's SDK sends."""
+    path = folder() / "password"
+    with _locked(folder() / "port.lock", "another command to choose a password"):
+        if not path.exists():
+            write_atomic(path, f"sky_{secrets.token_hex(32)}".encode())
+        return path.read_text()
+
+
+def _plugins() -> Path:
+    """The plugins of its server, beside what they are."""
+    place = folder() / "plugins"
+    place.mkdir(mode=0o700, exist_ok=True)
+    module = importlib.resources.files(__package__).joinpath("password.py").read_bytes()
+    write_atomic(place / "atoll_password.py", module)
+    write_atomic(place / "plugins.yaml", b"plugins:\n- class: atoll_password.Password\n")
+    return place / "plugins.yaml"
 
 
 def _link(real: Path, ours: Path) -> None:

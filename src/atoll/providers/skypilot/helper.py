@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import sys
 import threading
 import traceback
@@ -299,13 +300,18 @@ def describe(name: str, folder: str = "", refresh: bool = False) -> dict[str, An
 def _write_entries(handle: Any, credentials: dict[str, Any], folder: str) -> list[str]:
     """Have SkyPilot write the entries for ssh into a folder of ours; the names that they are for, head first."""
     from sky.client.cli import command
+    from sky.skylet.constants import SERVICE_ACCOUNT_TOKEN_ENV_VAR
     from sky.utils.cluster_utils import SSHConfigHelper
 
     os.makedirs(folder, 0o700, exist_ok=True)
     SSHConfigHelper.ssh_conf_path = os.path.join(folder, "unused")  # it would change the user's
     SSHConfigHelper.ssh_cluster_path = os.path.join(folder, "{}.sky")
     SSHConfigHelper.ssh_cluster_key_path = os.path.join(folder, "{}.key")
-    command._write_ssh_config_for_cluster(handle, credentials, command._get_ws_proxy_command())
+    token = os.environ[SERVICE_ACCOUNT_TOKEN_ENV_VAR]
+    with open(os.open(f"{folder}/proxy", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f'export {SERVICE_ACCOUNT_TOKEN_ENV_VAR}={token}\nexec "$@"\n')  # ssh has none of our variables
+    proxy = f"/bin/sh {shlex.quote(folder)}/proxy {command._get_ws_proxy_command()}"
+    command._write_ssh_config_for_cluster(handle, credentials, proxy)
     name = handle.cluster_name
     entries = os.path.join(folder, f"{name}.sky")
     with open(entries) as file:
