@@ -80,6 +80,7 @@ def test_what_wins() -> None:
     assert env["CUDA_VISIBLE_DEVICES"] == "0"  # what is leased; the user's has bounded that
     assert env["SKYPILOT_NODE_RANK"] == "0"
     assert "OMP_NUM_THREADS" not in env
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == "/nodes/0/home/.cache/torchinductor", "kept for the next job"
 
 
 def test_commands_have_torchruns_variables() -> None:

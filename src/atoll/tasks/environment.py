@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def _layered(
         for name in OF_PLACE:
             facts.pop(name, None)
         place = {name: value for name, value in place.items() if name not in OF_PLACE}
+    elif "HOME" in place:  # torch would keep what it compiles in the node's /tmp, which ends with the job
+        defaults = {**defaults, "TORCHINDUCTOR_CACHE_DIR": os.path.join(place["HOME"], ".cache", "torchinductor")}
     return {**defaults, **spec.base_env, **place, **spec.env, **task.secrets, **facts, **ours}
 
 
