@@ -361,7 +361,7 @@ def test_what_a_task_asks_of_sbatch(slurm: Testbed, tmp_path: Path) -> None:
     assert "Partition=debug" in shown
     assert "again" in atoll("exec", "c", "echo again")
     atoll("down", "c")
-    for option, why in (("array: 1-3", "a sweep runs inside one"), ("output: x", "`atoll logs` shows")):
+    for option, why in (("array: 1-3", "a sweep runs inside one"), ("output: x", "`atoll logs CLUSTER` shows")):
         (tmp_path / "task.yaml").write_text(f"config: {{slurm: {{sbatch_options: {{{option}}}}}}}\nrun: hostname\n")
         said = atoll("launch", "-c", "c", "--infra", "slurm/lab", "task.yaml", cwd=tmp_path, code=2)
         assert f"can't be given: {why}" in said
