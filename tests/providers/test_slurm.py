@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from atoll.agent import keeper
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import Allocation, NodeRequest
+from atoll.providers.slurm import queue as slurm_queue
 from atoll.providers.slurm.answers import is_kind
 from atoll.tasks import clusters, placing
 from testbed.fixtures import MakeBed
@@ -760,6 +762,55 @@ def test_one_question_to_slurm_is_for_all_clusters(
         with pytest.raises(sky.ProvisionError, match="slurm_load_jobs error: no"):
             slurm.poll(jobs[0], max_age_s=age_s)
     assert asked() == 4
+
+
+_RUNS = f"JobId=1 JobName=a UserId=me({os.getuid()}) JobState=RUNNING NodeList=h[2-3] TRES=cpu=1"
+
+
+def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, *, nodes: str = "echo h2; echo h3") -> sky.Slurm:
+    """A Slurm on this machine with a job whose nodes are told so."""
+    folder.mkdir(exist_ok=True)
+    (folder / "scontrol").write_text(f"#!/bin/sh\n[ $2 = hostnames ] && {{ {nodes}; exit; }}\necho '{_RUNS}'\n")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return registry.resolve("slurm/here")  # type: ignore[return-value]
+
+
+_ONE = Allocation(infra="slurm/here", settings={"job": "1"})
+
+
+@pytest.mark.parametrize("broken", ["id", "grep", "scontrol"])
+def test_a_login_node_that_can_start_nothing_more_does_not_say_that_there_are_no_jobs(
+    short_home: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    slurm = fake_slurm(tmp_path / "bin", monkeypatch, nodes="exit 137" if broken == "scontrol" else "echo h2")
+    if broken != "scontrol":
+        (tmp_path / "bin" / broken).write_text("#!/bin/sh\nexit 137\n")
+        (tmp_path / "bin" / broken).chmod(0o755)
+    with pytest.raises(ProvisionError, match="failed on this machine"):
+        slurm.poll(_ONE)
+
+
+def test_who_asks_slurm_and_is_stopped_or_another_user_holds_up_nobody(
+    short_home: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = fake_slurm(tmp_path / "bin", monkeypatch)
+    slurm.poll(_ONE)
+    (lock,) = Path(os.environ["ATOLL_HOME"], "slurm").glob("*.lock")
+    monkeypatch.setattr(slurm_queue, "_WAIT_S", 0.5)
+    with open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as a command does that Ctrl-Z has stopped
+        assert slurm.poll(_ONE).state == "READY"
+    lock.unlink()
+    lock.mkdir()  # can't be opened, as that of root after `sudo atoll`
+    assert [each.name for each in slurm.poll(_ONE).nodes] == ["h2", "h3"]
+
+
+def test_names_of_single_nodes_are_no_question(
+    short_home: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "_RUNS", _RUNS.replace("h[2-3]", "h4"))
+    assert fake_slurm(tmp_path / "bin", monkeypatch, nodes="exit 1").poll(_ONE).nodes[0].name == "h4"
 
 
 def test_of_alternatives_one_that_can_not_be_asked_now_may_be_had_later(short_home: None) -> None:
