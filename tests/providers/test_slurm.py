@@ -26,9 +26,10 @@ import atoll as sky
 from atoll.agent import keeper
 from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
-from atoll.providers.base import Allocation, NodeRequest
+from atoll.providers.base import Allocation, AllocationState, NodeRequest
 from atoll.providers.slurm import queue as slurm_queue
 from atoll.providers.slurm.answers import is_kind
+from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import clusters, placing
 from testbed.fixtures import MakeBed
 from testbed.hosts import USER, Host, Testbed
@@ -811,6 +812,26 @@ def test_names_of_single_nodes_are_no_question(
 ) -> None:
     monkeypatch.setitem(globals(), "_RUNS", _RUNS.replace("h[2-3]", "h4"))
     assert fake_slurm(tmp_path / "bin", monkeypatch, nodes="exit 1").poll(_ONE).nodes[0].name == "h4"
+
+
+def test_nodes_that_come_soon_are_noticed_soon(
+    short_home: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that was got while nothing was there yet is not taken again: nodes that were free waited 13 s."""
+    job = f"JobId=1 JobName=a UserId=me({os.getuid()}) GroupId=me(1) JobState=$state Reason=None NodeList=h2 TRES=cpu=1"
+    (tmp_path / "scontrol").write_text(
+        "#!/bin/sh\n[ $2 = hostnames ] && { echo $3; exit; }\n"
+        "echo >> ${0%/*}/asked; state=PENDING; [ $(grep -c '' ${0%/*}/asked) -lt 4 ] || state=RUNNING\n"
+        f'echo "{job}"\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    pending = Allocation(infra="slurm/here", settings={"job": "1"}, state=AllocationState.PENDING)
+    began_s = time.monotonic()
+    ready = wait_until_ready(registry.resolve("slurm/here"), pending, [].append)
+    assert [node.name for node in ready.nodes] == ["h2"]
+    assert time.monotonic() - began_s < 6
+    assert (tmp_path / "asked").read_text().count("\n") == 4
 
 
 def test_of_alternatives_one_that_can_not_be_asked_now_may_be_had_later(short_home: None) -> None:

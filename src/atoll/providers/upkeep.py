@@ -37,8 +37,8 @@ def wait_until_ready(
         if given_up():
             raise ProvisionError(f"{allocation.infra} had no nodes yet: {said or 'no reason was given'}")
         time.sleep(pause_s)
+        allocation = provider.poll(allocation, max_age_s=pause_s)  # not what it said before the pause
         pause_s = min(2 * pause_s, provider.poll_s)
-        allocation = provider.poll(allocation, max_age_s=pause_s)
     if allocation.state is not AllocationState.READY:
         kind = AllocationReleased if allocation.state is AllocationState.RELEASED else ProvisionError
         raise kind(f"{allocation.infra} gave no nodes: {allocation.reason or allocation.state.lower()}")
