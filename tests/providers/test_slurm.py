@@ -28,7 +28,7 @@ from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import Allocation, AllocationState, NodeRequest
 from atoll.providers.slurm import queue as slurm_queue
-from atoll.providers.slurm.answers import is_kind
+from atoll.providers.slurm.answers import JobNow, is_kind
 from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import clusters, placing
 from testbed.fixtures import MakeBed
@@ -255,6 +255,23 @@ def test_a_lost_node_is_replaced(make_bed: MakeBed) -> None:
     assert "attempt 2 runs on h2, h4" in said
     assert len({word for word in said.split() if word.startswith("sky-20")}) == 1, "one task id"
     atoll("down", "c")
+
+
+@pytest.mark.parametrize(
+    ("state", "why", "expected"),
+    [("COMPLETING", "None", AllocationState.RELEASED), ("CANCELLED", "None", AllocationState.RELEASED),
+     ("RUNNING", "None", AllocationState.PENDING), ("NODE_FAIL", "NodeDown", AllocationState.PENDING)],
+)  # fmt: skip
+def test_a_job_that_was_cancelled_is_not_queued_again(
+    state: str, why: str, expected: AllocationState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    now = JobNow(is_known=True, state=state, reason=why, output="out", nodes=("h1",))
+    monkeypatch.setattr(sky.Slurm, "_jobs", lambda *_: {"7": now})
+    monkeypatch.setattr(sky.Slurm, "_ask", lambda _, *words: asked.append(words) or "")
+    found = sky.Slurm(login="gate", requeue=True).renew(Allocation(infra="slurm/gate", settings={"job": "7"}))
+    assert found.state is expected
+    assert (("scontrol", "requeue", "7") in asked) == (expected is AllocationState.PENDING)
 
 
 @pytest.mark.long

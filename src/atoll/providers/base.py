@@ -623,7 +623,10 @@ class Provider(abc.ABC):
         return None
 
     def renew(self, allocation: Allocation) -> Allocation:
-        """Give its nodes back and get others for it, where it ``replaces_nodes``. Its supervisor may end with them."""
+        """Give its nodes back and get others for it, where it ``replaces_nodes``; RELEASED, if somebody ended it.
+
+        Its supervisor may end with its nodes.
+        """
         raise ProvisionError(f"{self.name} gives no other nodes")
 
     def may_supervise(self, allocation: Allocation) -> bool:

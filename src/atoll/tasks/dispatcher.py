@@ -192,7 +192,9 @@ class Dispatcher:
             return
         self._is_renewed = True
         try:
-            self._nodes.renew()
+            allocation = self._nodes.renew()
+            if allocation.state is AllocationState.RELEASED:
+                self._nodes_end(allocation)
         except ProvisionError as error:
             for job in list(self._pending.values()):
                 self._refuse(job, f"{self._taken}, and there are no other nodes: {error}")

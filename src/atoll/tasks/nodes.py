@@ -16,7 +16,7 @@ from pathlib import Path
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.gang.members import sweep_stale
 from atoll.providers import registry
-from atoll.providers.base import AllocationState, Boot, Node, NodePlan, Notice, Plan, Remote
+from atoll.providers.base import Allocation, AllocationState, Boot, Node, NodePlan, Notice, Plan, Remote
 from atoll.providers.gpus import Gpu
 from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import reaper, record
@@ -152,13 +152,13 @@ class ClusterNodes:
         """Whether the nodes are about to be taken."""
         return self._provider.notice(self._session.allocation)
 
-    def renew(self) -> None:
-        """Have them replaced by others.
+    def renew(self) -> Allocation:
+        """Have them replaced by others, and the allocation as it is then.
 
         Raises:
             ProvisionError: the provider can't.
         """
-        self._provider.renew(self._session.allocation)
+        return self._provider.renew(self._session.allocation)
 
     def fault_of(self, job_id: int) -> str | None:
         """What the session knows of it."""

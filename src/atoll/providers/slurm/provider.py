@@ -483,7 +483,9 @@ class Slurm(HostProvider):
         return Notice(f"the time limit of Slurm job {allocation.settings['job']} is near", save_s)
 
     def renew(self, allocation: Allocation) -> Allocation:
-        """Have Slurm queue the job again; it takes healthy nodes."""
+        """Have Slurm queue the job again, with healthy nodes; not one that was cancelled, which has lost them too."""
+        if (now := self.poll(allocation)).state is AllocationState.RELEASED:
+            return now
         try:
             self._ask("scontrol", "requeue", str(allocation.settings["job"]))
         except ProvisionError:  # perhaps the end of the job reached its process before the answer did
