@@ -111,6 +111,18 @@ def test_infras_are_resolved_or_said_to_be_none(home: Path) -> None:
             registry.resolve(infra)
 
 
+@pytest.mark.parametrize(
+    ("state", "said"), [(AllocationState.LOST, "its time limit was reached"), (AllocationState.READY, "no answer")]
+)
+def test_what_fails_since_its_nodes_ended_says_why_they_did(state: AllocationState, said: str) -> None:
+    class Ended(sky.Local):
+        def poll(self, allocation: Allocation, *, max_age_s: float = 0.0) -> Allocation:
+            return Allocation(state=state, reason="its time limit was reached")
+
+    with pytest.raises(ProvisionError, match=said), registry.given_back_on_failure(Ended(), Allocation()):
+        raise ProvisionError("no answer from h1")
+
+
 # -------------------------------------------------------------------------------------------- a provider is one file
 @pytest.fixture
 def folders(home: Path) -> Iterator[None]:

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.core.validation import nearest
-from atoll.providers.base import DEFAULT, Allocation, Provider
+from atoll.providers.base import DEFAULT, Allocation, AllocationState, Provider
 
 _FEW = 7  # of clouds, in a message
 ANY = "*"  # in the place of a kind: any of those that one package reaches
@@ -134,11 +134,21 @@ def kept(*, stay: bool = False) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def given_back_on_failure(provider: Provider, allocation: Allocation) -> Iterator[None]:
-    """Release an allocation that nobody would know of if this failed."""
+    """Release an allocation that nobody would know of if this failed.
+
+    Raises:
+        ProvisionError: why it ended meanwhile, where that is what made this fail.
+    """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        now = allocation
+        if isinstance(error, ProvisionError):
+            with contextlib.suppress(AtollError, OSError):
+                now = provider.poll(allocation)
         provider.release(allocation, keep_disks=False)
+        if now.state in (AllocationState.LOST, AllocationState.RELEASED):
+            raise ProvisionError(now.reason) from error
         raise
 
 

@@ -159,12 +159,7 @@ class Dispatcher:
 
     def _ask_why(self) -> None:
         """The nodes are taken, and this process with them: find out why. In a thread, as one may have to wait."""
-        allocation = Allocation(state=AllocationState.LOST, reason=TAKEN_BACK[0])
-        for _ in range(_ASK_TRIES):  # what ends this job may end the question, too
-            with contextlib.suppress(AtollError, LookupError, OSError):
-                allocation = with_nodes_now(record.load(self._folder), self._folder).allocation
-                break
-            time.sleep(_ASK_S)
+        allocation = self._allocation_now() or Allocation(state=AllocationState.LOST, reason=TAKEN_BACK[0])
         self._loop.post(lambda: self._nodes_end(allocation))
 
     def _nodes_end(self, allocation: Allocation) -> None:
@@ -459,20 +454,21 @@ class Dispatcher:
             if why is not None:
                 self._wait(turn.job, why)
 
-    def _end_with_nodes(self, allocation: Allocation, jobs: Sequence[JobRow]) -> bool:
+    def _end_with_nodes(self, allocation: Allocation | None, jobs: Sequence[JobRow]) -> bool:
         """Are the cluster's nodes gone for good? Then these jobs have ended with them."""
-        if (status := _END_WITH_NODES.get(allocation.state)) is None:
+        if allocation is None or (status := _END_WITH_NODES.get(allocation.state)) is None:
             return False
         for job in jobs:
             self._refuse(job, allocation.reason, status)
         return True
 
-    def _allocation_now(self) -> Allocation:
-        """As its provider says it is; where that can't be asked, as if it was well."""
-        try:
-            return with_nodes_now(record.load(self._folder), self._folder).allocation
-        except (AtollError, LookupError, OSError):
-            return Allocation()
+    def _allocation_now(self) -> Allocation | None:
+        """As its provider says it is; None where that can't be asked."""
+        for _ in range(_ASK_TRIES):  # what ends this job may end the question, too
+            with contextlib.suppress(AtollError, LookupError, OSError):
+                return with_nodes_now(record.load(self._folder), self._folder).allocation
+            time.sleep(_ASK_S)
+        return None
 
     def _look_again(self) -> None:
         self._changed = True
