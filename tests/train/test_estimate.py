@@ -228,6 +228,13 @@ def test_sharding_divides_weights_and_states_also_by_context():
         assert told["gathered"] < 0.15 * 2 * count
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_stays_gathered_is_the_whole_model_with_its_embedding(tied):
+    whole = recipe(model={**SMALL, "tied": tied}, parallel={"reshard_after_forward": False})
+    told = estimate(whole, Layout(shard=8), recompute="none").parts
+    assert told["gathered"] == 2 * sizes(whole.model).whole
+
+
 def test_activations_are_split_over_tensor_and_context_ranks():
     def kept(mode="full", **axes):
         return estimate(llama_8b(), Layout(**axes), recompute=mode).parts["activations"]

@@ -140,9 +140,9 @@ def _of_rank(
         if resharded is None:
             resharded = layout.pipeline == 1
         gathered = min(2 * largest, sum(rank.blocks)) if resharded else sum(rank.blocks)
-        gathered += rank.head + (rank.tables if recipe.model.tied else 0)
-        how = "2 blocks" if resharded else "all blocks"
-        add("gathered", gathered * c, f"all-gather buffers ({how} + output head) × {c} B")
+        gathered += rank.head + (rank.tables if recipe.model.tied or not resharded else 0)
+        how = "2 blocks + output head" if resharded else "the whole model"
+        add("gathered", gathered * c, f"all-gather buffers ({how}) × {c} B")
         # A block's gradients, and what is being reduced of it and of the block before.
         before = "plus one block before reduce-scatter"
         add("gradients", own * w + largest * (c + 2 * r), f"{own / 1e6:,.1f} M × {w} B, {before}")
