@@ -21,7 +21,7 @@ from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import NodeRequest
 from atoll.providers.skypilot import KINDS, client, environment, helper
-from atoll.tasks import clusters, lifecycle, managed_api
+from atoll.tasks import clusters, controllers, lifecycle, managed_api
 from atoll.tasks.spec import JobStatus
 from testbed.fixtures import bed, make_bed
 from testbed.hosts import Testbed
@@ -190,7 +190,7 @@ def test_a_managed_job_tries_the_cheapest_of_any_of_first(prices: Script) -> Non
             job.cancel()
             assert job.wait() is JobStatus.CANCELLED
     finally:
-        lifecycle.purge(managed_api.CONTROLLER, print)
+        lifecycle.purge(controllers.HERE, print)
 
 
 def test_a_task_is_planned_on_several_infras_side_by_side(prices: Script, tmp_path: Path) -> None:
@@ -226,6 +226,41 @@ def test_prices_that_can_not_be_fetched_are_one_plain_line(prices: Script, home:
     assert str(error.value) == (
         f"SkyPilot: prices could not be fetched from the internet: put the cloud's vms.csv into {folder}"
     )
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text(""), lambda path: path.write_text("x\n")])
+def test_a_lost_port_or_password_is_chosen_anew(prices: Script, damage: Callable[[Path], object]) -> None:
+    names = "SKYPILOT_API_SERVER_LOCAL_PORT", "SKYPILOT_SERVICE_ACCOUNT_TOKEN"
+    first, again = environment.environ(), environment.environ()
+    assert [first[name] for name in names] == [again[name] for name in names]
+    for name in ("port", "password"):
+        damage(environment.folder() / name)
+    anew = environment.environ()
+    assert all(anew[name] != first[name] for name in names)
+    assert anew[names[1]].startswith("sky_")
+    assert (environment.folder() / "password").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_users_own_skypilot_is_another(prices: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_API_SERVER_ENDPOINT", "http://sky.example.com")  # it would be told our password
+    assert "SKYPILOT_API_SERVER_ENDPOINT" not in environment.environ()
+
+
+def test_a_port_at_which_another_user_listens_is_not_told_the_password(prices: Script) -> None:
+    name = "SKYPILOT_API_SERVER_LOCAL_PORT"
+    port = environment.environ()[name]
+    code = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); print(flush=True); input()"
+    with subprocess.Popen(
+        ["/usr/bin/env", "python3", "-c", code, port],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        user=65534,
+        cwd="/",
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"\n"
+        assert environment.environ()[name] != port
+        other.kill()
 
 
 def test_what_a_cloud_lacks_is_said_without_the_details_of_its_tools() -> None:
@@ -304,7 +339,7 @@ def test_the_life_of_a_cluster(cloud: Script, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_pool_and_its_end(cloud: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.providers.base._KEEP_S", 0.1)
+    monkeypatch.setattr("atoll.providers.upkeep._KEEP_S", 0.1)
     with sky.ComputePool(provider=sky.AWS(), nodes=2, logs="quiet") as pool:
         assert pool.run(os.getenv, "RANK") == ["0", "1"]
         assert len(rented()) == 1

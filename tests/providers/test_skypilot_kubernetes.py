@@ -9,6 +9,8 @@ import http.client
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -161,7 +163,13 @@ def test_its_server_answers_nobody_else_and_has_one_port(cluster: type[Cluster])
             assert answer(port, path, wrong) == 401, (path, wrong)
         assert answer(port, "/slurm-job-ssh-proxy?cluster_name=c", wrong | upgrade) == 403
     assert answer(port, "/api/health", password) == 200
-    assert (environment.folder() / "password").stat().st_mode & 0o777 == 0o600
+    file = environment.folder() / "password"
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.unlink()  # another process chooses one: the server has to take it, then our helper
+    asks = "from atoll.providers.skypilot import client; print(client.ask('k8s', 'describe', name='nothing'))"
+    assert subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE, check=True).stdout == b"None\n"
+    assert answer(port, "/api/health", password) == 401
+    assert client.ask("k8s", "describe", name="nothing") is None
 
 
 def answer(port: str, path: str, headers: dict[str, str]) -> int:

@@ -27,12 +27,13 @@ _OF_REQUEST = frozenset(
         *("ResourcesMismatchError", "NotSupportedError", "InvalidSkyPilotConfigError", "ProvisionPrechecksError"),
     }
 )
+_REFUSED = "ApiServerAuthenticationError"
 _STEPS = {
     "APIVersionMismatchError": "end its server, the next command starts another one: `atoll down` what runs, then "
     "remove the folder {folder}",
-    "ApiServerAuthenticationError": "its server is of another version of Atoll: `atoll down` what runs with that one, "
-    "then remove the folder {folder}",
-    "ApiServerConnectionError": "its server did not start: {folder}/home/.sky/api_server/server.log says why",
+    _REFUSED: "another program answers on its port: remove {folder}/port",
+    "ApiServerConnectionError": "{folder}/home/.sky/api_server/server.log says why. If another program has its port, "
+    "remove {folder}/port",
     "NoCloudAccessError": "`{check}` says what to set up",
     "ResourcesUnavailableError": "try another region, or `any_of` several; `atoll gpus INFRA` lists what there is",
     "prices": "put the cloud's vms.csv into {folder}/home/.sky/catalogs/v8/{cloud}",
@@ -116,6 +117,8 @@ class Helper:
     def _error(self, kind: str, message: str) -> AtollError:
         if kind == "ConnectionError" and "/v8" in message:  # that version of its catalogs
             kind, message = "prices", "prices could not be fetched from the internet"
+        if kind == "ApiServerConnectionError" or "API server process exited" in message:
+            kind, message = "ApiServerConnectionError", "its server did not start"
         said = _shortened(message)
         said = said if " " in said else f"{kind} {said}".strip()  # of a KeyError that is the key
         step = _STEPS.get(kind, "").format(
@@ -157,12 +160,26 @@ def ask(cloud: str, method: str, /, **arguments: Any) -> Any:
         ConfigError: what was asked for can't be.
         ProvisionError: SkyPilot can't be had, or something failed there.
     """
+    for is_again in (False, True):  # a password that was lost was chosen anew
+        helper = _helper(cloud)
+        try:
+            return helper.call(method, **arguments)
+        except SkyPilotError as error:
+            if error.kind != _REFUSED:
+                raise
+        helper.close()  # it may know an older one than the server
+        if is_again:  # so the server does
+            environment.end_server()
+    return _helper(cloud).call(method, **arguments)
+
+
+def _helper(cloud: str) -> Helper:
     with _lock:
         key = environment.folder(), cloud
         helper = _helpers.get(key)
         if helper is None or not helper.is_running:
             helper = _helpers[key] = Helper(cloud)
-    return helper.call(method, **arguments)
+        return helper
 
 
 def close() -> None:

@@ -7,12 +7,13 @@ import fcntl
 import importlib.resources
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from atoll.core.errors import ProvisionError
@@ -23,8 +24,8 @@ VERSION = "0.14.1"
 _EXTRAS = {"k8s": "kubernetes", "*": "", "": ""}
 _STAMP = "atoll.json"
 _SPIN_S = 0.2
-# Of the caller's environment, what would have another Python or another state folder used.
-_OTHERS = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SKY_RUNTIME_DIR", "SKYPILOT_CONFIG", "SKYPILOT_PROJECT_CONFIG")
+# Of the caller's environment, what would have another Python, state folder or server used; names or their beginnings.
+_OTHERS = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SKY_", "SKYPILOT_")
 
 
 def folder() -> Path:
@@ -61,17 +62,20 @@ def environ() -> dict[str, str]:
     home = folder() / "home"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     _link(Path.home(), home)
-    found = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    plugins = _plugins()
+    found = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
     found |= {
         "HOME": str(home),
         "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
-        "SKYPILOT_API_SERVER_LOCAL_PORT": str(_port()),
         "SKYPILOT_GLOBAL_CONFIG": str(_config()),
         "PYTHONUNBUFFERED": "1",
-        "SKYPILOT_SERVICE_ACCOUNT_TOKEN": _password(),
-        "SKYPILOT_SERVER_PLUGINS_CONFIG": str(_plugins()),
-        "PYTHONPATH": str(_plugins().parent),
+        "SKYPILOT_SERVER_PLUGINS_CONFIG": str(plugins),
+        "PYTHONPATH": str(plugins.parent),
     }
+    with _locked(folder() / "port.lock", "another command to choose a port and a password"):
+        password = _kept("password", r"sky_[0-9a-f]{64}", lambda: f"sky_{secrets.token_hex(32)}")
+        found["SKYPILOT_SERVICE_ACCOUNT_TOKEN"] = password
+        found["SKYPILOT_API_SERVER_LOCAL_PORT"] = _kept("port", r"\d{1,5}", _free_port, _is_anothers)
     return found
 
 
@@ -91,23 +95,30 @@ def _config() -> Path:
     return path
 
 
-def _port() -> int:
-    """Where its server listens on the loopback interface: one port for each state folder, so that two don't meet."""
-    path = folder() / "port"
-    with _locked(folder() / "port.lock", "another command to find a port"):
-        if not path.exists():
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                path.write_text(str(free.getsockname()[1]))
-        return int(path.read_text())
+def _kept(name: str, form: str, choose: Callable[[], str], is_bad: Callable[[str], bool] = lambda kept: False) -> str:
+    """What was chosen for this state folder; if its file has nothing of the form, it is chosen now."""
+    path = folder() / name
+    with contextlib.suppress(OSError, ValueError):
+        if re.fullmatch(form, kept := path.read_text()) and not is_bad(kept):
+            return kept
+    write_atomic(path, choose().encode())
+    return path.read_text()
 
 
-def _password() -> str:
-    """What its server asks for, of the form that SkyPilot's SDK sends."""
-    path = folder() / "password"
-    with _locked(folder() / "port.lock", "another command to choose a password"):
-        if not path.exists():
-            write_atomic(path, f"sky_{secrets.token_hex(32)}".encode())
-        return path.read_text()
+def _free_port() -> str:
+    """Where its server may listen on the loopback interface: one for each state folder, so that two don't meet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def _is_anothers(port: str) -> bool:
+    """Does another user listen there, who would be told the password? As Linux says it."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for _, at, _, state, _, _, _, user, *_ in map(str.split, Path("/proc/net", table).read_text().splitlines()):
+                if at.endswith(f":{int(port):04X}") and state == "0A" and int(user) != os.getuid():
+                    return True
+    return False
 
 
 def _plugins() -> Path:
@@ -160,7 +171,7 @@ def _run(command: Sequence[str], doing: str, lock: int) -> None:
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     if not is_terminal:
         print(f"atoll: {doing}", file=sys.stderr)
-    env = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=null, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, pass_fds=[lock]
