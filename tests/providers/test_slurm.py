@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -30,7 +31,8 @@ from atoll.providers.base import Allocation, AllocationState, NodeRequest
 from atoll.providers.slurm import queue as slurm_queue
 from atoll.providers.slurm.answers import JobNow, is_kind
 from atoll.providers.upkeep import wait_until_ready
-from atoll.tasks import clusters, placing
+from atoll.tasks import api, clusters, placing
+from atoll.tasks.spec import ClusterSpec
 from testbed.fixtures import MakeBed
 from testbed.hosts import USER, Host, Testbed
 from testbed.slurm import slurm_missing, start_slurm
@@ -777,7 +779,7 @@ def test_one_question_to_slurm_is_for_all_clusters(
     assert asked() == 3
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho >> ${0%/*}/asked; echo slurm_load_jobs error: no >&2; exit 1\n")
     for age_s in (0.0, 10.0, 10.0):
-        with pytest.raises(sky.ProvisionError, match="slurm_load_jobs error: no"):
+        with pytest.raises(sky.ProvisionError, match="scontrol failed on this machine: slurm_load_jobs error: no"):
             slurm.poll(jobs[0], max_age_s=age_s)
     assert asked() == 4
 
@@ -807,6 +809,23 @@ def test_a_login_node_that_can_start_nothing_more_does_not_say_that_there_are_no
         (tmp_path / "bin" / broken).chmod(0o755)
     with pytest.raises(ProvisionError, match="failed on this machine"):
         slurm.poll(_ONE)
+
+
+@pytest.mark.parametrize("said", ["", "module: command not found"])
+def test_an_answer_that_tells_no_jobs_changes_nothing(
+    short_home: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slurm = fake_slurm(tmp_path / "bin", monkeypatch)
+    spec = ClusterSpec(name="c", infra="slurm/here", allocation=dataclasses.replace(slurm.poll(_ONE), id="c"))
+    clusters.folder_of("c").mkdir(parents=True)
+    clusters.save(spec)
+    (tmp_path / "bin" / "scontrol").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (cluster,) = api.status(on_error=pytest.fail)
+    assert cluster.status == "UP"
+    why = f"slurm/here: scontrol failed on this machine: its answer tells no jobs: '{said}'"
+    assert f"cluster c is shown as it was known last: {why}" in capfd.readouterr().err
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho No jobs in the system\n")
+    assert api.status() == []
 
 
 def test_who_asks_slurm_and_is_stopped_or_another_user_holds_up_nobody(

@@ -157,6 +157,11 @@ def test_a_frozen_host_hangs_at_login(bed: Testbed, connect: Connect) -> None:
     bed.hosts[0].thaw()
 
 
+def test_a_command_that_does_not_end_is_not_the_login(connect: Connect) -> None:
+    with pytest.raises(ProvisionError, match="h1: a command that began there did not end within 2 s"):
+        connect().run("echo begun; sleep 60", limit_s=2.0)
+
+
 @pytest.mark.parametrize("version", ["2.7.18", "3.9.18"])
 def test_a_python_that_is_too_old_is_named(connect: Connect, version: str) -> None:
     python = PYENV / version / "bin" / "python"

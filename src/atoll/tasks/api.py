@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import AtollError, UsageError
+from atoll.core.errors import AtollError, ProvisionError, UsageError
 from atoll.core.validation import checks_arguments
 from atoll.providers.base import AllocationState
 from atoll.tasks import clusters, launches, lifecycle, waiting
@@ -152,7 +152,12 @@ def status(
     found, began = [], time.monotonic()
     for name in names:
         try:
-            found.append(lifecycle.refresh(clusters.load(name), max_age_s=time.monotonic() - began))
+            cluster = clusters.load(name)
+            try:
+                cluster = lifecycle.refresh(cluster, max_age_s=time.monotonic() - began)
+            except ProvisionError as error:
+                tell(f"cluster {name} is shown as it was known last: {error}")
+            found.append(cluster)
         except (AtollError, OSError) as error:
             if on_error is None:
                 raise

@@ -218,8 +218,8 @@ class Slurm(HostProvider):
         (found,) = targets([self.login], key=self.key, jump=self.jump, python=self.python)
         return found
 
-    def _ask(self, *words: str, data: bytes = b"") -> str:
-        """Run a command of Slurm's on the login node; what it printed.
+    def _ask(self, *words: str, data: bytes = b"", name: str = "") -> str:
+        """Run a command of Slurm's on the login node; what it printed. ``name``: of a script, for messages.
 
         Raises:
             ProvisionError: it failed, or is not there.
@@ -228,11 +228,12 @@ class Slurm(HostProvider):
             answer = login.run(shlex.join(["sh", "-c", _CALL, "sh", *words]), data, limit_s=_ANSWER_S)
         if answer.returncode == 0:
             return answer.stdout.decode(errors="replace")
-        said = last_words(answer.stderr, answer.returncode).removeprefix(f"{words[0]}: error: ")
+        name = name or words[0]
+        said = last_words(answer.stderr, answer.returncode).removeprefix(f"{name}: error: ")
         where = "this machine" if self.login is None else self.login
         if answer.returncode == 127:
-            raise ProvisionError(f"{self.infra}: {where} has no {words[0]}: is it a login node of a Slurm cluster?")
-        raise ProvisionError(f"{self.infra}: {words[0]} failed on {where}: {said}")
+            raise ProvisionError(f"{self.infra}: {where} has no {name}: is it a login node of a Slurm cluster?")
+        raise ProvisionError(f"{self.infra}: {name} failed on {where}: {said}")
 
     def _partitions(self) -> list[PartitionNodes]:
         """What the partition has, or all partitions that are up, one line for each kind of node."""
@@ -500,9 +501,8 @@ class Slurm(HostProvider):
 
     def _jobs(self, max_age_s: float = 0.0) -> dict[str, JobNow]:
         login = self._login()
-        return queue.jobs_at(
-            " ".join([*login.options, login.host]), lambda: self._ask("sh", "-c", queue.COMMAND), max_age_s
-        )
+        cluster = " ".join([*login.options, login.host])
+        return queue.jobs_at(cluster, lambda: self._ask("sh", "-c", queue.COMMAND, name="scontrol"), max_age_s)
 
     def _tail(self, path: str) -> str:
         """The last line of a file on the login node."""

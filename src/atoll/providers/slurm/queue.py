@@ -17,6 +17,7 @@ from atoll.providers.slurm.answers import JobNow
 # Jobs of the user alone, each followed by the names of the nodes that it has. One question to Slurm's controller. On a
 # login node that can start nothing more it fails: no answer would mean that there are no jobs.
 COMMAND = r"""jobs=$(scontrol --all -o show job) && me=$(id -u) || exit
+case "$jobs" in *JobId=*|"No jobs "*) ;; *) echo "its answer tells no jobs: '$jobs'" >&2; exit 1 ;; esac
 mine=$(printf '%s\n' "$jobs" | grep -e " UserId=[^ ]*($me) "); [ $? -le 1 ] || exit
 [ -z "$mine" ] || printf '%s\n' "$mine" | while read -r job; do
 printf '%s\n' "$job"; case "$job" in *" JobState=RUNNING "*)

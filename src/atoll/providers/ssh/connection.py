@@ -112,12 +112,14 @@ class Connection:
     def _communicate(self, process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes]:
         deadline = time.monotonic() + limit_s
         while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 return process.communicate(timeout=min(_LOOK_S, limit_s))
+            except subprocess.TimeoutExpired as not_yet:
+                came = not_yet.output or b""
             if process not in self._running:  # killed; the login may hold its pipes open for long
                 raise self._interrupted()
             if time.monotonic() > deadline:
-                raise silent(self.target, limit_s)
+                raise silent(self.target, limit_s, began=own_output(came) is not None)
 
     def _interrupted(self) -> ProvisionError:
         return ProvisionError(f"{self.target}: interrupted")

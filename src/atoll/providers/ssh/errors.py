@@ -84,8 +84,13 @@ def _why_not(jump: str, ssh: str) -> str:
     return str(explain(hop, answer.stderr, ssh))
 
 
-def silent(target: Target, limit_s: float) -> ProvisionError:
-    """The error for a host that let us in, or nearly, and then said nothing more."""
+def silent(target: Target, limit_s: float, *, began: bool = False) -> ProvisionError:
+    """The error for a host that let us in, or nearly, and then said nothing more; ``began``: the command has begun."""
+    if began:
+        return ProvisionError(
+            f"{target}: a command that began there did not end within {limit_s:g} s: is the machine busy, or does what "
+            "it waits for not answer, a file server or Slurm's controller?"
+        )
     return ProvisionError(f"{target}: hangs at login: no answer within {limit_s:g} s. Try `{target.command}`")
 
 
