@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from atoll.core.errors import ConfigError, ProvisionError
 from atoll.providers import registry
 from atoll.providers.base import Allocation, AllocationState, NodeRequest
 from atoll.providers.slurm import queue as slurm_queue
-from atoll.providers.slurm.answers import JobNow, is_kind
+from atoll.providers.slurm.answers import JobNow, free_gpus, is_kind
 from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import api, clusters, placing
 from atoll.tasks.spec import ClusterSpec
@@ -502,13 +503,20 @@ def test_nodes_of_a_process_that_is_killed_are_given_back(slurm: Testbed, tmp_pa
 def test_what_slurm_refuses_is_one_line(slurm: Testbed) -> None:
     config = Path(os.environ["ATOLL_HOME"], "config.toml")
     on_lab = ("launch", "-c", "no", "--infra", "slurm/lab")
-    assert "nodes have L4:2" in atoll(*on_lab, "--gpus", "H100:2", "true", code=2)
+    assert "it has 2 × L4:2" in atoll(*on_lab, "--gpus", "H100:2", "true", code=2)
     assert "2 nodes of one kind at most" in atoll(*on_lab, "--num-nodes", "9", "true", code=2)
     managed = ("jobs", "launch", "--infra", "slurm/lab")
-    assert "nodes have L4:2" in atoll(*managed, "--gpus", "L4:4", "true", code=2)
+    assert "it has 2 × L4:2" in atoll(*managed, "--gpus", "L4:4", "true", code=2)
     assert "2 nodes of one kind at most" in atoll(*managed, "--num-nodes", "9", "true", code=2)
     assert "no managed job" in atoll("jobs", "queue")
+    assert "it has 2 × L4:2" in atoll(*on_lab, "--num-nodes", "3", "--gpus", "L4:2", "true", code=2)
     assert "partition debug: 2 nodes, each with 8 cores" in atoll("check", "slurm/lab")
+    assert "no partition 'debog': did you mean 'debug'?" in atoll("gpus", "slurm/lab/debog", code=2)
+    on_login = ["salloc", "--nodes=1", "--gres=gpu:1", ATOLL]
+    said = slurm.hosts[0].run(shlex.join([*on_login, "check", "slurm/here"]), user=USER)
+    assert "slurm/here: you are in Slurm job 1, whose nodes are used: h2\n" in said
+    (row,) = json.loads(slurm.hosts[0].run(shlex.join([*on_login, "gpus", "slurm/here", "-o", "json"]), user=USER))
+    assert row == {"partition": "debug", "name": "L4", "count": 4, "free": 3}
     config.write_text('[slurm.lab]\nlogin = "h1"\npartition = "debgu"\n')
     assert "no partition 'debgu': did you mean 'debug'" in atoll(*on_lab, "true", code=2)
     config.write_text('[slurm.lab]\nlogin = "h1"\ntime = "soon"\n')
@@ -559,6 +567,23 @@ def test_clusters_are_found_by_section_login_node_or_here(home: Path, monkeypatc
 )
 def test_kinds_of_gpus_as_slurm_spells_them(gres: str, name: str, fits: bool) -> None:
     assert is_kind(gres, name) is fits
+
+
+def test_free_gpus_are_those_that_a_job_could_get_now() -> None:
+    lines = (
+        "gpu|up|2|gpu:a100:8(S:0-1)|gpu:a100:3(IDX:0-2)|mixed|",
+        "gpu|up|1|gpu:a100:8(S:0-1)|gpu:a100:0(IDX:N/A)|drained|",
+        "gpu|up|3|gpu:a100:8(S:0-1)|gpu:a100:0(IDX:N/A)|idle~|",
+        "gpu|up|1|gpu:a100:8(S:0-1)|gpu:a100:0(IDX:N/A)|idle*|",
+        "gpu|up|4|(null)|gpu:0|idle|",
+        "old|up|1|gpu:2,gpu:v100:4|gpu:1,gpu:v100:4(IDX:0-3)|mixed|",
+        "off|down|1|gpu:2|gpu:0|idle|",
+    )
+    assert [tuple(row.values()) for row in free_gpus("\n".join(lines))] == [
+        ("gpu", "a100", 56, 34),
+        ("old", "GPU", 2, 1),
+        ("old", "v100", 4, 0),
+    ]
 
 
 def test_a_keeper_starts_what_outlives_the_command_that_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from atoll.core.exit_codes import ExitCode
 from atoll.providers.base import DEFAULT
 
 _COLUMNS = (
-    *("host", "index", "name", "count", "memory_gb", "instance_type", "region", "price", "spot_price"),
-    *("uuid", "held_by"),
+    *("host", "partition", "index", "name", "count", "free", "memory_gb", "instance_type", "region"),
+    *("price", "spot_price", "uuid", "held_by"),
 )
 
 
@@ -77,11 +77,12 @@ def gpus(
 ) -> None:
     """Show the GPUs that jobs can use, and who holds them.
 
-    Of a cloud, what it rents, in US$ an hour.
+    Of Slurm, how many are free; of a cloud, what it rents, in US$ an hour.
 
     \b
         atoll gpus
         atoll gpus ssh/lab
+        atoll gpus slurm/lab
         atoll gpus aws
     """
     from atoll.providers import registry

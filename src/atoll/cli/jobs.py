@@ -169,7 +169,7 @@ def logs(
     sync_down: options.SyncDown = False,
     output: options.Output = "table",
 ) -> None:
-    """Show a managed job's log: every attempt of its task, and why each ended. The exit code is that of `atoll logs`.
+    """Show a managed job's log, with why each attempt ended. The exit code is that of `atoll logs`.
 
     \b
         atoll jobs logs 3

@@ -136,7 +136,7 @@ def _accelerators(value: Any) -> str | list[str] | dict[str, None] | None:
 def _cloud(value: str, key: str | None = None) -> str:
     name = value.strip().lower()
     if name not in (*(known := registry.kinds()), "*"):
-        expected = f"local, ssh/NAME, slurm/CLUSTER or a cloud such as aws{nearest(name, known)}"
+        expected = f"local, ssh/NAME, slurm/NAME or a cloud such as aws{nearest(name, known)}"
         raise Expected(expected, value, key)
     return name
 

@@ -176,7 +176,7 @@ function renderRuns() {
 function renderGpus() {
   const tables = state.gpus.flatMap(({ infra, rows, lines }) => {
     if (rows.length && !("index" in rows[0])) return []; // what a cloud rents, not what there is
-    const columns = ["host", "index", "name", "memory_gb", "held_by"].filter((name) => rows.length && name in rows[0]);
+    const columns = ["host", "partition", "index", "name", "count", "free", "memory_gb", "held_by"].filter((name) => rows.length && name in rows[0]);
     const titles = { memory_gb: "GB", held_by: "held by" };
     return [make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, infra), make("span", { class: "soft" }, lines.join("; ") || plural(rows.length, "GPU"))),
       rows.length ? make("table", {}, make("thead", {}, make("tr", {}, ...columns.map((name) => make("th", {}, titles[name] ?? name)))),

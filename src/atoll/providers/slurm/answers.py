@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from atoll.providers.accelerators import canonical_gpu_name
 
@@ -143,11 +144,8 @@ class PartitionNodes:
     def parse(cls, line: str) -> PartitionNodes:
         """Of a line of sinfo."""
         name, up, num, cores, memory, gres, limit = line.strip().split("|")
-        gpus: dict[str, int] = {}
-        for kind, count in re.findall(r"gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
-            gpus[kind] = gpus.get(kind, 0) + int(count)
         numbers = [int(re.match(r"\d+", each)[0]) for each in (num, cores, memory)]  # type: ignore[index]  # sinfo's
-        return cls(name, up == "up", numbers[0], numbers[1], numbers[2] / 1024, gpus, limit)
+        return cls(name, up == "up", numbers[0], numbers[1], numbers[2] / 1024, _gpus(gres), limit)
 
     def __str__(self) -> str:
         cards = ", ".join(f"{num} × {kind or 'GPU'}" for kind, num in self.gpus.items()) or "no GPU"
@@ -156,6 +154,31 @@ class PartitionNodes:
             f"partition {self.partition}: {self.num_nodes} nodes, each with {self.cores} cores, "
             f"{self.memory_gb:.0f} GB, {cards}; {limit}"
         )
+
+
+GPUS_FORMAT = "PartitionName:|,Available:|,Nodes:|,Gres:|,GresUsed:|,StateLong:|"  # of sinfo, for ``free_gpus``
+
+
+def free_gpus(text: str) -> list[dict[str, Any]]:
+    """A row for each partition and kind of GPU: how many it has, and how many of those a job could get now."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in text.splitlines():
+        partition, up, num, gres, used, state, *_ = [word.strip() for word in line.split("|")]
+        for kind, count in _gpus(gres).items() if up == "up" else ():
+            new = {"partition": partition, "name": kind or "GPU", "count": 0, "free": 0}
+            row = rows.setdefault((partition, kind), new)
+            row["count"] += int(num) * count
+            if state.rstrip("~#%") in ("idle", "mixed"):
+                row["free"] += int(num) * (count - _gpus(used).get(kind, 0))
+    return list(rows.values())
+
+
+def _gpus(gres: str) -> dict[str, int]:
+    """How many a node has, or of them are used, by type; "" where Slurm says none."""
+    gpus: dict[str, int] = {}
+    for kind, count in re.findall(r"gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
+        gpus[kind] = gpus.get(kind, 0) + int(count)
+    return gpus
 
 
 def is_kind(gres: str, name: str) -> bool:

@@ -40,7 +40,7 @@ from atoll.providers.base import (
 )
 from atoll.providers.bundle import atoll_bundle
 from atoll.providers.slurm import containers, queue
-from atoll.providers.slurm.answers import Gpus, JobNow, PartitionNodes, is_kind
+from atoll.providers.slurm.answers import GPUS_FORMAT, Gpus, JobNow, PartitionNodes, free_gpus, is_kind
 from atoll.providers.slurm.submission import check_options, resource_options, script, task_options
 from atoll.providers.ssh import facts
 from atoll.providers.ssh.connection import connections
@@ -152,7 +152,7 @@ class Slurm(HostProvider):
     @property
     def infra(self) -> str:
         """``slurm/NAME``, or ``slurm/NAME/PARTITION``."""
-        return f"slurm/{self.declared_as or _HERE_NAME}"
+        return f"slurm/{self.declared_as or self.login or _HERE_NAME}"
 
     @property
     def num_nodes(self) -> int:
@@ -238,13 +238,16 @@ class Slurm(HostProvider):
     def _partitions(self) -> list[PartitionNodes]:
         """What the partition has, or all partitions that are up, one line for each kind of node."""
         words = ["sinfo", "--noheader", "--format=%R|%a|%D|%c|%m|%G|%l"]
-        words += [f"--partition={self.partition}"] if self.partition is not None else []
+        words += self._of_partition()
         found = [PartitionNodes.parse(line) for line in self._ask(*words).splitlines() if line.count("|") == 6]
         if not found:
             names = sorted({line.partition("|")[0] for line in self._ask("sinfo", "-h", "-o", "%R|").splitlines()})
             hint = nearest(self.partition or "", names) or f": it has {', '.join(names) or 'none'}"
             raise ConfigError(f"{self.infra}: no partition {self.partition!r}{hint}")
         return [each for each in found if each.is_up]
+
+    def _of_partition(self) -> list[str]:
+        return [f"--partition={self.partition}"] if self.partition is not None else []
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -306,10 +309,11 @@ class Slurm(HostProvider):
             return None
         refuse_misspelt(name for name, _ in request.accelerators)
         asked = " or ".join(f"{name}:{count}" for name, count in request.accelerators)
-        shown = sorted({f"{gres or 'gpu'}:{num}" for each in have for gres, num in each.gpus.items()})
-        raise AcceleratorsLacking(
-            f"{request.num_nodes} × {asked}", f"can't be had on {self.infra}: nodes have {', '.join(shown) or 'no GPU'}"
+        shown = sorted(
+            {f"{each.num_nodes} × {kind or 'gpu'}:{num}" for each in have for kind, num in each.gpus.items()}
         )
+        there = f"can't be had on {self.infra}: it has {', '.join(shown) or 'no GPU'}"
+        raise AcceleratorsLacking(f"{request.num_nodes} × {asked}", there)
 
     def _take(self, request: NodeRequest) -> Allocation:
         """Nodes of the job that this process is in.
@@ -550,7 +554,11 @@ class Slurm(HostProvider):
     # -- for people -------------------------------------------------------------------------------------------------
 
     def examine(self) -> Iterator[tuple[bool, str]]:
-        """What its partitions have."""
+        """What its partitions have, and the nodes of the job that this process is in."""
+        if job := self._own_job:
+            now = self._show(job)
+            cards = "" if now.has_gpus else "; it has no GPU (salloc --gres=gpu:…)"
+            yield bool(now.nodes), f"you are in Slurm job {job}, whose nodes are used: {', '.join(now.nodes)}{cards}"
         for each in self._partitions():
             yield True, str(each)
         for line in self._ask("sinfo", "--noheader", "--list-reasons", "--format=%N|%T|%E").splitlines():
@@ -558,8 +566,10 @@ class Slurm(HostProvider):
             yield True, f"without {names}, which is {state.rstrip('*')}: {reason}"
 
     def gpu_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Slurm tells kinds and counts, not cards."""
-        return [], [str(each) for each in self._partitions() if each.gpus] or [f"no GPU in {self.infra}"]
+        """By partition and kind: Slurm tells counts, not cards."""
+        self._partitions()  # is there such a partition?
+        rows = free_gpus(self._ask("sinfo", "--noheader", f"--Format={GPUS_FORMAT}", *self._of_partition()))
+        return rows, [] if rows else [f"no GPU in {self.infra}"]
 
     def login_command(
         self, allocation: Allocation, node: int, options: Sequence[str], command: Sequence[str]
