@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.pools import eventually
 
 import atoll as sky
 from atoll.tasks import sdk
@@ -84,6 +86,30 @@ def test_a_script_of_the_sdk_runs(tmp_path: Path) -> None:
         assert line in said, done.stdout
     assert any(line.endswith("hi from 1") for line in said)
     assert said[-1].startswith("unknown no cluster 'other'")
+
+
+def test_a_launch_that_waits_says_so_before_its_request_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster may be full for hours, and ``stream_and_get`` comes after that."""
+    monkeypatch.setattr(sdk, "_LATE_S", 0.5)
+
+    def launch(*_: object, on_line: Callable[[str], object], **__: object) -> object:
+        on_line("Cluster c on slurm/lab: 1 node")
+        on_line("waiting for slurm/lab: its nodes are busy")
+        eventually(lambda: said.append(capsys.readouterr().err) or "busy" in "".join(said), "it is told")
+        on_line("waiting for slurm/lab: other jobs come first")
+        raise sky.ProvisionError("no nodes")
+
+    said: list[str] = []
+    monkeypatch.setattr(sdk.api, "launch", launch)
+    with pytest.raises(sky.ProvisionError):
+        sky.launch(sky.Task(run="true"), "c")
+    said.append(capsys.readouterr().err)
+    assert "".join(said).splitlines() == [
+        "atoll: waiting for slurm/lab: its nodes are busy",
+        "atoll: waiting for slurm/lab: other jobs come first",
+    ]
 
 
 def test_request_ids_are_text(monkeypatch: pytest.MonkeyPatch) -> None:

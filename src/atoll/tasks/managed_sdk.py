@@ -45,10 +45,10 @@ def launch(
     """
     if pool is not None:
         raise UsageError(f"jobs.launch(): pool={pool!r}: there are no pools of workers; leave it out")
-    lines = Lines(on_line)
     how: dict[str, Any] = {"infra": infra, "controller": controller, "simulate": simulate, "strict": strict}
     tasks = task.tasks if isinstance(task, Dag) else task
-    jobs = managed_api.launch(tasks, name, num_jobs=num_jobs, on_line=lines, **how)
+    with Lines(on_line) as lines:
+        jobs = managed_api.launch(tasks, name, num_jobs=num_jobs, on_line=lines, **how)
     handle = ClusterHandle.named(jobs[0].cluster)
     return RequestId.of(([job.id for job in jobs] if num_jobs is not None else jobs[0].id, handle), lines)
 

@@ -9,6 +9,7 @@ import codecs
 import enum
 import re
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ __all__ = [
 ]
 
 _MOST_REQUESTS = 10_000
+_LATE_S = 5.0
 _requests: dict[str, RequestId] = {}  # of this process, the latest
 
 
@@ -188,15 +190,38 @@ def stream_and_get(
 
 
 class Lines(list[str]):
-    """What a call tells, kept for ``stream_and_get`` and handed on."""
+    """What a call tells, kept for ``stream_and_get`` and handed on.
+
+    A call may wait for nodes for hours, so after a few seconds what it told last, and tells from then on, goes to
+    standard error, unless somebody gets its lines.
+    """
 
     def __init__(self, on_line: Say) -> None:
         super().__init__()
-        self._on_line = on_line
+        self._on_line, self._is_late, self._lock = on_line, False, threading.Lock()
+        self._timer = threading.Timer(_LATE_S, self._begin_to_tell)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Lines:
+        if self._on_line is silent:
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
 
     def __call__(self, line: str) -> None:
-        self.append(line)
+        with self._lock:
+            self.append(line)
+            if self._is_late:
+                print(f"atoll: {line}", file=sys.stderr, flush=True)
         self._on_line(line)
+
+    def _begin_to_tell(self) -> None:
+        with self._lock:
+            self._is_late = True
+            for line in self[-1:]:
+                print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
 # -------------------------------------------------------------------------------------------------- jobs begin
@@ -243,12 +268,13 @@ def launch(
     Raises:
         ConfigError: the task, the name or the infra can't work, or the cluster is too small and busy.
     """
-    task, lines = _single("launch", task), Lines(on_line)
+    task = _single("launch", task)
     how: dict[str, Any] = {"infra": infra, "no_setup": no_setup, "fast": fast, "simulate": simulate, "strict": strict}
-    how |= {"idle_minutes_to_autostop": idle_minutes_to_autostop, "down": down, "on_line": lines}
-    if dryrun:
-        return _planned(api.plan(task, cluster_name, **how), lines)
-    return _launched(api.launch(task, cluster_name, **how), lines)
+    how |= {"idle_minutes_to_autostop": idle_minutes_to_autostop, "down": down}
+    with Lines(on_line) as lines:
+        if dryrun:
+            return _planned(api.plan(task, cluster_name, **how, on_line=lines), lines)
+        return _launched(api.launch(task, cluster_name, **how, on_line=lines), lines)
 
 
 @checks_arguments
@@ -276,10 +302,11 @@ def exec(
         UnknownCluster: there is no such cluster.
         ConfigError: the cluster is not up, or has less than the task needs.
     """
-    task, lines = _single("exec", task), Lines(on_line)
-    if dryrun:
-        return _planned(api.plan(task, cluster_name, as_it_is=True, strict=strict, on_line=lines), lines)
-    job = api.exec(task, cluster_name, strict=strict, on_line=lines)
+    task = _single("exec", task)
+    with Lines(on_line) as lines:
+        if dryrun:
+            return _planned(api.plan(task, cluster_name, as_it_is=True, strict=strict, on_line=lines), lines)
+        job = api.exec(task, cluster_name, strict=strict, on_line=lines)
     if down:
         api.autostop(cluster_name, 0, down=True)
     return _launched(job, lines)
@@ -566,8 +593,8 @@ def stop(cluster_name: str, purge: bool = False, *, on_line: Say = silent) -> Re
     Raises:
         UnknownCluster: there is none, or it is down.
     """
-    lines = Lines(on_line)
-    return RequestId.of(lifecycle.stop(cluster_name, on_line=lines), lines)
+    with Lines(on_line) as lines:
+        return RequestId.of(lifecycle.stop(cluster_name, on_line=lines), lines)
 
 
 @checks_arguments
@@ -593,8 +620,8 @@ def start(
         UnknownCluster: there is none, or it is down.
         ConfigError: it gave its nodes back when it was stopped.
     """
-    lines = Lines(on_line)
-    cluster = lifecycle.start(cluster_name, on_line=lines)
+    with Lines(on_line) as lines:
+        cluster = lifecycle.start(cluster_name, on_line=lines)
     if idle_minutes_to_autostop is not None or down:
         api.autostop(cluster_name, idle_minutes_to_autostop or 0, down=down)
     return RequestId.of(ClusterHandle.of(cluster), lines)
@@ -612,8 +639,8 @@ def down(cluster_name: str, purge: bool = False, *, on_line: Say = silent) -> Re
     Raises:
         UnknownCluster: there is none.
     """
-    lines = Lines(on_line)
-    return RequestId.of(lifecycle.down(cluster_name, purge=purge, on_line=lines), lines)
+    with Lines(on_line) as lines:
+        return RequestId.of(lifecycle.down(cluster_name, purge=purge, on_line=lines), lines)
 
 
 @checks_arguments
