@@ -133,6 +133,31 @@ def test_loops_of_the_callers_own_and_scaled_losses_step_together(backend: str) 
         assert steps() @ pool == [[[-1.5] * 3] * 3] * 2
 
 
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_rank_0_alone_writes_files(backend: str, tmp_path: Path) -> None:
+    """Saving makes variables, which on JAX all ranks had to make: one that saved alone waited for ever."""
+
+    def save(folder: Path) -> list[Any]:
+        import keras
+
+        model = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        model.compile(optimizer="adam", loss="mse", metrics=["mae"])
+        x, y = np.random.default_rng(0).random((8, 2)), np.ones((8, 1))
+        rank = sky.instance_info().rank
+        checkpoint = keras.callbacks.ModelCheckpoint(folder / f"{rank}.keras")
+        log = keras.callbacks.CSVLogger(folder / f"{rank}.csv")
+        model.fit(x, y, epochs=2, verbose=0, callbacks=[checkpoint, log])
+        if rank == 0:
+            model.save(folder / "saved.keras")
+            model.save_weights(folder / "saved.weights.h5")
+        return [float(np.abs(weight).sum()) for weight in model.get_weights()]
+
+    with sky.ComputePool(nodes=2, logs="quiet") as pool:
+        one, two = pool.run(sky.integrations.keras(backend=backend)(save), tmp_path)
+    assert one == two
+    assert {each.name for each in tmp_path.iterdir()} == {"0.keras", "0.csv", "saved.keras", "saved.weights.h5"}
+
+
 def test_what_differs_between_ranks_is_named() -> None:
     def uneven(how: str) -> None:
         import keras
@@ -151,6 +176,12 @@ def test_what_differs_between_ranks_is_named() -> None:
                     return x, y
 
             model.fit(Batches(), verbose=0)
+        elif how == "generator":
+            model.fit(((x, y) for _ in range(2 + rank)), verbose=0)
+        elif how == "nothing":
+            model.fit(x[: 8 * rank], y[: 8 * rank], verbose=0)
+        elif how == "restored":
+            model.fit(x, y, verbose=0, callbacks=keras.callbacks.BackupAndRestore("backup"))
         elif how == "batch_size":
             model.fit(x, y, batch_size=2 + rank, verbose=0)
         elif rank == 0:
@@ -160,6 +191,12 @@ def test_what_differs_between_ranks_is_named() -> None:
     with sky.ComputePool(nodes=2, logs="quiet") as pool:
         with pytest.raises(sky.ConfigError, match=r"were given 2, 3 batches: .* drop_last=True"):
             pool.run(function, "batches")
+        with pytest.raises(sky.ConfigError, match=r"data without a length may end sooner on one: give steps_per_epoch"):
+            pool.run(function, "generator")
+        with pytest.raises(sky.ConfigError, match=r"were given 0, 8 samples: give each some"):
+            pool.run(function, "nothing")
+        with pytest.raises(sky.ConfigError, match="BackupAndRestore restores each rank by itself: use Model"):
+            pool.run(function, "restored")
         with pytest.raises(sky.ConfigError, match="batch_size differs between them"):
             pool.run(function, "batch_size")
         with pytest.raises(sky.ConfigError, match="all have to call fit"):

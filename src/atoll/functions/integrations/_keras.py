@@ -129,13 +129,22 @@ class _Ranks:
             if len(found := {each[name] for each in every}) > 1:
                 raise ConfigError(f"{what}: ranks step together, and {name} differs between them: {', '.join(found)}")
 
-    def equalize(self, what: str, tree: Any, given: dict[str, Any]) -> None:
-        """Cut data to the fewest samples that a rank has, and say so."""
+    def equalize(self, what: str, tree: Any, given: dict[str, Any], limit: str, steps: int | None) -> None:
+        """Cut data to the fewest samples that a rank has, and say so. ``limit`` is the argument of ``steps``."""
         count, unit = _count(tree, given.get("x"))
         counts = self.gather(count)
         fewest = min((each for each in counts if each is not None), default=None)
+        if fewest is None and steps is None:
+            raise ConfigError(
+                f"{what}: ranks step together, and data without a length may end sooner on one: give {limit}, no more "
+                f"than each has"
+            )
         if fewest is None or all(each == fewest for each in counts):
             return
+        if fewest == 0:
+            raise ConfigError(
+                f"{what}: ranks step together, and were given {', '.join(map(str, counts))} {unit}: give each some"
+            )
         if unit != "samples" or None in counts:
             raise ConfigError(
                 f"{what}: ranks step together, and were given {', '.join(map(str, counts))} {unit}: give each as many, "
@@ -178,15 +187,18 @@ def _replace_methods(keras: Any, worker: DriverChannel, rank: int, mean: Mean | 
     def equal_fit(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(fit).bind(*args, **kwargs).arguments
         ranks.check_equal("fit", **{name: given.get(name) for name in _STEPS})
-        ranks.equalize("fit", keras.tree, given)
+        ranks.equalize("fit", keras.tree, given, "steps_per_epoch", given.get("steps_per_epoch"))
+        of_validation = ("validation_steps", given.get("validation_steps"))
+        first = [] if mean is None else [_synchronizer(keras, ranks, mean)]
+        given["callbacks"] = _callbacks(keras, first, given.get("callbacks"), ranks)
         if mean is not None:
-            given["callbacks"] = _first(keras, _synchronizer(keras, ranks, mean), given.get("callbacks"))
-        elif isinstance(given.get("validation_data"), (tuple, list)):  # all ranks evaluate it together
+            return fit(**given)
+        if isinstance(given.get("validation_data"), (tuple, list)):  # all ranks evaluate it together
             validation = dict(zip(_DATA, given["validation_data"], strict=False))
-            ranks.equalize("fit(validation_data=...)", keras.tree, validation)
+            ranks.equalize("fit(validation_data=...)", keras.tree, validation, *of_validation)
             given["validation_data"] = tuple(validation.values())
         elif given.get("validation_data") is not None:
-            ranks.equalize("fit(validation_data=...)", keras.tree, {"x": given["validation_data"]})
+            ranks.equalize("fit(validation_data=...)", keras.tree, {"x": given["validation_data"]}, *of_validation)
         return fit(**given)
 
     @functools.wraps(evaluate)
@@ -194,7 +206,7 @@ def _replace_methods(keras: Any, worker: DriverChannel, rank: int, mean: Mean | 
         given = inspect.signature(evaluate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         if "_use_cached_eval_dataset" not in given:  # that is fit's own
-            ranks.equalize("evaluate", keras.tree, given)
+            ranks.equalize("evaluate", keras.tree, given, "steps", given.get("steps"))
         return evaluate(**given)
 
     def predict(*args: Any, **kwargs: Any) -> Any:
@@ -206,11 +218,37 @@ def _replace_methods(keras: Any, worker: DriverChannel, rank: int, mean: Mean | 
     keras.Model.fit = equal_fit
     if mean is None:
         keras.Model.evaluate, keras.Model.predict = equal_evaluate, predict
+        for name in ("save", "save_weights"):
+            setattr(keras.Model, name, _by_one_rank(keras.distribution, getattr(keras.Model, name)))
     else:
         _average_gradients(keras, mean)
 
 
-_STEPS = ("epochs", "batch_size", "steps_per_epoch")
+def _by_one_rank(distribution: Any, save: Any) -> Any:
+    """Have one rank save alone: Keras makes variables meanwhile, which all ranks would have to make together."""
+
+    @functools.wraps(save)
+    def save_alone(*args: Any, **kwargs: Any) -> Any:
+        over_all = distribution.distribution()
+        distribution.set_distribution(None)
+        try:
+            return save(*args, **kwargs)
+        finally:
+            distribution.set_distribution(over_all)
+
+    return save_alone
+
+
+_STEPS = (
+    "epochs",
+    "initial_epoch",
+    "batch_size",
+    "steps_per_epoch",
+    "validation_split",
+    "validation_steps",
+    "validation_batch_size",
+    "validation_freq",
+)
 
 
 def _average_gradients(keras: Any, mean: Mean) -> None:
@@ -273,10 +311,25 @@ def _synchronizer(keras: Any, ranks: _Ranks, mean: Mean) -> Any:
     return Synchronizer()
 
 
-def _first(keras: Any, callback: Any, others: Any) -> Any:
-    """The caller's callbacks with one before them."""
-    if isinstance(others, keras.callbacks.CallbackList):
-        others.callbacks.insert(0, callback)
-        callback.set_model(others.model)
-        return others
-    return [callback, *(keras.tree.flatten(others) if others is not None else ())]
+def _callbacks(keras: Any, first: list[Any], others: Any, ranks: _Ranks) -> Any:
+    """``first`` and the caller's callbacks, without those that would write rank 0's files a second time.
+
+    Raises:
+        ConfigError: one that makes ranks go on from different epochs.
+    """
+    known = keras.callbacks
+    in_list = isinstance(others, known.CallbackList)
+    given = others.callbacks if in_list else keras.tree.flatten(others) if others is not None else []
+    if any(isinstance(each, known.BackupAndRestore) for each in given):
+        raise ConfigError(
+            "BackupAndRestore restores each rank by itself: use ModelCheckpoint(path), which rank 0 alone writes, and "
+            "to go on keras.models.load_model(path) on every rank and fit(initial_epoch=...)"
+        )
+    writers = () if ranks.is_head else (known.ModelCheckpoint, known.CSVLogger, known.TensorBoard)
+    kept = [*first, *(each for each in given if not isinstance(each, writers))]
+    if not in_list:
+        return kept
+    others.callbacks[:] = kept
+    for each in first:
+        each.set_model(others.model)
+    return others
