@@ -201,6 +201,12 @@ def test_a_framework_that_is_missing(framework: str, extra: str, monkeypatch: py
         set_current(None)
 
 
+def test_keras_backends_are_taken_in_any_case() -> None:
+    assert sky.integrations.keras(backend="JAX")(len).framework.backend == "jax"
+    with pytest.raises(sky.ConfigError, match=r"backend='Tourch': did you mean 'torch'"):
+        sky.integrations.keras(backend="Tourch")
+
+
 def test_a_slice_is_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_MIG", "3g.40gb")
     assert own_devices(context(accelerators=2, local_rank=1), 2) == [0]

@@ -159,6 +159,8 @@ def test_a_profile_that_the_card_does_not_have_is_refused() -> None:
         NVIDIA.A100(mig=["1g.20gb"] * 6)
     with pytest.raises(ConfigError, match=r"expected a profile such as '3g.40gb', a list of some"):
         NVIDIA.A100(mig=[])
+    with pytest.raises(ConfigError, match=r"mig=1: expected a profile such as '3g.40gb'"):
+        NVIDIA.A100(mig=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no MIG profiles; cards that do: A100"):
         NVIDIA.T4(mig="1g.10gb")
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import MOST_ACCELERATORS, check_whole
@@ -112,7 +112,7 @@ class AcceleratorSpec:
             self,
             count=self.count if count is None else count,
             memory_gb=self.memory_gb if memory is None else _parse_memory(self.name, memory),
-            mig=self.mig if mig is None else mig if isinstance(mig, str) else tuple(mig),
+            mig=self.mig if mig is None else cast("Any", mig),
         )
 
     def __str__(self) -> str:

@@ -78,7 +78,7 @@ def keras(function: Any = None, /, *, backend: str | None = None) -> Any:
             ``fit`` is given what has no equal number of steps on every rank.
     """
     if backend is not None:
-        check_keras_backend("backend", backend)
+        backend = check_keras_backend("backend", backend)
     return _decorator(Framework("keras", backend), function)
 
 

@@ -122,7 +122,7 @@ def set_up(framework: Framework) -> None:
     from atoll.worker.process_group import disarm
 
     backend = framework.backend or os.environ.get("KERAS_BACKEND") or "jax"  # of Keras
-    check_keras_backend("KERAS_BACKEND", backend)
+    backend = check_keras_backend("KERAS_BACKEND", backend)
     _need(framework.name, *([backend] if framework.name == "keras" else []))
     worker = disarm()
     # What was set up can't be undone: a fresh process takes the next call. It must not leave the others early, since
@@ -146,11 +146,17 @@ def set_up(framework: Framework) -> None:
     _done = framework
 
 
-def check_keras_backend(what: str, value: object) -> None:
-    """Raise ConfigError for a backend that Keras lacks, or trains with in one process only."""
-    if value not in _KERAS_BACKENDS:
+def check_keras_backend(what: str, value: object) -> str:
+    """A backend as Keras spells it.
+
+    Raises:
+        ConfigError: Keras lacks it, or trains with it in one process only.
+    """
+    name = str(value).lower()
+    if name not in _KERAS_BACKENDS:
         hint = nearest(str(value), _KERAS_BACKENDS) or ": it is none that trains over several ranks."
         raise ConfigError(f"{what}={value!r}{hint} Expected {', '.join(map(repr, _KERAS_BACKENDS))}")
+    return name
 
 
 def _need(decorator: str, *others: str) -> None:
