@@ -96,7 +96,7 @@ _MODULES = {
 
 # What scripts of SkyPilot's SDK call beside that, and what does it here.
 _ELSEWHERE = {
-    "optimize": "sky.launch(task, dryrun=True) decides where it would run; `atoll launch --dryrun` says the price",
+    "optimize": "sky.launch(task, dryrun=True) decides where it runs; `atoll launch --dryrun task.yaml` says the price",
     "Storage": "file_mounts={'/data': 's3://bucket/path'} of a task copies what a URL names",
     "endpoints": "`atoll ssh NAME -L PORT` reaches a port of a cluster's head, whose address is handle.head_ip",
     "serve": "sky.launch(task) runs a server as a job, `atoll ssh NAME -L PORT` reaches it",

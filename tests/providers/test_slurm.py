@@ -296,9 +296,10 @@ def test_a_job_that_waits_to_go_on_is_seen_and_cancelled(slurm: Testbed) -> None
     assert queue(slurm) == []
 
     atoll("launch", "-d", "-c", "d", "--infra", "slurm/lab", "sleep 600")
+    eventually(lambda: "RUNNING" in atoll("queue", "d"), "it runs", 30.0)
     slurm.hosts[0].run("scancel -u sky")
     eventually(lambda: "it was cancelled (scancel)" in atoll("status"), "the cluster is down", 30.0)
-    assert "CANCELLED" in atoll("queue", "d")
+    eventually(lambda: "CANCELLED" in atoll("queue", "d"), "the job has ended so", 30.0)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ Standard library only, as everything that a supervisor on a head node needs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import tempfile
@@ -140,6 +141,9 @@ class ClusterNodes:
             if handle is not None:
                 reason = handle.reason or reason
                 handle.stop()
+            with contextlib.suppress(AtollError, OSError):
+                now = self._provider.poll(self._session.allocation)
+                reason = now.reason if now.state in (AllocationState.LOST, AllocationState.RELEASED) else reason
             raise ProvisionError(reason, node=node) from error
         base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
         return StartedNode(plan, handle, tmp, {**base, "HOME": plan.home, "TMPDIR": tmp})
