@@ -518,6 +518,8 @@ def test_what_slurm_refuses_is_one_line(slurm: Testbed) -> None:
     assert "slurm/here: you are in Slurm job 1, whose nodes are used: h2\n" in said
     (row,) = json.loads(slurm.hosts[0].run(shlex.join([*on_login, "gpus", "slurm/here", "-o", "json"]), user=USER))
     assert row == {"partition": "debug", "name": "L4", "count": 4, "free": 3}
+    config.write_text('[slurm.lab]\nlogin = "h1"\npython = "~/no/python"\n')
+    assert "✗ slurm/lab: h1: has no ~/no/python" in atoll("check", "slurm/lab", code=100)
     config.write_text('[slurm.lab]\nlogin = "h1"\npartition = "debgu"\n')
     assert "no partition 'debgu': did you mean 'debug'" in atoll(*on_lab, "true", code=2)
     config.write_text('[slurm.lab]\nlogin = "h1"\ntime = "soon"\n')

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from atoll.agent import keeper
-from atoll.core.errors import ConfigError, ProvisionError
+from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import check_seconds, command_line, nearest, suggests_fields
 from atoll.providers.accelerators import refuse_misspelt
 from atoll.providers.base import (
@@ -554,7 +554,7 @@ class Slurm(HostProvider):
     # -- for people -------------------------------------------------------------------------------------------------
 
     def examine(self) -> Iterator[tuple[bool, str]]:
-        """What its partitions have, and the nodes of the job that this process is in."""
+        """What its partitions have, the nodes of the job that this process is in, and whether Atoll can start there."""
         if job := self._own_job:
             now = self._show(job)
             cards = "" if now.has_gpus else "; it has no GPU (salloc --gres=gpu:…)"
@@ -564,6 +564,11 @@ class Slurm(HostProvider):
         for line in self._ask("sinfo", "--noheader", "--list-reasons", "--format=%N|%T|%E").splitlines():
             names, state, reason = line.strip().split("|", 2)
             yield True, f"without {names}, which is {state.rstrip('*')}: {reason}"
+        try:
+            with connections.used([self._login()]) as (login,):
+                facts.ask(login, ())
+        except AtollError as error:  # no Python there, say
+            yield False, str(error)
 
     def gpu_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
         """By partition and kind: Slurm tells counts, not cards."""
