@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import atoll as sky
+from atoll.providers import mig
 from fake_gpus import give_gpus
 
 __all__ = ["give_gpus"]
@@ -183,6 +184,18 @@ def test_what_was_made_is_removed_where_not_all_of_it_fits(machine: Callable[...
         sky.ComputePool(MAKING, accelerator=sky.NVIDIA.A100(mig=["3g.40gb"] * 2), logs="quiet").up()
     assert profiles(folder) == ["4g.40gb"]
     assert "-cgi 3g.40gb" in (folder / "mig.log").read_text()
+
+
+def test_slices_whose_maker_was_killed_are_named(
+    machine: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = machine()
+    with sky.ComputePool(MAKING, accelerator=sky.NVIDIA.A100(mig=["1g.10gb"]), logs="quiet") as pool:
+        (maker,) = mig._makers.values()
+        maker.kill()
+        assert pool.run(visible)[0].startswith("MIG-")
+    assert profiles(folder) == ["1g.10gb"]
+    assert "has ended (exit code -9). `nvidia-smi -L` lists those left" in capfd.readouterr().err
 
 
 def test_slices_of_a_killed_driver_are_removed_once_nobody_uses_their_card(

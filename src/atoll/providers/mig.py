@@ -64,6 +64,12 @@ def remove_slices(owner: str) -> None:
         print("atoll: the slices made for the pool are removed once nobody uses their GPU", file=sys.stderr)
     else:
         del _makers[owner]
+        if maker.returncode:
+            print(
+                f"atoll: what removes the slices made for the pool has ended (exit code {maker.returncode}). "
+                f"`nvidia-smi -L` lists those left; `nvidia-smi mig -i GPU -dci` and then `-dgi` remove them",
+                file=sys.stderr,
+            )
 
 
 # ------------------------------------------------------------------------------------------- the process beside a pool
