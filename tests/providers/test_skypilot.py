@@ -175,6 +175,10 @@ def test_the_sdk_lists_what_clouds_rent(prices: Script) -> None:
         sky.list_accelerators()
     with pytest.raises(ConfigError, match="did you mean 'aws'"):
         sky.list_accelerators(clouds="awss")
+    with pytest.raises(ConfigError, match="K8S/lab: no such infra: did you mean 'k8s'"):
+        registry.resolve("K8S/lab")
+    with pytest.raises(sky.UsageError, match=r"name_filter='A100\(' is no regular expression: missing \)"):
+        sky.list_accelerators(clouds="aws", name_filter="A100(")
     with pytest.raises(AttributeError, match=r"no attribute 'optimize': sky.launch\(task, dryrun=True\)"):
         sky.optimize
 

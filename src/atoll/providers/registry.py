@@ -47,6 +47,7 @@ def unknown(infra: str) -> str:
     """What is said of an infra that is none."""
     meant = [each for each in declared() if each.partition("/")[2] == infra]
     hint = f": did you mean {meant[0]}?" if meant else nearest(infra, [*declared(), *kinds()])
+    hint = hint or nearest(infra.partition("/")[0].lower(), kinds())
     return f"{infra}: no such infra{hint or f'; this version knows {_forms()}'}"
 
 

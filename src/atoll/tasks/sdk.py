@@ -436,12 +436,18 @@ def list_accelerators(
     """
     if not clouds:
         raise UsageError("list_accelerators(): name clouds, as in clouds='aws' or clouds=['aws', 'gcp']")
+    try:
+        fits = re.compile(name_filter or "").search
+    except re.error as error:
+        raise UsageError(
+            f"list_accelerators(): name_filter={name_filter!r} is no regular expression: {error}"
+        ) from None
     found: dict[str, list[Record]] = {}
     for cloud in [clouds] if isinstance(clouds, str) else clouds:
         rented = (row for row in registry.resolve(cloud.lower()).gpu_rows()[0] if "price" in row)
         for row in rented:
             name, count = row["name"], row["count"]
-            if re.search(name_filter or "", name) and quantity_filter in (None, count):
+            if fits(name) and quantity_filter in (None, count):
                 kind = {"accelerator_name": name, "accelerator_count": count, "cloud": cloud}
                 rest = {key: row[key] for key in ("instance_type", "region", "price", "spot_price")}
                 found.setdefault(name, []).append(Record({**kind, **rest}))
