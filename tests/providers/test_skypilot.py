@@ -222,6 +222,24 @@ def test_skypilot_that_can_not_be_used_is_one_line(prices: Script, home: Path) -
         registry.resolve("aws").plan(NodeRequest())
 
 
+@pytest.mark.parametrize(
+    ("infra", "kind", "says", "step"),
+    [
+        ("*/us-east-1", "NoCloudAccessError", "No cloud access", "`atoll check` says what to set up"),
+        ("aws", "NoCloudAccessError", "No cloud access", "`atoll check aws` says what to set up"),
+        ("aws", "RuntimeError", "API server process exited unexpectedly.\nView logs", "start: .*server.log .*/port$"),
+        ("aws", "ApiServerConnectionError", "Could not connect, try: curl", "start: .*server.log .*/port$"),
+        ("aws", "ApiServerAuthenticationError", "sky api login", "another program answers .* remove .*/port$"),
+    ],
+)
+def test_what_skypilot_says_comes_with_the_next_step(
+    prices: Script, infra: str, kind: str, says: str, step: str
+) -> None:
+    prices(no_offers=[kind, says])
+    with pytest.raises(sky.AtollError, match=step):
+        registry.resolve(infra).plan(NodeRequest())
+
+
 def test_prices_that_can_not_be_fetched_are_one_plain_line(prices: Script, home: Path) -> None:
     prices(no_offers=["ConnectionError", "HTTPSConnectionPool(host='x', port=443): Max retries exceeded with url: /v8"])
     with pytest.raises(ProvisionError) as error:

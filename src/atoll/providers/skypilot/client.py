@@ -121,9 +121,8 @@ class Helper:
             kind, message = "ApiServerConnectionError", "its server did not start"
         said = _shortened(message)
         said = said if " " in said else f"{kind} {said}".strip()  # of a KeyError that is the key
-        step = _STEPS.get(kind, "").format(
-            folder=environment.folder(), cloud=self._cloud, check=command_line("atoll", "check", self._cloud)
-        )
+        check = command_line("atoll", "check", *filter(None, [self._cloud]))
+        step = _STEPS.get(kind, "").format(folder=environment.folder(), cloud=self._cloud or "CLOUD", check=check)
         text = f"SkyPilot: {said.rstrip('.')}" + (f": {step}" if step else "")
         return ConfigError(text) if kind in _OF_REQUEST else SkyPilotError(text, kind)
 
