@@ -213,6 +213,8 @@ def test_the_life_of_a_cluster_on_skypilots_slurm(skypilot: Testbed, tmp_path: P
     assert "rank 0 on h2" in said
     assert "rank 1 on h3" in said
     assert len(login.run("squeue -h").splitlines()) == 1
+    (environment.folder() / "password").unlink()
+    assert client.ask("slurm", "describe", name="nothing") is None  # with a new one, which ssh goes by, too
     fails = "[ $SKYPILOT_NODE_RANK = 0 ] && sleep 100; exit 3"
     assert "rank 1 on worker1 exited with code 3" in run("exec", "c", "--num-nodes", "2", fails, code=100)
     run("exec", "c", "-d", "--num-nodes", "2", "echo going; sleep 1000")

@@ -22,6 +22,12 @@ from typing import Any
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NO_CATALOG = ("kubernetes", "slurm", "ssh")
 _UNCHECKED = ("StrictHostKeyChecking", "UserKnownHostsFile", "GlobalKnownHostsFile")  # as it checks no host's key
+# What ssh goes through, which has none of our variables: as the server is now, not as it was when a cluster was made.
+_PROXY = """{token}=$(cat {folder}/password)
+export {token}
+python=$1; program=$2; shift 3
+exec "$python" "$program" "http://127.0.0.1:$(cat {folder}/port)" "$@"
+"""
 _NO_NEWS = re.compile(r"[-\s]*$|[A-Z] \d\d-\d\d ")  # parts of a table, and what it logs
 
 
@@ -307,9 +313,10 @@ def _write_entries(handle: Any, credentials: dict[str, Any], folder: str) -> lis
     SSHConfigHelper.ssh_conf_path = os.path.join(folder, "unused")  # it would change the user's
     SSHConfigHelper.ssh_cluster_path = os.path.join(folder, "{}.sky")
     SSHConfigHelper.ssh_cluster_key_path = os.path.join(folder, "{}.key")
-    token = os.environ[SERVICE_ACCOUNT_TOKEN_ENV_VAR]
-    with open(os.open(f"{folder}/proxy", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(f'export {SERVICE_ACCOUNT_TOKEN_ENV_VAR}={token}\nexec "$@"\n')  # ssh has none of our variables
+    aside = os.path.join(folder, f"{handle.cluster_name}.proxy")
+    with open(aside, "w") as file:
+        file.write(_PROXY.format(folder=shlex.quote(os.path.dirname(folder)), token=SERVICE_ACCOUNT_TOKEN_ENV_VAR))
+    os.replace(aside, os.path.join(folder, "proxy"))  # others go through it
     proxy = f"/bin/sh {shlex.quote(folder)}/proxy {command._get_ws_proxy_command()}"
     command._write_ssh_config_for_cluster(handle, credentials, proxy)
     name = handle.cluster_name
