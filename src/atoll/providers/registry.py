@@ -148,7 +148,8 @@ def given_back_on_failure(provider: Provider, allocation: Allocation) -> Iterato
             with contextlib.suppress(AtollError, OSError):
                 now = provider.poll(allocation)
         provider.release(allocation, keep_disks=False)
-        if now.state in (AllocationState.LOST, AllocationState.RELEASED):
+        is_over = now.state in (AllocationState.LOST, AllocationState.RELEASED)
+        if is_over and now.reason not in str(error):  # an empty one says nothing
             raise ProvisionError(now.reason) from error
         raise
 
