@@ -35,7 +35,7 @@ from command_here import Atoll, atoll
 __all__ = ["atoll"]
 RUN = "from atoll.cli.main import main; main()"
 COMMANDS = ["launch", "exec", "logs", "queue", "cancel", "status", "stop", "start", "down", "autostop", "ssh", "cp"]
-LISTS = "`atoll queue t` lists its jobs"
+LISTS = "`atoll queue t` lists those there are"
 HINT = "(Ctrl-C to exit log streaming; job will not be killed)"
 
 

@@ -175,7 +175,7 @@ def test_what_can_not_be_had_is_said_at_once(home: Path) -> None:
         managed_api.launch(task, simulate=False)
     assert not clusters.all_names()
     launch("true").wait(60)
-    with pytest.raises(sky.AtollError, match=r"^there is no managed job 9; `atoll jobs queue` lists its jobs$"):
+    with pytest.raises(sky.AtollError, match=r"^there is no managed job 9; `atoll jobs queue` lists those there are$"):
         managed_api.job(9)
 
 

@@ -211,4 +211,4 @@ def _check_number(cluster: ClusterSpec, job_id: int) -> None:
 def _no_job(cluster: ClusterSpec, job_id: int) -> UnknownCluster:
     atoll, where = controllers.words_of(cluster.name)
     who = f"cluster {cluster.name} has no job" if where == [cluster.name] else "there is no managed job"
-    return UnknownCluster(f"{who} {job_id}; `{command_line(*atoll, 'queue', *where)}` lists its jobs")
+    return UnknownCluster(f"{who} {job_id}; `{command_line(*atoll, 'queue', *where)}` lists those there are")
