@@ -31,6 +31,7 @@ from atoll.providers import registry
 from atoll.providers.base import Allocation, AllocationState, NodeRequest
 from atoll.providers.slurm import queue as slurm_queue
 from atoll.providers.slurm.answers import JobNow, free_gpus, is_kind
+from atoll.providers.slurm.submission import seconds_of
 from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import api, clusters, placing
 from atoll.tasks.spec import ClusterSpec
@@ -258,6 +259,15 @@ def test_a_lost_node_is_replaced(make_bed: MakeBed) -> None:
     assert "attempt 2 runs on h2, h4" in said
     assert len({word for word in said.split() if word.startswith("sky-20")}) == 1, "one task id"
     atoll("down", "c")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("1-12", 129600), ("1-12:30", 131400), ("1-0:0:5", 86405),
+     ("UNLIMITED", None), ("", None)],
+)  # fmt: skip
+def test_seconds_of_a_limit(limit: str, seconds: float | None) -> None:
+    assert seconds_of(limit) == seconds
 
 
 @pytest.mark.parametrize(

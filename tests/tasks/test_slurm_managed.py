@@ -38,10 +38,12 @@ def log() -> str:
 
 def test_what_slurm_takes_at_its_limit_goes_on(slurm: Testbed) -> None:
     configure('time = "0:02:00"')
+    assert "told of its limit as it begins" in atoll("jobs", "launch", "--infra", "slurm/lab", RUN, code=2)
+    configure('time = "0:02:00"', "notice_s = 10")
     atoll("jobs", "launch", "--infra", "slurm/lab", "-d", RUN)
     eventually(lambda: log().count("attempt on h") == 1, "it runs", 90)
     (first,) = slurm_jobs(slurm)
-    slurm.hosts[0].run(f"scontrol update JobId={first} TimeLimit=1", user="root")  # over at once, as after a preemption
+    slurm.hosts[0].run(f"scontrol update JobId={first} TimeLimit=1", user="root")  # sooner
     slurm.hosts[0].run("touch ~/go", user=USER)
     said = atoll("jobs", "logs", timeout_s=450)
     assert said.count("attempt on h") == 2, said

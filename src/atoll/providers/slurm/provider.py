@@ -41,7 +41,7 @@ from atoll.providers.base import (
 from atoll.providers.bundle import atoll_bundle
 from atoll.providers.slurm import containers, queue
 from atoll.providers.slurm.answers import GPUS_FORMAT, Gpus, JobNow, PartitionNodes, free_gpus, is_kind
-from atoll.providers.slurm.submission import check_options, resource_options, script, task_options
+from atoll.providers.slurm.submission import check_options, resource_options, script, seconds_of, task_options
 from atoll.providers.ssh import facts
 from atoll.providers.ssh.connection import connections
 from atoll.providers.ssh.host_node import node_plan
@@ -387,7 +387,15 @@ class Slurm(HostProvider):
 
     def _requeues(self, request: NodeRequest) -> bool:
         """Do jobs go on where the time limit is near? What is supervised elsewhere would not hear of that in time."""
-        return (self.requeue or "job_recovery" in request.resources) and not request.supervised_here
+        if request.supervised_here or not (self.requeue or "job_recovery" in request.resources):
+            return False
+        limit_s = seconds_of(self.time or "")
+        if limit_s is not None and limit_s <= self.notice_s:
+            raise ConfigError(
+                f"{self.infra}: time = {self.time!r} is no longer than notice_s = {self.notice_s:g}, so each attempt "
+                "would be told of its limit as it begins: give it more time, or lower notice_s"
+            )
+        return True
 
     # -- the job ----------------------------------------------------------------------------------------------------
 

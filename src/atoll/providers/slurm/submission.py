@@ -97,3 +97,17 @@ def resource_options(request: NodeRequest, gpus: Gpus | None, given: Sequence[st
         words.append(f"--cpus-per-task={gpus.cores}")
     memory = re.match(r"(\d+)", request.memory or "")
     return [*words, f"--mem={memory[1]}G"] if memory else words
+
+
+def seconds_of(limit: str) -> float | None:
+    """A time limit as Slurm takes it (``90``, ``1:30:00``, ``1-12``); None where it is none, which Slurm says."""
+    days, dash, rest = limit.rpartition("-")
+    try:
+        parts = [float(part) for part in rest.split(":")]
+        if dash:
+            parts = [24 * float(days) + parts[0], *parts[1:]]
+        elif len(parts) < 3:  # minutes first
+            parts = [0.0, *parts]
+    except ValueError:
+        return None
+    return sum(part * unit for part, unit in zip(parts, (3600.0, 60.0, 1.0), strict=False))
