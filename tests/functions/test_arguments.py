@@ -182,7 +182,7 @@ def test_signatures_stay_as_they_are() -> None:
     import inspect
 
     assert list(inspect.signature(sky.ComputePool).parameters)[:2] == ["provider", "nodes"]
-    assert list(inspect.signature(sky.Local).parameters) == ["simulate"]
+    assert list(inspect.signature(sky.Local).parameters) == ["simulate", "make_slices"]
     assert pickle.loads(pickle.dumps(sky.Image(pip=["a"]))) == sky.Image(pip=["a"])
 
 

@@ -161,7 +161,7 @@ def test_of_several_alternatives_the_cheapest_that_is_set_up_is_taken(monkeypatc
     assert made.lines == ("rented/full: nothing is left",)
     assert decide_any("t", None, wanted, in_order=True).cluster.infra == "rented/3"
     assert decide_any("t", have(infra="rented/3"), wanted).cluster.infra == "rented/3"
-    with pytest.raises(ConfigError, match="none of the task's alternatives can be had"):
+    with pytest.raises(ProvisionError, match="none of the task's alternatives can be had"):
         decide_any("t", None, [wanted[0], wanted[0]])
     with pytest.raises(ProvisionError, match="nothing is left"):
         decide_any("t", None, wanted[:1])
