@@ -121,6 +121,9 @@ class AllocationState(enum.StrEnum):
     RELEASED = "RELEASED"
 
 
+GONE = frozenset({AllocationState.LOST, AllocationState.RELEASED})  # for good
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatedNode:
     """One node of an allocation.

@@ -19,7 +19,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import atoll_home
 from atoll.core.validation import nearest
-from atoll.providers.base import DEFAULT, Allocation, AllocationState, Provider
+from atoll.providers.base import DEFAULT, GONE, Allocation, Provider
 
 _FEW = 7  # of clouds, in a message
 ANY = "*"  # in the place of a kind: any of those that one package reaches
@@ -148,7 +148,7 @@ def given_back_on_failure(provider: Provider, allocation: Allocation) -> Iterato
             with contextlib.suppress(AtollError, OSError):
                 now = provider.poll(allocation)
         provider.release(allocation, keep_disks=False)
-        is_over = now.state in (AllocationState.LOST, AllocationState.RELEASED)
+        is_over = now.state in GONE
         if is_over and now.reason not in str(error):  # an empty one says nothing
             raise ProvisionError(now.reason) from error
         raise

@@ -11,7 +11,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.validation import MOST_MINUTES, checks_arguments, command_line
 from atoll.providers import registry
-from atoll.providers.base import AllocationState
+from atoll.providers.base import GONE, AllocationState
 from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import clusters, record, supervisor
 from atoll.tasks.client import tell
@@ -239,7 +239,7 @@ def refresh(cluster: ClusterSpec, *, ask: bool = False, max_age_s: float = 0.0) 
     if now.state is AllocationState.STOPPED:
         tell(f"cluster {cluster.name} is stopped: {now.reason}")
         return record.change(clusters.folder_of(cluster.name), status=ClusterStatus.STOPPED, allocation=now)
-    if now.state in (AllocationState.LOST, AllocationState.RELEASED):
+    if now.state in GONE:
         ended = {"status": ClusterStatus.DOWN, "setup_done": (), "autostop_minutes": None, "autodown": False}
         tell(f"cluster {cluster.name} is down: {now.reason}")
         return record.change(clusters.folder_of(cluster.name), **ended, notes=(now.reason,))

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from atoll.core.errors import AtollError, ConfigError, ProvisionError
 from atoll.core.paths import write_atomic
 from atoll.providers import registry
-from atoll.providers.base import DEFAULT, WORKDIR, AllocationState, NodeRequest
+from atoll.providers.base import DEFAULT, GONE, WORKDIR, AllocationState, NodeRequest
 from atoll.tasks import clusters, environment, launches, lifecycle, record, remote_control
 from atoll.tasks import recovery as r
 from atoll.tasks import transitions as t
@@ -430,7 +430,7 @@ def _ended(launch: int, cluster: ClusterSpec, row: JobRow, events: Sequence[Even
     if row.status is JobStatus.FAILED_SETUP:
         return r.Ended(launch, "failed_setup", row.reason, row.exit_code)
     state, said = _polled(cluster.name)
-    is_gone = state in (AllocationState.LOST, AllocationState.RELEASED) and row.exit_code in _TAKEN
+    is_gone = state in GONE and row.exit_code in _TAKEN
     if row.status is JobStatus.FAILED and causes and causes[-1].kind in ("failed", "timeout") and not is_gone:
         return r.Ended(launch, "failed", row.reason, row.exit_code)
     if causes and causes[-1].kind == "taken" and state is AllocationState.READY:

@@ -17,7 +17,7 @@ from pathlib import Path
 from atoll.core.errors import AtollError, ProvisionError
 from atoll.gang.members import sweep_stale
 from atoll.providers import registry
-from atoll.providers.base import Allocation, AllocationState, Boot, Node, NodePlan, Notice, Plan, Remote
+from atoll.providers.base import GONE, Allocation, AllocationState, Boot, Node, NodePlan, Notice, Plan, Remote
 from atoll.providers.gpus import Gpu
 from atoll.providers.upkeep import wait_until_ready
 from atoll.tasks import reaper, record
@@ -143,7 +143,7 @@ class ClusterNodes:
                 handle.stop()
             with contextlib.suppress(AtollError, OSError):
                 now = self._provider.poll(self._session.allocation)
-                reason = now.reason if now.state in (AllocationState.LOST, AllocationState.RELEASED) else reason
+                reason = now.reason if now.state in GONE else reason
             raise ProvisionError(reason, node=node) from error
         base = {name: value for name, value in plan.base_env.items() if name != _OF_POOLS}
         return StartedNode(plan, handle, tmp, {**base, "HOME": plan.home, "TMPDIR": tmp})

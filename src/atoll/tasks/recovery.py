@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from signal import SIGKILL, SIGTERM
 from typing import Any, Literal, NamedTuple
 
-from atoll.providers.base import AllocationState
+from atoll.providers.base import GONE, AllocationState
 from atoll.tasks import transitions as t
 from atoll.tasks.spec import JobStatus
 
@@ -340,7 +340,7 @@ class RecoveryMachine:
         if event.state is AllocationState.PENDING:  # it waits for other nodes, as long as that takes
             s.unheard_s, s.lost_s = now, None
             return actions
-        is_gone = event.state in (AllocationState.LOST, AllocationState.RELEASED)
+        is_gone = event.state in GONE
         s.lost_s = (now if s.lost_s is None else s.lost_s) if is_gone else None
         if s.lost_s is not None and now - s.lost_s >= LOST_S:
             reason = event.reason

@@ -4,7 +4,7 @@ Those align a causal mask to the first key. So the queries attend twice: to the 
 keys of their own positions, causally. The log-sum-exps join the two, as in ring attention (Liu et al., 2023): in the
 backward pass each part takes the joined output and log-sum-exp, and its gradients are its share of the whole's.
 
-Shapes: B batch, S queries, T ≥ S keys, H heads, K kv-heads, E head width.
+Shapes: B batch, S queries, T > S keys, H heads, K kv-heads, E head width.
 """
 
 from __future__ import annotations
@@ -63,14 +63,13 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         before = k.shape[2] - q.shape[2]
         out, lse, *random = _forward(q, k[:, :, before:], v[:, :, before:], True)
-        if before:
-            far, far_lse, *_ = _forward(q, k[:, :, :before], v[:, :, :before], False)
-            both = torch.logaddexp(lse, far_lse)
-            weight, far_weight = (
-                (part - both).exp().view(*out.shape[:3], 1).to(torch.promote_types(out.dtype, part.dtype))
-                for part in (lse, far_lse)
-            )
-            out, lse = (out * weight + far * far_weight).to(out.dtype), both
+        far, far_lse, *_ = _forward(q, k[:, :, :before], v[:, :, :before], False)
+        both = torch.logaddexp(lse, far_lse)
+        weight, far_weight = (
+            (part - both).exp().view(*out.shape[:3], 1).to(torch.promote_types(out.dtype, part.dtype))
+            for part in (lse, far_lse)
+        )
+        out, lse = (out * weight + far * far_weight).to(out.dtype), both
         ctx.save_for_backward(q, k, v, out, lse, *random)
         return out
 
@@ -79,7 +78,5 @@ class _Joined(torch.autograd.Function):
         q, k, v, out, lse, *random = ctx.saved_tensors
         before = k.shape[2] - q.shape[2]
         near = _backward(grad, q, k[:, :, before:], v[:, :, before:], out, lse, random, True)
-        if not before:
-            return near
         far = _backward(grad, q, k[:, :, :before], v[:, :, :before], out, lse, random, False)
         return near[0] + far[0], torch.cat((far[1], near[1]), dim=2), torch.cat((far[2], near[2]), dim=2)

@@ -12,6 +12,7 @@ from atoll.train.models.parts import Decoder
 from atoll.train.parallel.compile import compile_blocks
 from atoll.train.parallel.context import apply_context
 from atoll.train.parallel.gradients import ReplicatedWeights, ShardedWeights, Weights
+from atoll.train.parallel.layout import reshards
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.parallel.plan import Plan
 from atoll.train.parallel.precision import compute_dtype, convert_float8, master_dtype, reduce_dtype
@@ -51,9 +52,7 @@ def shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
         # Blocks of ours get what they take: the angles stay exact. Users' modules may mix formats.
         cast_forward_inputs=compute != master and not isinstance(model, Decoder),
     )
-    reshard = recipe.parallel.reshard_after_forward
-    if reshard is None:
-        reshard = mesh.layout.pipeline == 1  # a stage's parameters are needed again at the next micro-batch
+    reshard = reshards(recipe, mesh.layout)
     if isinstance(model, Decoder):
         for block in model.blocks.values():
             fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)

@@ -16,7 +16,7 @@ import torch
 from atoll.train.models.attention import kernel_name
 from atoll.train.models.family import family_of
 from atoll.train.models.registry import build
-from atoll.train.parallel.layout import AXES, Layout, num_stages_per_rank
+from atoll.train.parallel.layout import AXES, Layout, num_stages_per_rank, reshards
 from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.recompute import Recompute, count_of, mode_of
 from atoll.train.parallel.trace import block_memory
@@ -136,9 +136,7 @@ def _of_rank(
     add("weights", own * w, f"{own / 1e6:,.1f} M master weights × {w} B{share}")
     largest = max(rank.blocks, default=0)
     if layout.sharded:
-        resharded = recipe.parallel.reshard_after_forward
-        if resharded is None:
-            resharded = layout.pipeline == 1
+        resharded = reshards(recipe, layout)
         gathered = min(2 * largest, sum(rank.blocks)) if resharded else sum(rank.blocks)
         gathered += rank.head + (rank.tables if recipe.model.tied or not resharded else 0)
         how = "2 blocks + output head" if resharded else "the whole model"

@@ -14,7 +14,7 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
 from atoll.train.parallel.estimate import GIB, Device, Estimate, estimate
-from atoll.train.parallel.layout import Layout, check, resolve
+from atoll.train.parallel.layout import Layout, check, reshards, resolve
 from atoll.train.parallel.recompute import Mode, Recompute
 from atoll.train.recipe.schema import Recipe
 
@@ -108,10 +108,10 @@ def decide(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "
     chosen = choose(recipe, layout, memory_bytes, device)
     needs = functools.partial(estimate, recompute=chosen, device_bytes=memory_bytes, device=device)
     lean = needs(recipe, layout)
-    if recipe.parallel.reshard_after_forward is None and layout.sharded:
+    if recipe.parallel.reshard_after_forward is None and layout.sharded and reshards(recipe, layout):
         kept = _with(recipe, "parallel.reshard_after_forward", False)
         whole = needs(kept, layout)
-        if layout.pipeline > 1 or whole.fits(memory_bytes):  # a stage's are needed again at the next micro-batch
+        if whole.fits(memory_bytes):
             return kept, whole
     return recipe, lean
 

@@ -213,6 +213,15 @@ def _check_stages_per_rank(recipe: Recipe) -> None:
         raise ConfigError(f"{what}: a rank holds two stages there; leave stages_per_rank out")
 
 
+def reshards(recipe: Recipe, layout: Layout) -> bool:
+    """Whether FSDP frees gathered weights between the forward and the backward pass.
+
+    Where the recipe leaves it open it does, but in a pipeline: a stage's are needed again at the next micro-batch.
+    """
+    wanted = recipe.parallel.reshard_after_forward
+    return layout.pipeline == 1 if wanted is None else wanted
+
+
 def num_stages_per_rank(recipe: Recipe) -> int:
     """Pipeline stages that each rank holds."""
     looped = recipe.parallel.pipeline_schedule in ("interleaved", "zero_bubble", "zbv")
