@@ -241,12 +241,6 @@ def test_resume_is_bit_equal(section):
         assert torch.equal(parameter, whole[name]), name
 
 
-def test_a_closure_is_refused():
-    _, optimizer = train(OptimizerSection(), steps=1)
-    with pytest.raises(TypeError, match="no closure"):
-        optimizer.step(lambda: 0.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("section", [{"moments": "bf16"}, {"kind": "muon"}, {"kind": "sgd"}, {}], ids=str)
 def test_gradients_are_divided_and_nothing_moves_where_one_is_not_finite(section, dtype):

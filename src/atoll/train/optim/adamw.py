@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from atoll.train.dtensor import local
-from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling, like
+from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling
 
 _BUCKET_ELEMENTS = 1 << 25  # moved at a time with bf16 moments: bounds what is held in fp32 meanwhile
 
 
 class AdamW(LocalOptimizer):
-    """Groups have ``lr``, ``betas``, ``eps`` and ``weight_decay``. States as ``adamw_state`` makes them.
+    """Groups have ``lr``, ``betas``, ``eps`` and ``weight_decay``.
 
     Moments in bf16 take 4 bytes a parameter instead of 8. A step changes the second moment by a share of 1 - beta2,
     less than half of bf16's spacing, so that rounding to the nearest would leave it where it is. Rounding up or down by
@@ -38,16 +38,11 @@ class AdamW(LocalOptimizer):
         self._fused = fused
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Zero moments and step 0."""
         return adamw_state(parameter, self._moments)
 
     def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
-        """One step; with moments in bf16 bucket by bucket."""
-        if self._moments is None:
-            move_adamw(self.parts(parameters), group, scaling, fused=self._fused)
-            return
         number_of_group = next(number for number, each in enumerate(self.param_groups) if each is group)
-        for number, bucket in enumerate(_buckets(parameters)):
+        for number, bucket in enumerate([parameters] if self._moments is None else _buckets(parameters)):
             key = _mixed(self.seed, number_of_group, number)
             move_adamw(self.parts(bucket), group, scaling, key=key, fused=self._fused)
 
@@ -55,7 +50,7 @@ class AdamW(LocalOptimizer):
 def adamw_state(parameter: nn.Parameter, moments: torch.dtype | None = None) -> dict[str, Tensor]:
     """Zero ``exp_avg`` and ``exp_avg_sq``, and ``step``, which lies on the CPU: reading it there waits for nothing."""
     step = torch.zeros((), dtype=torch.float32, device="cpu")
-    return {"step": step, "exp_avg": like(parameter, moments), "exp_avg_sq": like(parameter, moments)}
+    return {"step": step, **{name: torch.zeros_like(parameter, dtype=moments) for name in ("exp_avg", "exp_avg_sq")}}
 
 
 def move_adamw(parts: LocalParts, group: dict[str, Any], scaling: Scaling, *, key: int = 0, fused: bool = True) -> None:

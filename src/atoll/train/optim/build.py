@@ -11,13 +11,12 @@ from torch import nn
 from atoll.core.errors import ConfigError
 from atoll.train.optim.adamw import AdamW
 from atoll.train.optim.muon import Muon
-from atoll.train.optim.optimizer import LocalOptimizer
-from atoll.train.optim.sgd import SGD
+from atoll.train.optim.optimizer import SGD, LocalOptimizer
 from atoll.train.recipe.schema import OptimizerSection
 
 # Parts of the names of tables that are looked up by index, ours (embed, learned_positions) and common ones.
 _TABLES = ("embed", "position", "wte", "wpe")
-_HEADS = ("head", "lm_head", "output", "unembed")
+_HEADS = {"head", "lm_head", "output", "unembed"}
 
 
 def build_optimizer(
@@ -28,9 +27,6 @@ def build_optimizer(
     replicas: dist.ProcessGroup | None = None,
 ) -> LocalOptimizer:
     """An optimizer of named parameters, plain or DTensors on any meshes.
-
-    Each group has its learning rate before the schedule as ``peak``; the loop sets ``lr`` before every step. All state
-    is tensors in ``optimizer.state[parameter]``, there from the start.
 
     Args:
         parameters: fp32 or fp64.
@@ -44,34 +40,32 @@ def build_optimizer(
     if not trained:
         raise ConfigError(f"none of the model's {len(parameters)} parameters has requires_grad: there is none to train")
     if section.kind == "sgd":
-        return SGD(_groups(list(trained), trained, section, momentum=section.momentum, lr=section.lr))
+        return SGD(_groups(trained, section, momentum=section.momentum, lr=section.lr))
     adamw: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
     if section.kind == "adamw":
         moments = torch.bfloat16 if section.moments == "bf16" else None
-        groups = _groups(list(trained), trained, section, **adamw)
-        return AdamW(groups, moments=moments, seed=seed, fused=section.fused)
+        return AdamW(_groups(trained, section, **adamw), moments=moments, seed=seed, fused=section.fused)
     hidden = matrices(trained)
-    ours = [name for name in trained if name in hidden]
-    others = [name for name in trained if name not in hidden]
-    return Muon(
-        _groups(ours, trained, section, kind="muon", lr=section.muon_lr, momentum=section.momentum)
-        + _groups(others, trained, section, kind="adamw", **adamw),
-        replicas=replicas,
-    )
+    ours = {name: parameter for name, parameter in trained.items() if name in hidden}
+    others = {name: parameter for name, parameter in trained.items() if name not in hidden}
+    muon = _groups(ours, section, kind="muon", lr=section.muon_lr, momentum=section.momentum)
+    return Muon(muon + _groups(others, section, kind="adamw", **adamw), replicas=replicas)
 
 
-def _groups(
-    names: list[str], parameters: dict[str, nn.Parameter], section: OptimizerSection, **options: Any
-) -> list[dict[str, Any]]:
-    """Groups with and without weight decay; those without a parameter are left out."""
-    decaying = {True: section.weight_decay, False: 0.0}
-    members = {each: [parameters[n] for n in names if decays(n, parameters[n]) is each] for each in decaying}
-    return [{"params": members[each], "weight_decay": decaying[each], **options} for each in decaying if members[each]]
+def _groups(parameters: dict[str, nn.Parameter], section: OptimizerSection, **options: Any) -> list[dict[str, Any]]:
+    """Those that decay and those that do not; the optimizer leaves out a group without parameters."""
+    decaying = [parameter for name, parameter in parameters.items() if decays(name, parameter)]
+    others = [parameter for name, parameter in parameters.items() if not decays(name, parameter)]
+    return [
+        {"params": decaying, "weight_decay": section.weight_decay, **options},
+        {"params": others, "weight_decay": 0.0, **options},
+    ]
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: never to norms, biases and embeddings, but to the head."""
-    return parameter.ndim >= 2 and not name.endswith("bias") and "norm" not in name and not _is_table(name)
+    is_table = any(table in name for table in _TABLES) and "unembed" not in name
+    return parameter.ndim >= 2 and not name.endswith("bias") and "norm" not in name and not is_table
 
 
 def matrices(parameters: dict[str, nn.Parameter]) -> set[str]:
@@ -81,12 +75,4 @@ def matrices(parameters: dict[str, nn.Parameter]) -> set[str]:
     """
     hidden = {name for name, each in parameters.items() if each.ndim == 2 and decays(name, each)}
     in_blocks = {name for name in hidden if "blocks" in name.split(".")}
-    return in_blocks or {name for name in hidden if not _is_head(name)}
-
-
-def _is_table(name: str) -> bool:
-    return any(table in name for table in _TABLES) and "unembed" not in name
-
-
-def _is_head(name: str) -> bool:
-    return any(part in _HEADS for part in name.split("."))
+    return in_blocks or {name for name in hidden if _HEADS.isdisjoint(name.split("."))}

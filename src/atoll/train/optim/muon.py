@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.train.optim.adamw import adamw_state, move_adamw
-from atoll.train.optim.dealing import Dealing, dealing_of
-from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling, like
+from atoll.train.optim.dealing import dealt, num_workers
+from atoll.train.optim.optimizer import LocalOptimizer, LocalParts, Scaling
 
 _STEP = (3.4445, -4.7750, 2.0315)  # a, b and c (Jordan et al.)
 # How many steps follow one another before the Gram matrix is made anew. What fp16 rounds of it is enlarged by each:
@@ -43,10 +43,7 @@ class Muon(LocalOptimizer):
         self._replicas = replicas
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Zeros."""
-        if group["kind"] == "muon":
-            return {"momentum": like(parameter)}
-        return adamw_state(parameter)
+        return {"momentum": torch.zeros_like(parameter)} if group["kind"] == "muon" else adamw_state(parameter)
 
     def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
         """One step: a matrix moves along the nearest orthogonal matrix to its Nesterov momentum."""
@@ -54,12 +51,11 @@ class Muon(LocalOptimizer):
             move_adamw(self.parts(parameters), group, scaling)
             return
         for alike in _alike(parameters):
-            dealing = dealing_of(alike[0], self._replicas)
-            count = max(1, dealing.size * _BATCH_ELEMENTS // max(1, alike[0].numel()))
+            count = max(1, num_workers(alike[0], self._replicas) * _BATCH_ELEMENTS // max(1, alike[0].numel()))
             for first in range(0, len(alike), count):
-                self._move_batch(self.parts(alike[first : first + count]), group, dealing, scaling)
+                self._move_batch(self.parts(alike[first : first + count]), group, scaling)
 
-    def _move_batch(self, parts: LocalParts, group: dict[str, Any], dealing: Dealing, scaling: Scaling) -> None:
+    def _move_batch(self, parts: LocalParts, group: dict[str, Any], scaling: Scaling) -> None:
         weights, momenta = parts.weights, parts.states["momentum"]
         rows, columns = parts.parameters[0].shape
         rate = -group["lr"] * max(1.0, rows / columns) ** 0.5
@@ -80,7 +76,7 @@ class Muon(LocalOptimizer):
             scaling.divide(gradients)
             torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
             torch._foreach_copy_(list(ahead), torch._foreach_lerp(gradients, momenta, group["momentum"]))
-        directions = dealing.back(orthogonalised(dealing.whole(ahead)))
+        directions = dealt(orthogonalised, parts.parameters[0], self._replicas)(ahead)
         if fused:
             for weight, direction in zip(weights, directions, strict=True):
                 decay_and_add(weight, direction, found_inf, decay=decay, rate=rate)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from atoll.train.dtensor import local, local_gradient
 
@@ -96,24 +96,13 @@ class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
         """One step of the parameters of a group that have a gradient."""
 
     @torch.no_grad()
-    def step(  # type: ignore[override]  # no loss comes back
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
+    def step(self, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:  # type: ignore[override]  # no closure, and no loss comes back
         """Move every parameter that has a gradient. Nothing waits for the device; gradients hold anything afterwards.
 
         Args:
             grad_scale: [] fp64 on the parameters' device, what gradients are divided by before.
             found_inf: [] fp32 on it, 1 where nothing may move.
-
-        Raises:
-            TypeError: a closure is given; none of these optimizers evaluates the loss again.
         """
-        if closure is not None:
-            raise TypeError("step() takes no closure: compute the gradients first")
         for group in self.param_groups:
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
             if moving:
@@ -132,6 +121,26 @@ class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
         return self._parts[key]
 
 
-def like(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros, sharded as the parameter is."""
-    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+class SGD(LocalOptimizer):
+    """torch's SGD with momentum. Groups have ``lr``, ``momentum`` and ``weight_decay``, which the gradient gets."""
+
+    def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(parameter)} if group["momentum"] else {}
+
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any], scaling: Scaling) -> None:
+        parts = self.parts(parameters)
+        gradients = parts.gradients()
+        momenta: list[Tensor | None] = [*parts.states.get("momentum", [None] * len(parameters))]
+        sgd(
+            parts.weights,
+            gradients,
+            momenta,
+            fused=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            **scaling.for_torch(gradients),
+        )
