@@ -44,3 +44,21 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_aside(tmp_path: P
     assert (tmp_path / "file").read_bytes() == b"two"
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
     assert left(tmp_path) == ["file", "folder"]
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another process clears what it finds in a cache at that moment."""
+    mkdir, swept = Path.mkdir, []
+
+    def make(place: Path) -> None:
+        mkdir(place)
+        if not swept:
+            sweep_temporary(tmp_path / "*")
+            swept.append(place)
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    with temporary_beside(tmp_path / "target", folder=True) as place:
+        assert left(tmp_path) == [place.name]
+    assert not swept[0].exists()

@@ -105,9 +105,14 @@ def temporary_beside(target: Path, *, folder: bool = False) -> Iterator[Path]:
         place = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         if folder:
             place.mkdir()
-        descriptor = os.open(
-            place, os.O_CLOEXEC | (os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL), 0o600
-        )
+        try:
+            descriptor = os.open(
+                place, os.O_CLOEXEC | (os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL), 0o600
+            )
+        except FileNotFoundError:
+            if folder:  # it was swept before it was opened
+                continue
+            raise
         _try_lock(descriptor, wait=True)  # whoever sweeps holds it for a moment
         if place.exists():  # else it was swept before it was locked
             break
