@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -12,6 +13,7 @@ from atoll.train.models.parts import Decoder
 from atoll.train.parallel.compile import compile_blocks
 from atoll.train.parallel.context import apply_context
 from atoll.train.parallel.gradients import ReplicatedWeights, ShardedWeights, Weights
+from atoll.train.parallel.layers import layers_of
 from atoll.train.parallel.layout import reshards
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.parallel.plan import Plan
@@ -52,32 +54,17 @@ def shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
         # Blocks of ours get what they take: the angles stay exact. Users' modules may mix formats.
         cast_forward_inputs=compute != master and not isinstance(model, Decoder),
     )
+    fsdp = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy)
     reshard = reshards(recipe, mesh.layout)
-    if isinstance(model, Decoder):
-        for block in model.blocks.values():
-            fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-        if not model.config.tied:
-            # Under tensor parallelism it returns a view, through which FSDP's hooks can't be sure to be reached.
-            if model.embed is not None and mesh.layout.tensor == 1:
-                fully_shard(model.embed, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-            if model.norm is not None and model.head is not None:
-                # Needed again at once by the backward pass.
-                fully_shard([model.norm, model.head], mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    else:
-        for part in _repeated(model):
-            fully_shard(part, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-
-
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The layers of a user's model: the members of its lists of modules that hold parameters."""
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
-    found: list[nn.Module] = []
-    for each in lists:
-        members = each.values() if isinstance(each, nn.ModuleDict) else each
-        found += [member for member in members if next(member.parameters(), None) is not None]
-    nested = {id(inner) for outer in found for inner in outer.modules() if inner is not outer}
-    return [each for each in found if id(each) not in nested]
+    parts = layers_of(model)
+    if isinstance(model, Decoder) and not model.config.tied:
+        # Under tensor parallelism the embedding returns a view, through which FSDP's hooks can't be sure to be reached.
+        if model.embed is not None and mesh.layout.tensor == 1:
+            parts.append(model.embed)
+        if model.norm is not None and model.head is not None:
+            fsdp([model.norm, model.head], reshard_after_forward=False)  # the backward pass needs them again at once
+    for part in [*parts, model]:
+        fsdp(part, reshard_after_forward=reshard)
 
 
 def weights_of(stages: Sequence[nn.Module], recipe: Recipe, mesh: Mesh) -> Weights:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from atoll.core.errors import ConfigError
+from atoll.train.parallel.layers import layers_of
 from atoll.train.recipe.schema import Recipe
 from atoll.train.world import World
 
@@ -39,20 +40,13 @@ def compile_refusal(error: BaseException) -> str | None:
 
 
 def compile_blocks(model: nn.Module, mode: str) -> None:
-    """Compile each block's ``forward`` whole, in place: the blocks are alike, so the second comes from the cache.
+    """Compile each layer's ``forward`` whole, in place: they are alike, so the second comes from the cache.
 
-    What can't be compiled whole, and a block that would be compiled too often, is an error of torch, not run uncompiled
-    (``trainer.py`` says what to do). Hooks, as FSDP's, stay outside.
+    What can't be compiled whole, and a layer that would be compiled too often, is an error of torch, not run uncompiled
+    (``compile_refusal`` says what to do). Hooks, as FSDP's, stay outside.
 
     Raises:
-        ConfigError: the model has no ``blocks``.
+        ConfigError: the model has no list of layers.
     """
-    model = getattr(model, "inner", model)  # a user's, inside of ours
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, (nn.ModuleDict, nn.ModuleList)):
-        raise ConfigError(
-            f"[compile] enabled works block by block, and {type(model).__name__} has no ModuleList or ModuleDict named "
-            "blocks; name it so, or set enabled = false"
-        )
-    for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
+    for block in layers_of(model, needed_by="[compile] enabled = true"):
         block.forward = torch.compile(block.forward, mode=None if mode == "default" else mode, fullgraph=True)

@@ -16,7 +16,7 @@ import torch
 from atoll.train.models.attention import kernel_name
 from atoll.train.models.family import family_of
 from atoll.train.models.registry import build
-from atoll.train.parallel.layout import AXES, Layout, num_stages_per_rank, reshards
+from atoll.train.parallel.layout import AXES, Layout, num_micro_batches, num_stages_per_rank, reshards
 from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.recompute import Recompute, count_of, mode_of
 from atoll.train.parallel.trace import block_memory
@@ -257,7 +257,7 @@ def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
         num_stages = layout.pipeline * num_stages_per_rank(recipe)
         first, last = 0 in stages, num_stages - 1 in stages
         layers = [each for stage in stages for each in layers_of_stage(stage, num_stages, len(whole.blocks))]
-    count = num_micro_batches(recipe, layout)
+    count = max(1, num_micro_batches(recipe, layout))
     gpipe = layout.pipeline > 1 and recipe.parallel.pipeline_schedule == "gpipe"
     ends = int(not first) + int(not last)
     return _Rank(
@@ -271,11 +271,6 @@ def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
         # The pipeline receives into, and sends from, buffers of each micro-batch.
         buffers=2 * ends * count * recipe.model.dim if layout.pipeline > 1 else 0,
     )
-
-
-def num_micro_batches(recipe: Recipe, layout: Layout) -> int:
-    """Micro-batches of a rank in a step."""
-    return max(1, recipe.train.global_batch // (layout.data * recipe.train.micro_batch))
 
 
 def _in_flight(recipe: Recipe, layout: Layout, place: int, num_micro_batches: int) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from atoll.core.errors import ConfigError
 from atoll.train.recipe.schema import Recipe
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}  # of the schedules that leave no choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,6 @@ def resolve(recipe: Recipe, world_size: int, *, fits_replicated: bool = True) ->
 
     Args:
         recipe: ``[parallel]`` may leave replicate and shard open, or give -1 for the rest on one axis.
-        world_size: ranks there are.
         fits_replicated: whether a rank can hold whole parameters and optimizer state: then open axes become DDP, else
             FSDP.
 
@@ -82,34 +83,22 @@ def divide(recipe: Recipe, world_size: int, *, fits_replicated: bool = True) -> 
     Raises:
         ConfigError: the sizes don't multiply to ``world_size``.
     """
-    wanted = recipe.parallel
-    sizes = {axis: getattr(wanted, axis) for axis in AXES}
-    if wanted.replicate is None and wanted.shard is None:
-        open_axis = "replicate" if fits_replicated else "shard"
-        other = "shard" if fits_replicated else "replicate"
-        sizes[other] = 1
-        sizes[open_axis] = 1 if -1 in sizes.values() else -1
-    else:
-        # One of the two is given: the other takes what is left where nothing else does.
-        for axis in ("replicate", "shard"):
-            if sizes[axis] is None:
-                sizes[axis] = 1
+    wanted = {axis: getattr(recipe.parallel, axis) for axis in AXES}
+    if wanted["replicate"] is None and wanted["shard"] is None and -1 not in wanted.values():
+        wanted["replicate" if fits_replicated else "shard"] = -1
+    sizes = {axis: 1 if size is None else size for axis, size in wanted.items()}
     given = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
-    product = 1
-    for size in sizes.values():
-        product *= 1 if size == -1 else size
+    product = math.prod(size for size in sizes.values() if size != -1)
     if world_size % product:
         raise ConfigError(
             f"[parallel] {given} = {product} ranks do not divide the {world_size} there are: change an axis"
         )
-    rest = [axis for axis, size in sizes.items() if size == -1]
-    if rest:
-        sizes[rest[0]] = world_size // product
-    elif product != world_size:
+    layout = Layout(**{axis: world_size // product if size == -1 else size for axis, size in sizes.items()})
+    if layout.world_size != world_size:
         raise ConfigError(
             f"[parallel] {given} = {product} ranks, but {world_size} were started; set one axis to -1 (the rest)"
         )
-    return Layout(**sizes)
+    return layout
 
 
 def check(recipe: Recipe, layout: Layout) -> None:
@@ -118,99 +107,88 @@ def check(recipe: Recipe, layout: Layout) -> None:
     Raises:
         ConfigError: names both numbers.
     """
+    for is_broken, why in _rules(recipe, layout):
+        if is_broken:
+            raise ConfigError(why)
+
+
+def _rules(recipe: Recipe, layout: Layout) -> Iterator[tuple[bool, str]]:
+    """Whether each rule is broken, and what to say then; a rule may rely on those before it."""
     model, train, parallel = recipe.model, recipe.train, recipe.parallel
-
-    def must_divide(what: str, number: int, axis: str, size: int, advice: str) -> None:
-        if number % size:
-            raise ConfigError(f"{what} = {number} is not divisible by {axis} = {size}: {advice}")
-
     tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
+    schedule = parallel.pipeline_schedule
+
+    def divides(what: str, number: int, axis: str, size: int, advice: str) -> tuple[bool, str]:
+        return number % size > 0, f"{what} = {number} is not divisible by {axis} = {size}: {advice}"
+
     for axis, size in (("tensor", tensor), ("pipeline", pipeline), ("context", context)):
-        if model.python is not None and size > 1:
-            raise ConfigError(
-                f"[model] python = {model.python!r} with [parallel] {axis} = {size}: a model of your own can be "
-                f"replicated or sharded; set {axis} = 1"
-            )
-    if (train.seq_len > model.max_seq_len and model.python is None) or tensor > 1:
+        yield (
+            model.python is not None and size > 1,
+            f"[model] python = {model.python!r} with [parallel] {axis} = {size}: a model of your own can be "
+            f"replicated or sharded; set {axis} = 1",
+        )
+    too_long = train.seq_len > model.max_seq_len and model.python is None
+    if too_long or tensor > 1:
         from atoll.train.models.family import family_of  # with torch, which whoever starts the ranks does without
 
-        rotary, hidden_dim = family_of(model).rotary, family_of(model).hidden_dim(model)
-    if train.seq_len > model.max_seq_len and model.python is None and not rotary:
-        raise ConfigError(
+        family = family_of(model)
+        yield (
+            too_long and not family.rotary,
             f"[train] seq_len = {train.seq_len} is longer than [model] max_seq_len = {model.max_seq_len}, and "
-            f"{model.family} has a learnt vector for each position: shorten seq_len, or raise max_seq_len"
+            f"{model.family} has a learnt vector for each position: shorten seq_len, or raise max_seq_len",
         )
-    if tensor > 1:
-        common = math.gcd(model.heads, model.num_kv_heads, hidden_dim)
+        sizes = {"heads": model.heads, "kv_heads": model.num_kv_heads, "hidden_dim": family.hidden_dim(model)}
+        common = math.gcd(*sizes.values())
         allowed = f"it can be {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"
-        for name, number in (("heads", model.heads), ("kv_heads", model.num_kv_heads), ("hidden_dim", hidden_dim)):
-            must_divide(f"[model] {name}", number, "[parallel] tensor", tensor, allowed)
+        for name, number in sizes.items():
+            yield divides(f"[model] {name}", number, "[parallel] tensor", tensor, allowed)
     if context > 1:
-        must_divide(
-            "[train] seq_len",
-            train.seq_len,
-            "2 × [parallel] context",
-            2 * context,
-            "each context rank takes an early and a late piece of the sequence",
-        )
-    if tensor > 1 and parallel.sequence_parallel:
-        must_divide(
-            "[train] seq_len / context",
-            train.seq_len // context,
-            "[parallel] tensor",
-            tensor,
-            "sequence parallelism splits the sequence; or set sequence_parallel = false",
-        )
+        pieces = "each context rank takes an early and a late piece of the sequence"
+        yield divides("[train] seq_len", train.seq_len, "2 × [parallel] context", 2 * context, pieces)
+    if parallel.sequence_parallel:
+        split = "sequence parallelism splits the sequence; or set sequence_parallel = false"
+        yield divides("[train] seq_len / context", train.seq_len // context, "[parallel] tensor", tensor, split)
+    share, micro_batches = layout.data * train.micro_batch, num_micro_batches(recipe, layout)
     if pipeline > 1:
-        if model.tied:
-            raise ConfigError(
-                f"[model] tied = true with [parallel] pipeline = {pipeline}: the shared weight would lie on the first "
-                "and the last stage; set pipeline = 1, or tied = false"
-            )
-        if recipe.precision.reduce == "bf16" and layout.sharded:
-            raise ConfigError(
-                f'[precision] reduce = "bf16" with [parallel] pipeline = {pipeline} and shard × context = '
-                f'{layout.shard * context}: FSDP would add up micro-batches in bf16, too; set reduce = "fp32", or '
-                "replicate instead"
-            )
-        _check_stages_per_rank(recipe)
+        yield (
+            model.tied,
+            f"[model] tied = true with [parallel] pipeline = {pipeline}: the shared weight would lie on the first "
+            "and the last stage; set pipeline = 1, or tied = false",
+        )
+        yield (
+            recipe.precision.reduce == "bf16" and layout.sharded,
+            f'[precision] reduce = "bf16" with [parallel] pipeline = {pipeline} and shard × context = '
+            f'{layout.shard * context}: FSDP would add up micro-batches in bf16, too; set reduce = "fp32", or '
+            "replicate instead",
+        )
+        held = _STAGES_PER_RANK.get(schedule)
+        yield (
+            held is not None and parallel.stages_per_rank not in (None, held),
+            f"[parallel] stages_per_rank = {parallel.stages_per_rank} with pipeline_schedule = {schedule!r}: a rank "
+            f"holds {'one stage' if held == 1 else 'two stages'} there; leave stages_per_rank out",
+        )
         stages = pipeline * num_stages_per_rank(recipe)
-        if model.layers < stages:
-            raise ConfigError(
-                f"[model] layers = {model.layers} are fewer than the {stages} stages of [parallel] pipeline = "
-                f"{pipeline} with schedule {parallel.pipeline_schedule!r}"
-            )
-    share = layout.data * train.micro_batch
-    if train.global_batch % share:
-        raise ConfigError(
-            f"[train] global_batch = {train.global_batch} is not divisible by {layout.data} data ranks × micro_batch "
-            f"{train.micro_batch} = {share}"
+        yield (
+            model.layers < stages,
+            f"[model] layers = {model.layers} are fewer than the {stages} stages of [parallel] pipeline = {pipeline} "
+            f"with schedule {schedule!r}",
         )
-    micro_batches = train.global_batch // share
-    if pipeline > 1 and micro_batches % pipeline and parallel.pipeline_schedule in ("interleaved", "zero_bubble"):
-        raise ConfigError(
-            f"a step has {micro_batches} micro-batches, not divisible by [parallel] pipeline = {pipeline}, which the "
-            f"schedule {parallel.pipeline_schedule!r} needs; change [train] global_batch or micro_batch"
-        )
-    if micro_batches < pipeline and parallel.pipeline_schedule == "1f1b":
-        raise ConfigError(
-            f"a step has {micro_batches} micro-batches, fewer than the {pipeline} stages of [parallel] pipeline = "
-            f"{pipeline}, which the schedule '1f1b' needs at least: raise [train] global_batch, or lower micro_batch "
-            "or pipeline"
-        )
-
-
-def _check_stages_per_rank(recipe: Recipe) -> None:
-    schedule, given = recipe.parallel.pipeline_schedule, recipe.parallel.stages_per_rank
-    if given is None:
-        return
-    what = f"[parallel] stages_per_rank = {given} with pipeline_schedule = {schedule!r}"
-    if schedule in ("gpipe", "1f1b") and given != 1:
-        raise ConfigError(
-            f'{what}: a rank holds one stage there; leave stages_per_rank out, or set pipeline_schedule = "interleaved"'
-        )
-    if schedule == "zbv" and given != 2:
-        raise ConfigError(f"{what}: a rank holds two stages there; leave stages_per_rank out")
+    yield (
+        train.global_batch % share > 0,
+        f"[train] global_batch = {train.global_batch} is not divisible by {layout.data} data ranks × micro_batch "
+        f"{train.micro_batch} = {share}",
+    )
+    yield (
+        pipeline > 1 and micro_batches % pipeline > 0 and schedule in ("interleaved", "zero_bubble"),
+        f"a step has {micro_batches} micro-batches, not divisible by [parallel] pipeline = {pipeline}, which the "
+        f"schedule {schedule!r} needs; change [train] global_batch or micro_batch",
+    )
+    yield (
+        micro_batches < pipeline and schedule == "1f1b",
+        f"a step has {micro_batches} micro-batches, fewer than the {pipeline} stages of [parallel] pipeline = "
+        f"{pipeline}, which the schedule '1f1b' needs at least: raise [train] global_batch, or lower micro_batch or "
+        "pipeline",
+    )
 
 
 def reshards(recipe: Recipe, layout: Layout) -> bool:
@@ -222,7 +200,11 @@ def reshards(recipe: Recipe, layout: Layout) -> bool:
     return layout.pipeline == 1 if wanted is None else wanted
 
 
+def num_micro_batches(recipe: Recipe, layout: Layout) -> int:
+    """Micro-batches of a rank in a step."""
+    return recipe.train.global_batch // (layout.data * recipe.train.micro_batch)
+
+
 def num_stages_per_rank(recipe: Recipe) -> int:
     """Pipeline stages that each rank holds."""
-    looped = recipe.parallel.pipeline_schedule in ("interleaved", "zero_bubble", "zbv")
-    return recipe.parallel.stages_per_rank or (2 if looped else 1)
+    return recipe.parallel.stages_per_rank or _STAGES_PER_RANK.get(recipe.parallel.pipeline_schedule, 2)

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from atoll.train.batch import Batch
 from atoll.train.data.packing import UNTRAINED
 from atoll.train.models.parts import Decoder
-from atoll.train.parallel.layout import num_stages_per_rank
+from atoll.train.parallel.layout import num_micro_batches, num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.recipe.schema import Recipe
 
@@ -81,7 +81,7 @@ class Pipeline:
     ) -> None:
         last = mesh.layout.pipeline * num_stages_per_rank(recipe) - 1
         micro_batch = recipe.train.micro_batch
-        self.num_micro_batches = recipe.train.global_batch // (mesh.layout.data * micro_batch)
+        self.num_micro_batches = num_micro_batches(recipe, mesh.layout)
         self._has_first, self._has_last = 0 in stages, last in stages
         length = recipe.train.seq_len // mesh.layout.context
         split = mesh.layout.tensor if recipe.parallel.sequence_parallel else 1

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,13 +50,11 @@ def check_float8(recipe: Recipe, device: torch.device) -> None:
     wanted = recipe.precision
     if wanted.float8 == "none":
         return
+    what = f"[precision] float8 = {wanted.float8!r}"
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
-            f'[precision] float8 = {wanted.float8!r} needs torchao: pip install "atoll[float8]", or set float8 = "none"'
-        )
+        raise ConfigError(f'{what} needs torchao: pip install "atoll[float8]", or set float8 = "none"')
     if wanted.float8_emulate:
         return
-    what = f"[precision] float8 = {wanted.float8!r}"
     if device.type != "cuda":
         raise ConfigError(
             f"{what} needs an NVIDIA GPU of compute capability 8.9 or newer, and this rank runs on {device.type}: set "
@@ -92,11 +89,9 @@ def convert_float8(model: nn.Module, recipe: Recipe, *, gathers: bool) -> None:
             return False
         return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
-    config: Any
-    if wanted.float8 == "rowwise":
-        config = Float8LinearConfig.from_recipe_name("rowwise")
-    else:
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=wanted.float8_emulate)
+    rowwise = wanted.float8 == "rowwise"
+    tensorwise = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=wanted.float8_emulate)
+    config = Float8LinearConfig.from_recipe_name("rowwise") if rowwise else tensorwise
     convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
 
 

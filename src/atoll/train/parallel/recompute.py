@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from atoll.core.errors import ConfigError
+from atoll.train.parallel.layers import layers_of
 
 Mode = Literal["none", "selective", "full"]
 Recompute = Mode | float
@@ -62,32 +62,19 @@ def describe(recompute: Recompute, num_blocks: int) -> str:
 
 
 def checkpoint_activations(model: nn.Module, recompute: Recompute) -> None:
-    """Have the blocks of ``model`` compute activations again in the backward pass. Names of parameters stay.
+    """Have the layers of ``model`` compute activations again in the backward pass. Names of parameters stay.
 
-    Each block's ``forward`` is wrapped, not the block: compilation and FSDP that come later take the block as it is.
-
-    Args:
-        model: has its layers in ``blocks``, as ``Decoder`` does, or in other ``ModuleList``s or ``ModuleDict``s.
-        recompute: ``none`` leaves it as it is.
+    Each layer's ``forward`` is wrapped, not the layer: compilation and FSDP that come later take it as it is.
 
     Raises:
-        ConfigError: the model has no such list.
+        ConfigError: the model has no list of layers.
     """
     if recompute == "none":
         return
     mode = mode_of(recompute)
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
-    inside = {id(inner) for outer in lists for inner in outer.modules() if inner is not outer}
-    outermost = [each for each in lists if id(each) not in inside]
-    if not outermost:
-        raise ConfigError(
-            f"[train] recompute = {recompute!r} works layer by layer, and {type(model).__name__} has no ModuleList or "
-            'ModuleDict of layers; make one, or set recompute = "none"'
-        )
-    for layers in outermost:
-        for number, block in enumerate(layers.values() if isinstance(layers, nn.ModuleDict) else layers):
-            if count_of(recompute, number + 1) > count_of(recompute, number):
-                block.forward = MethodType(_forward(mode, draws=_draws(block)), block)
+    for number, block in enumerate(layers_of(model, needed_by=f"[train] recompute = {recompute!r}")):
+        if count_of(recompute, number + 1) > count_of(recompute, number):
+            block.forward = MethodType(_forward(mode, draws=_draws(block)), block)
 
 
 def _forward(mode: Mode, *, draws: bool) -> Callable[..., Any]:
