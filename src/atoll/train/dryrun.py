@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,8 @@ from atoll.train.metrics.figures import count, size
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.parallel.estimate import GIB, Device, state_bytes
-from atoll.train.parallel.fit import decide, device_bytes, first_fix, fits_replicated, parse_gpus
-from atoll.train.parallel.layout import resolve
+from atoll.train.parallel.fit import device_bytes, first_fix, parse_gpus
+from atoll.train.parallel.plan import decide
 from atoll.train.parallel.recompute import describe
 from atoll.train.recipe.schema import Recipe
 
@@ -88,10 +87,7 @@ def requirements(
     Raises:
         ConfigError: the recipe does not go with that many ranks.
     """
-    replicated = fits_replicated(recipe, world_size, memory_bytes, device)
-    layout = resolve(recipe, world_size, fits_replicated=replicated)
-    _, needed = decide(recipe, layout, memory_bytes, device)
-    mode = needed.recompute
+    plan, needed = decide(recipe, world_size, memory_bytes, device)
     chosen = " (chosen: the least that fits)" if recipe.train.recompute == "auto" and needed.fits(memory_bytes) else ""
     nodes = -(-world_size // local_world_size)
     lines = [
@@ -99,8 +95,8 @@ def requirements(
         f"{count(parameter_count(recipe.model))} parameters",
         f"{_plural(world_size, 'rank')} on {_plural(nodes, 'node')}, each {device_name} with "
         f"{memory_bytes / GIB:.1f} GiB",
-        f"layout: {layout}",
-        f"recompute: {describe(mode, recipe.model.layers)}{chosen}",
+        f"layout: {plan.layout}",
+        f"recompute: {describe(plan.recompute, recipe.model.layers)}{chosen}",
         "memory per rank:",
         *(f"  {line}" for line in needed.describe()),
     ]
@@ -109,7 +105,7 @@ def requirements(
     if needed.fits(memory_bytes):
         lines.append(f"fits: {100 * needed.total / memory_bytes:.0f} % of a device")
     else:
-        fix = _with_nodes(first_fix(recipe, layout, memory_bytes, device), nodes, local_world_size)
+        fix = first_fix(recipe, plan.layout, memory_bytes, device, ranks_per_node=local_world_size)
         lines += [
             f"does not fit: {size(needed.total - memory_bytes)} over the limit per {each}",
             f"first change that would make it fit: {fix}" if fix else "no single change would make it fit",
@@ -123,8 +119,8 @@ def requirements(
         "nodes": nodes,
         "device": device_name,
         "device_bytes": memory_bytes,
-        "layout": str(layout),
-        "recompute": mode,
+        "layout": str(plan.layout),
+        "recompute": plan.recompute,
         "memory_bytes_per_rank": needed.parts,
         "fits": needed.fits(memory_bytes),
         "missing_data": missing,
@@ -135,13 +131,6 @@ def requirements(
         f"{recipe.checkpoint.keep} kept"
     )
     return Requirements([*lines, *_length(recipe), checkpoint], facts)
-
-
-def _with_nodes(fix: str | None, nodes: int, ranks_per_node: int) -> str | None:
-    """An advice that asks for more ranks also says how many nodes have them."""
-    ranks = re.search(r" on (\d+) ranks instead of ", fix or "")
-    needed = -(-int(ranks[1]) // ranks_per_node) if ranks else nodes
-    return f"{fix} (--nodes {needed})" if needed > nodes else fix
 
 
 def _no_data(recipe: Recipe) -> list[str]:

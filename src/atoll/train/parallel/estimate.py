@@ -33,12 +33,10 @@ class Estimate:
     """Bytes that the fullest rank needs.
 
     Attributes:
-        recompute: the activation checkpointing that was counted.
         parts: bytes by part; they add up to ``total``.
         formulas: how each part comes about.
     """
 
-    recompute: Recompute
     parts: dict[str, int]
     formulas: dict[str, str]
 
@@ -127,7 +125,7 @@ def _of_rank(
     c, w, r = _widths(recipe, device)
     shards = layout.shard * layout.context
     own = -(-rank.parameters // shards)
-    found = Estimate(recompute, {}, {})
+    found = Estimate({}, {})
 
     def add(part: str, size: float, formula: str) -> None:
         found.parts[part], found.formulas[part] = int(size), formula

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import functools
 import itertools
 import os
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
-from atoll.train.parallel.estimate import GIB, Device, Estimate, estimate
-from atoll.train.parallel.layout import Layout, check, reshards, resolve
+from atoll.train.parallel.estimate import GIB, Device, estimate
+from atoll.train.parallel.layout import AXES, Layout, check, resolve
 from atoll.train.parallel.recompute import Mode, Recompute
 from atoll.train.recipe.schema import Recipe
 
@@ -36,13 +35,7 @@ _CARDS = {
 _MODES: tuple[Mode, ...] = ("none", "selective", "full")
 _MOST_RANKS = 1 << 14
 
-
-class Candidate(NamedTuple):
-    """Flags, and what the run would be with them."""
-
-    flags: str
-    recipe: Recipe
-    layout: Layout
+Change = dict[str, Any]  # values by section.key
 
 
 def parse_gpus(text: str) -> tuple[str, int, int]:
@@ -100,22 +93,6 @@ def choose(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "
     return smallest / layers if smallest < layers else "selective"
 
 
-def decide(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> tuple[Recipe, Estimate]:
-    """What the recipe leaves open, decided by what fits, and what the run then needs (its ``recompute`` too).
-
-    Where all blocks fit as FSDP gathers them, they stay so from the forward to the backward pass.
-    """
-    chosen = choose(recipe, layout, memory_bytes, device)
-    needs = functools.partial(estimate, recompute=chosen, device_bytes=memory_bytes, device=device)
-    lean = needs(recipe, layout)
-    if recipe.parallel.reshard_after_forward is None and layout.sharded and reshards(recipe, layout):
-        kept = _with(recipe, "parallel.reshard_after_forward", False)
-        whole = needs(kept, layout)
-        if whole.fits(memory_bytes):
-            return kept, whole
-    return recipe, lean
-
-
 def fits(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> bool:
     """Whether the fullest rank's share is within ``memory_bytes``."""
     mode = choose(recipe, layout, memory_bytes, device)
@@ -139,85 +116,88 @@ def fits_replicated(recipe: Recipe, world_size: int, memory_bytes: int, device: 
     return same and fits(recipe, replicated, memory_bytes, device)
 
 
-def first_fix(recipe: Recipe, layout: Layout, memory_bytes: int, device: Device = "cuda") -> str | None:
+def first_fix(
+    recipe: Recipe,
+    layout: Layout,
+    memory_bytes: int,
+    device: Device = "cuda",
+    *,
+    ranks_per_node: int = _MOST_RANKS,
+) -> str | None:
     """The first change that makes a run fit which doesn't, as flags to add; more ranks only where nothing else does.
 
     Tried in the order of what they cost: more recompute, a smaller micro-batch, sharding instead of replicas, moments
-    in bf16, tensor parallelism; each alone, then one after the other on top of those before.
+    in bf16, tensor parallelism; each alone, then two together, and so on.
 
     Returns:
         flags, or what else to do; None where it fits as it is, or nothing known helps.
     """
+    now = {f"parallel.{axis}": getattr(layout, axis) for axis in AXES}
 
-    def helps(candidate: Candidate) -> bool:
-        return fits(candidate.recipe, candidate.layout, memory_bytes, device)
+    def changed(change: Change) -> tuple[Recipe, Layout] | None:
+        resharded = {"parallel.replicate": 1} if "parallel.shard" in change else {}
+        other = replaced(recipe, now | resharded | change)
+        axes = Layout(**{axis: getattr(other.parallel, axis) for axis in AXES})
+        try:
+            check(other, axes)
+        except ConfigError:
+            return None
+        return other, axes
 
-    now = Candidate("", recipe, layout)
-    if helps(now):
+    def helps(change: Change) -> bool:
+        run = changed(change)
+        return run is not None and fits(*run, memory_bytes, device)
+
+    if helps({}):
         return None
-    kinds = _changes(now)
-    for candidate in itertools.chain(*kinds):
-        if helps(candidate):
-            return candidate.flags
-    all_of_them = now
-    for kind in range(len(kinds)):
-        candidates = _changes(all_of_them)[kind]
-        for candidate in candidates:
-            if helps(candidate):
-                return candidate.flags
-        all_of_them = candidates[-1] if candidates else all_of_them
-    for start in (now, all_of_them):
-        shard = 2 * start.layout.data
+    kinds = [[change for change in kind if changed(change)] for kind in _changes(recipe, layout)]
+    for count in range(1, len(kinds) + 1):
+        for together in itertools.combinations(kinds, count):
+            for changes in itertools.product(*together):
+                if helps(change := _joined(changes)):
+                    return _flags(change)
+    for most in ({}, _joined(kind[-1] for kind in kinds if kind)):
+        tensor = most.get("parallel.tensor", layout.tensor)
+        shard = 2 * layout.data * layout.tensor // tensor
         while shard <= _MOST_RANKS:
-            wider = dataclasses.replace(start.layout, replicate=1, shard=shard)
-            if _possible(start.recipe, wider) and fits(start.recipe, wider, memory_bytes, device):
-                ranks = f"--parallel.shard {shard} on {wider.world_size} ranks instead of {start.layout.world_size}"
-                return f"{start.flags} {ranks}".strip()
+            if helps(change := {**most, "parallel.shard": shard}):
+                ranks = shard * tensor * layout.context * layout.pipeline
+                nodes = -(-ranks // ranks_per_node)
+                more = f" (--nodes {nodes})" if nodes > -(-layout.world_size // ranks_per_node) else ""
+                return f"{_flags(change)} on {ranks} ranks instead of {layout.world_size}{more}"
             shard *= 2
     return None
 
 
-def _changes(now: Candidate) -> list[list[Candidate]]:
+def _changes(recipe: Recipe, layout: Layout) -> list[list[Change]]:
     """What can be changed, one list a kind, the cheapest first."""
-    train, section, layout = now.recipe.train, now.recipe.optimizer, now.layout
+    train, section = recipe.train, recipe.optimizer
     asked = train.recompute if isinstance(train.recompute, str) else "none"
     modes = () if asked == "auto" else _MODES[_MODES.index(asked) + 1 :]  # auto has tried them all
     smaller = [size for size in range(train.micro_batch // 2, 0, -1) if train.micro_batch % size == 0]
     ranks = layout.data * layout.tensor
-    cuts = [size for size in (2, 4, 8) if size > layout.tensor and ranks % size == 0 and not now.recipe.model.python]
-    kinds: list[list[dict[str, Any]]] = [
+    cuts = [size for size in (2, 4, 8) if size > layout.tensor and ranks % size == 0]
+    no_replicas = {} if recipe.parallel.replicate in (None, 1) else {"parallel.replicate": 1}
+    return [
         [{"train.recompute": mode} for mode in modes],
         [{"train.micro_batch": size} for size in smaller],
-        [{"parallel.shard": layout.data}] if layout.replicate > 1 else [],
+        [{**no_replicas, "parallel.shard": layout.data}] if layout.replicate > 1 else [],
         [{"optimizer.moments": "bf16"}] if section.kind == "adamw" and section.moments == "fp32" else [],
-        [{"parallel.tensor": size, "parallel.shard": ranks // size} for size in cuts],
+        [{**no_replicas, "parallel.tensor": size, "parallel.shard": ranks // size} for size in cuts],
     ]
-    candidates = [[_changed(now, values) for values in kind] for kind in kinds]
-    return [[each for each in kind if _possible(each.recipe, each.layout)] for kind in candidates]
 
 
-def _changed(now: Candidate, values: dict[str, Any]) -> Candidate:
-    recipe, layout = now.recipe, now.layout
-    if "parallel.shard" in values:
-        if recipe.parallel.replicate not in (None, 1):
-            values = {"parallel.replicate": 1, **values}
-        axes = {key.removeprefix("parallel."): size for key, size in values.items()}
-        layout = dataclasses.replace(layout, **{"replicate": 1, **axes})
-        recipe = _with(recipe, "parallel.replicate", 1)
+def _joined(changes: Iterable[Change]) -> Change:
+    return {key: value for change in changes for key, value in change.items()}
+
+
+def _flags(change: Change) -> str:
+    return " ".join(f"--{key} {value}" for key, value in change.items())
+
+
+def replaced(recipe: Recipe, values: Change) -> Recipe:
+    """The recipe with other values, by ``section.key``; it is not validated again."""
     for key, value in values.items():
-        recipe = _with(recipe, key, value)
-    flags = " ".join(f"--{key} {value}" for key, value in values.items())
-    return Candidate(f"{now.flags} {flags}".strip(), recipe, layout)
-
-
-def _with(recipe: Recipe, key: str, value: Any) -> Recipe:
-    section, _, name = key.partition(".")
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={name: value})})
-
-
-def _possible(recipe: Recipe, layout: Layout) -> bool:
-    try:
-        check(recipe, layout)
-    except ConfigError:
-        return False
-    return True
+        section, _, name = key.partition(".")
+        recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={name: value})})
+    return recipe
