@@ -133,13 +133,13 @@ def train(
 def _refuse_misspelt(context: typer.Context, arguments: list[str]) -> None:
     """Refuse what is neither a key of the recipe nor known under another name, and nearly an option of the command."""
     from atoll.core.validation import nearest
-    from atoll.train.recipe.overrides import keys_named
+    from atoll.train.recipe.keys import named
 
     flags = options.flags_of(context.command)
     for argument in arguments:
         name = options.normalized(argument.partition("=")[0])
         plain = name.removeprefix("--").replace("-", "_")
-        is_key = "." in name or plain in ("name", "resume") or keys_named(plain)
+        is_key = "." in name or plain in ("name", "resume") or named(plain)
         if name.startswith("--") and not is_key and (near := nearest(name, flags)):
             raise typer.BadParameter(f"unknown option {argument.partition('=')[0]}{near}")
 

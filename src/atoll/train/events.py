@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,7 @@ class RunEnded:
 
 Event = RunStarted | Progress | StepDone | Validated | CheckpointSaved | Note | RunEnded
 
-_BY_NAME = {
-    each.__name__: each for each in (RunStarted, Progress, StepDone, Validated, CheckpointSaved, Note, RunEnded)
-}
+_BY_NAME = {each.__name__: each for each in get_args(Event)}
 
 
 def encode(event: Event) -> dict[str, Any]:
@@ -118,6 +116,5 @@ def encode(event: Event) -> dict[str, Any]:
 
 def decode(data: dict[str, Any]) -> Event:
     """The event of a JSON object that ``encode`` made."""
-    values = dict(data)
-    event: Event = _BY_NAME[values.pop("event")](**values)
+    event: Event = _BY_NAME[data["event"]](**{key: value for key, value in data.items() if key != "event"})
     return event

@@ -14,7 +14,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import shown_path, sweep_temporary, write_atomic
 from atoll.train.checkpoint.claim import FolderClaim
-from atoll.train.recipe.load import diff, harmful
+from atoll.train.recipe.compare import diff, harmful
 from atoll.train.recipe.schema import Recipe
 
 _RECIPE, _IDENTITY = "recipe.json", ".identity"

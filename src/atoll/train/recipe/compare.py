@@ -43,12 +43,7 @@ HARMLESS: frozenset[str] = frozenset(
 
 def resolved_toml(recipe: Recipe) -> str:
     """The whole recipe as TOML, defaults included, so that reading it gives the same recipe. Open keys are left out."""
-    tree = recipe.model_dump(mode="json", exclude_none=True)
-    lines = [f"{key} = {_toml(value)}" for key, value in tree.items() if not isinstance(value, dict)]
-    for name, table in tree.items():
-        if isinstance(table, dict):
-            lines += _table(name, table)
-    return "\n".join(lines) + "\n"
+    return "\n".join(_table((), recipe.model_dump(mode="json", exclude_none=True))) + "\n"
 
 
 def diff(old: Recipe, new: Recipe) -> list[str]:
@@ -79,25 +74,21 @@ def _changes(old: Recipe, new: Recipe) -> Iterator[tuple[Path, str, str]]:
             yield path, was, now
 
 
-def _table(name: str, table: Mapping[str, Any]) -> list[str]:
-    lines = ["", f"[{name}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in table.items() if not isinstance(value, dict)]
+def _table(where: Path, table: Mapping[str, Any]) -> Iterator[str]:
+    if where:
+        yield from ("", f"[{'.'.join(where)}]")
+    yield from (f"{key} = {_toml(value)}" for key, value in table.items() if not isinstance(value, dict))
     for key, value in table.items():
         if isinstance(value, dict):
-            lines += _table(f"{name}.{key}", value)
-    return lines
+            yield from _table((*where, key), value)
 
 
 def _toml(value: Any) -> str:
     if value is None:
         return "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # A basic string of TOML is a JSON string, except for DEL, which has to be escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
-    return repr(value)
+    # A value of JSON is one of TOML, except for DEL in a text, which has to be escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -13,18 +13,11 @@ Unit = Literal["step", "ep", "tok"]
 
 LONGEST = 1e18  # steps, epochs or tokens
 
-_PATTERN = re.compile(
-    r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*(step|steps|ep|epoch|epochs|tok|toks|tokens)?\s*"
-)
+_PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-z]*)\s*")
 _UNITS: dict[str, Unit] = {
-    "step": "step",
-    "steps": "step",
-    "ep": "ep",
-    "epoch": "ep",
-    "epochs": "ep",
-    "tok": "tok",
-    "toks": "tok",
-    "tokens": "tok",
+    **dict.fromkeys(("", "step", "steps"), "step"),
+    **dict.fromkeys(("ep", "epoch", "epochs"), "ep"),
+    **dict.fromkeys(("tok", "toks", "tokens"), "tok"),
 }
 
 
@@ -90,13 +83,11 @@ def parse_duration(value: Any) -> Duration:
     """
     if isinstance(value, Duration):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{value!r} is not a duration: expected 100, '500step', '2ep' or '1e9tok'")
     found = _PATTERN.fullmatch(str(value))
-    if found is None:
+    if found is None or found[2] not in _UNITS:
         raise ValueError(f"{value!r} is not a duration: expected 100, '500step', '2ep' or '1e9tok'")
-    number, unit = float(found[1].replace("_", "")), _UNITS[found[2] or "step"]
-    if not math.isfinite(number) or number > LONGEST:
+    number, unit = float(found[1].replace("_", "")), _UNITS[found[2]]
+    if number > LONGEST:
         raise ValueError(f"{value!r} is too long: expected at most {LONGEST:g}")
     if unit == "step" and number != int(number):
         raise ValueError(f"{value!r}: steps are whole, expected for instance '{int(number)}step'")

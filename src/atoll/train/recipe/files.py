@@ -7,7 +7,6 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +37,6 @@ def shipped_file(name: str) -> Path:
     return _SHIPPED / f"{stem}.toml"
 
 
-def shipped_model(name: str) -> dict[str, Any]:
-    """The ``[model]`` table of a shipped recipe, those of its bases below it."""
-    tree = read(shipped_file(name))
-    below = shipped_model(tree["base"]) if "base" in tree else {}
-    return _merged(below, tree.get("model", {}))
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {key for key, value in above.items() if isinstance(value, Mapping) and key in below}
-    return {**below, **above, **{key: _merged(below[key], above[key]) for key in nested}}
-
-
-def stem_of(file: Path) -> str:
-    """``qwen3_0.6b`` of ``qwen3_0.6b.toml``."""
-    return file.name.removesuffix(".toml")
-
-
 def find(spec: str, folder: Path) -> tuple[Path, list[str]]:
     """The file that a name or path stands for, and notes for the user.
 
@@ -73,18 +55,15 @@ def find(spec: str, folder: Path) -> tuple[Path, list[str]]:
         return file / _OF_A_RUN, []
     if file.is_dir():
         raise ConfigError(f"{spec} is a folder: name the recipe's file in it, such as {spec.rstrip('/')}/recipe.toml")
-    stem = stem_of(Path(spec))
+    stem = Path(spec).name.removesuffix(".toml")
     name = _SAME_AS.get(stem, stem)
     if name in shipped_names():
         note = f"{spec} is not here: the recipe {name} that ships with Atoll is used"
         return shipped_file(name), [] if spec == f"{name}.toml" else [note]
-    weights = ""
+    hint = _did_you_mean(stem, *(file.name for file in folder.glob("*.toml")))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not spec.endswith(".toml"):
-        starts = command_line("atoll", "train", "RECIPE", "--model.init", spec)
-        weights = f"; to start from published weights: `{starts}`"
-    raise ConfigError(
-        f"no recipe {spec!r}: no such file, and none ships with Atoll{_did_you_mean(stem, folder)}{weights}"
-    )
+        hint += f"; to start from published weights: `{command_line('atoll', 'train', 'RECIPE', '--model.init', spec)}`"
+    raise ConfigError(f"no recipe {spec!r}: no such file, and none ships with Atoll{hint}")
 
 
 def found_beside(given: Any, folder: Path) -> Any:
@@ -99,56 +78,24 @@ def found_beside(given: Any, folder: Path) -> Any:
     return beside if glob.glob(beside, recursive=True) else given
 
 
-def _did_you_mean(stem: str, folder: Path | None = None) -> str:
-    files = [] if folder is None or not folder.is_dir() else [file.name for file in folder.glob("*.toml")]
-    exact = f": did you mean {stem + '.toml'!r}?" if f"{stem}.toml" in files else ""
-    return (exact or nearest(stem, [*shipped_names(), *files])) + " (`atoll recipes ls` shows those that ship)"
-
-
-def default_spec(env: Mapping[str, str]) -> str:
-    """What ``CONFIG_FILE`` names.
-
-    Raises:
-        ConfigError: it is not set.
-    """
-    spec = env.get("CONFIG_FILE", "").strip()
-    if not spec:
-        raise ConfigError(
-            "no recipe was named: give a name or a file, or set CONFIG_FILE; `atoll recipes ls` lists what ships"
-        )
-    return spec
+def _did_you_mean(stem: str, *others: str) -> str:
+    return nearest(stem, [*shipped_names(), *others]) + " (`atoll recipes ls` shows those that ship)"
 
 
 def read(file: Path) -> dict[str, Any]:
     """The tables of a TOML file, or of the JSON in a run's folder.
 
     Raises:
-        ConfigError: it can't be read, or is no TOML; the message names the line.
+        ConfigError: it can't be read, or is no TOML; the message has the line.
     """
     shown = os.path.relpath(file) if not file.is_relative_to(_SHIPPED) else file.name
     check_kind_of_file(shown, "train")
+    text = read_text(file, shown, "a recipe, a TOML file")
+    kind, parse = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        text = read_text(file, shown, "a recipe, a TOML file")
-        if file.suffix == ".json":
-            return _json_table(text, shown)
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        reason = str(error)
-        place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", reason)
-        line = f", line {place[1]}" if place and place[1] else ""
-        reason = reason.replace(place[0], "" if line else " at its end") if place else reason
-        raise ConfigError(f"{shown}{line}: invalid TOML: {reason}") from None
-    except ConfigError:  # it is a ValueError, too
-        raise
-    except ValueError as error:  # a whole number of thousands of digits
-        raise ConfigError(f"{shown}: {error}") from None
-
-
-def _json_table(text: str, shown: str) -> dict[str, Any]:
-    try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{shown}, line {error.lineno}: invalid JSON: {error.msg}") from None
+        tree = parse(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{shown}: invalid {kind}: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{shown}: expected the recipe of a run, a JSON object, and found something else")
+        raise ConfigError(f"{shown}: expected the recipe of a run, a JSON object")
     return tree

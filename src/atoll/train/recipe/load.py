@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,16 +17,11 @@ from atoll.core.errors import ConfigError
 from atoll.core.paths import current_folder
 from atoll.core.validation import nearest
 from atoll.train.recipe import files, keys, titan
-from atoll.train.recipe.compare import diff, harmful, resolved_toml
-from atoll.train.recipe.durations import parse_duration
+from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.overrides import parse_overrides
 from atoll.train.recipe.schema import SCHEMA_VERSION, DataSection, Recipe
 
-__all__ = ["Loaded", "diff", "harmful", "load_recipe", "require_complete", "resolved_toml"]
-
-_COMMAND_LINE = "command line"
 _NOT_INHERITED = ("name", "version", "base")
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,44 +43,24 @@ class _Layers:
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[keys.Path, str] = field(default_factory=dict)
-    complaints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     decay_ratio: float | None = None  # of a file of TorchTitan's, until the length of the run is known
 
     def put(self, tree: Mapping[str, Any], origin: str) -> None:
-        """Merge a layer: tables merge, values replace. Its unknown keys become complaints and are left out."""
+        """Merge a layer: tables merge, values replace."""
         layer = copy.deepcopy(dict(tree))
-        for path, complaint in keys.unknown_keys(layer):
-            self.complaints.append(f"{origin}: {complaint}")
-            _drop(layer, path)
-        parallel = layer.get("parallel", {})
-        for key in keys.AXIS_SPELLINGS.keys() & parallel.keys():  # ``tp`` becomes ``tensor``, which replaces a base's
-            if (axis := keys.axis_name(key)) in parallel:
-                self.complaints.append(f"{origin}: [parallel] {axis} is given twice, once as {key}")
-            parallel[axis] = parallel.pop(key)
-        train = layer.get("train", {})
+        parallel, train, schedule = (_table(layer, name) for name in ("parallel", "train", "schedule"))
+        for key, axis in keys.AXIS_SPELLINGS.items():  # ``tp`` becomes ``tensor``, which replaces a base's
+            if key in parallel and axis not in parallel:
+                parallel[axis] = parallel.pop(key)
         for given, other in (("steps", "tokens"), ("tokens", "steps")):
             # The two say the same thing: the later layer's word replaces both.
             if train.get(given) is not None and train.get(other) is None:
-                self.tree.get("train", {}).pop(other, None)
-        schedule = layer.get("schedule", {})
+                _table(self.tree, "train").pop(other, None)
         if schedule.get("kind", "wsd") != "wsd" and "decay" not in schedule:
             # Only wsd has one: another kind replaces what a base says of it.
-            self.tree.get("schedule", {}).pop("decay", None)
+            _table(self.tree, "schedule").pop("decay", None)
         self._merge(self.tree, layer, origin, ())
-
-    def settle_decay(self) -> None:
-        """Let TorchTitan's ``decay_ratio`` be a length, once every layer has had its word on how long the run is."""
-        train, schedule = self.tree.get("train", {}), self.tree.get("schedule", {})
-        if self.decay_ratio is None or "decay" in schedule or schedule.get("kind") != "wsd":
-            return
-        tokens = train.get("tokens")
-        try:
-            length = parse_duration(train.get("steps") if tokens is None else f"{tokens}tok")
-            warmup = parse_duration(schedule.get("warmup") or 0)
-        except ValueError:  # the check that follows has the words for it
-            return
-        schedule["decay"] = titan.decay_length(self.decay_ratio, length, warmup)
 
     def _merge(self, into: dict[str, Any], layer: Mapping[str, Any], origin: str, where: keys.Path) -> None:
         for key, value in layer.items():
@@ -122,21 +98,6 @@ def load_recipe(
         ConfigError: there is no such recipe, or something in it can't be; the message has every mistake, with the file,
             the key, the value and what was expected.
     """
-    try:
-        return _loaded(spec, overrides, env, world_size)
-    except RecursionError:
-        raise ConfigError(
-            f"{'recipe' if isinstance(spec, (Mapping, Recipe)) else spec}: its tables or lists are nested too deeply, "
-            "or its chain of bases is too long"
-        ) from None
-
-
-def _loaded(
-    spec: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None,
-    overrides: Sequence[str],
-    env: Mapping[str, str] | None,
-    world_size: int,
-) -> Loaded:
     layers, folder = _Layers(), Path(current_folder())
     given = parse_overrides(overrides)
     if isinstance(spec, Recipe):
@@ -145,35 +106,49 @@ def _loaded(
         source, name = "recipe", spec.get("name", "run")
         _put_with_bases(layers, dict(spec), source, folder, (), world_size)
     else:
-        source = files.default_spec(os.environ if env is None else env) if spec is None else os.fspath(spec)
+        source = os.fspath(spec or (os.environ if env is None else env).get("CONFIG_FILE", ""))
+        if not source:
+            raise ConfigError(
+                "no recipe was named: give a name or a file, or set CONFIG_FILE; `atoll recipes ls` lists what ships"
+            )
         file, layers.notes = files.find(source, folder)
-        tree = files.read(file)
-        name = tree.get("name", files.stem_of(file))
-        _put_with_bases(layers, tree, os.path.basename(file), file.parent, (file.resolve(),), world_size)
+        name = _put_file(layers, file, (), world_size)
     layers.tree["name"] = name
-    layers.put(given, _COMMAND_LINE)
-    layers.settle_decay()
+    layers.put(given, "command line")
     recipe = _checked(layers)
-    output_dir = recipe.train.output_dir.replace("{name}", recipe.name)
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"output_dir": output_dir})})
-    return Loaded(recipe, layers.notes, source)
+    train, schedule = recipe.train, recipe.schedule
+    if layers.decay_ratio is not None and train.length is not None and schedule.kind == "wsd" and not schedule.decay:
+        decay = titan.decay_length(layers.decay_ratio, train.length, schedule.warmup or Duration(0))
+        schedule = schedule.model_copy(update={"decay": decay})
+    train = train.model_copy(update={"output_dir": train.output_dir.replace("{name}", recipe.name)})
+    return Loaded(recipe.model_copy(update={"train": train, "schedule": schedule}), layers.notes, source)
+
+
+def _put_file(layers: _Layers, file: Path, chain: tuple[Path, ...], world_size: int) -> str:
+    """Merge a file and its bases; returns its name."""
+    tree = files.read(file)
+    name: str = tree.get("name", file.name.removesuffix(".toml"))
+    _put_with_bases(layers, tree, file.name, file.parent, (*chain, file.resolve()), world_size)
+    return name
 
 
 def _put_with_bases(
     layers: _Layers, tree: dict[str, Any], origin: str, folder: Path, chain: tuple[Path, ...], world_size: int
 ) -> None:
     if titan.is_titan(tree):
-        theirs = tree
-        tree, notes = titan.from_titan(theirs, origin, world_size)
-        layers.notes += notes
-        layers.decay_ratio = titan.decay_ratio(theirs)
-    _check_version(tree, origin)
-    base = tree.pop("base", None)
+        theirs = titan.from_titan(tree, origin, world_size)
+        tree, layers.decay_ratio = theirs.tree, theirs.decay_ratio
+        layers.notes += theirs.notes
+        network = _Layers()
+        _put_file(network, files.shipped_file(theirs.model), (), world_size)
+        layers.put({"model": network.tree["model"]}, theirs.model)
+    version = tree.get("version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise ConfigError(f"{origin}: version = {version!r}: this Atoll reads version {SCHEMA_VERSION}: update Atoll")
+    base = tree.get("base")
     if base is not None:
         if not isinstance(base, str):
             raise ConfigError(f"{origin}: base = {base!r}: expected the name or the path of one recipe")
-        if not base.strip():
-            raise ConfigError(f"{origin}: base is empty: name a recipe, or leave base out")
         try:
             file, notes = files.find(base, folder)
         except ConfigError as error:
@@ -182,85 +157,71 @@ def _put_with_bases(
             names = " -> ".join(each.name for each in (*chain, file))
             raise ConfigError(f"{origin}: base = {base!r} leads back to itself: {names}")
         layers.notes += notes
-        below = files.read(file)
-        _put_with_bases(layers, below, file.name, file.parent, (*chain, file.resolve()), world_size)
+        _put_file(layers, file, chain, world_size)
     if chain:  # a file: its data may be beside it
-        data = tree.get("data")
-        for key in ("path", "validation"):
-            if isinstance(data, dict) and key in data:
-                data[key] = files.found_beside(data[key], folder)
+        data = _table(tree, "data")
+        data.update({key: files.found_beside(data[key], folder) for key in ("path", "validation") if key in data})
     layers.put({key: value for key, value in tree.items() if key not in _NOT_INHERITED}, origin)
 
 
-def _check_version(tree: Mapping[str, Any], origin: str) -> None:
-    version = tree.get("version", SCHEMA_VERSION)
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ConfigError(f"{origin}: version = {version!r}: expected a whole number, {SCHEMA_VERSION} now")
-    if version > SCHEMA_VERSION:
-        raise ConfigError(
-            f"{origin}: version = {version} was written for a newer Atoll: this one reads recipes up to version "
-            f"{SCHEMA_VERSION}; update Atoll, or write the recipe for version {SCHEMA_VERSION}"
-        )
-
-
-def _drop(tree: dict[str, Any], path: keys.Path) -> None:
-    tables: list[Any] = [tree]
-    for part in path[:-1]:
-        inner = [table[part] for table in tables if isinstance(table, dict) and part in table]
-        tables = [item for value in inner for item in (value if isinstance(value, list) else [value])]
-    for table in tables:
-        if isinstance(table, dict):
-            table.pop(path[-1], None)
+def _table(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of a tree; an empty table where it has none, or something else in its place."""
+    table = tree.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 def _checked(layers: _Layers) -> Recipe:
-    complaints = list(layers.complaints)
     try:
-        recipe = Recipe.model_validate(layers.tree)
+        return Recipe.model_validate(layers.tree)
     except ValidationError as error:
-        complaints += _in_words(error.errors(include_url=False), layers)
-    else:
-        if not complaints:
-            return recipe
-    count = len(complaints)
-    title = complaints[0] if count == 1 else f"{count} mistakes in the recipe:\n  " + "\n  ".join(complaints)
-    raise ConfigError(title)
-
-
-def _in_words(errors: list[ErrorDetails], layers: _Layers) -> list[str]:
-    """One line for each wrong key: where a key accepts several kinds, pydantic has an error for each."""
-    lines: dict[keys.Path, str] = {}
-    for error in errors:
-        path = _key_path(error["loc"])
-        if path in lines:
-            continue
+        found: dict[keys.Path, list[ErrorDetails]] = {}  # where a key accepts several kinds, it has an error for each
+        for each in error.errors(include_url=False):
+            found.setdefault(_key_path(each), []).append(each)
+    lines = []
+    for path, errors in found.items():
         origin = layers.origins.get(path) or layers.origins.get(path[:1], "recipe")
-        lines[path] = f"{origin}: {_sentence(path, error, layers.tree)}"
-    return list(lines.values())
+        deepest = max(len(each["loc"]) for each in errors)  # the kind that fits best
+        lines.append(f"{origin}: {_sentence(path, [each for each in errors if len(each['loc']) == deepest])}")
+    raise ConfigError("\n  ".join(lines if len(lines) == 1 else [f"{len(lines)} mistakes in the recipe:", *lines]))
 
 
-def _key_path(location: tuple[int | str, ...]) -> keys.Path:
-    """The longest beginning of a location that names a key; the rest tells list items and kinds of a union apart."""
+def _key_path(error: ErrorDetails) -> keys.Path:
+    """The beginning of an error's location that names a key; the rest tells list items and kinds of a union apart."""
     path: keys.Path = ()
-    for part in location:
+    for part in error["loc"]:
         if not isinstance(part, str) or keys.field_of((*path, part)) is None:
             break
         path = (*path, part)
-    return path
+    is_unknown_here = error["type"] == "extra_forbidden" and len(error["loc"]) == len(path) + 1
+    return (*path, str(error["loc"][-1])) if is_unknown_here else path
 
 
-def _sentence(path: keys.Path, error: ErrorDetails, tree: Mapping[str, Any]) -> str:
+def _sentence(path: keys.Path, errors: list[ErrorDetails]) -> str:
+    error, key = errors[0], keys.title(path)
+    value = error["input"]
+    if error["type"] == "extra_forbidden":
+        return _unknown(str(error["loc"][-1]), path, value)
     if error["type"] == "value_error":  # our own words, from the schema
-        reason = str(error["ctx"]["error"])
-        named = len(path) > 1 or path[:1] == ("name",)
-        return f"{keys.title(path)}: {reason}" if named else f"[{'.'.join(path)}] {reason}"
-    value: Any = tree
-    for part in path:
-        value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
-    if value is _MISSING:
-        return f"{keys.title(path)} is missing: expected {keys.expected(path)}"
-    hint = nearest(value, keys.choices(path)) if isinstance(value, str) else ""
-    return f"{keys.title(path)} = {value!r}: expected {keys.expected(path)}{hint}"
+        return f"{key}: {error['ctx']['error']}"
+    if error["type"] == "missing":
+        return f"{key}: a value is missing in {value!r}"
+    words = " or ".join(dict.fromkeys(each["msg"].partition(" should ")[2] or each["msg"] for each in errors))
+    words = re.sub(r"a valid dictionary or instance of \w+", "a table", words)
+    hint = nearest(value, re.findall("'(.*?)'", words)) if isinstance(value, str) else ""
+    return f"{key} = {value!r} should {words}{hint}"
+
+
+def _unknown(key: str, path: keys.Path, value: Any) -> str:
+    table = path[:-1] if path[-1:] == (key,) else path
+    if not table and isinstance(value, Mapping):
+        known = keys.sections()
+        return f"unknown section [{key}]{nearest(key, known) or ': the sections are ' + ', '.join(known)}"
+    found, where = keys.meant(key, table), "outside every section"
+    hint = f": did you mean {' or '.join(found)}?" if found else ""
+    if table:
+        where = f"in [{'.'.join(table)}]"
+        hint = hint or f": its keys are {', '.join(keys.keys_in(table))}"
+    return f"unknown key `{key}` {where}{hint}"
 
 
 def require_complete(recipe: Recipe) -> None:
@@ -289,11 +250,8 @@ def require_complete(recipe: Recipe) -> None:
 
 def _holds_tokens(data: DataSection) -> bool:
     """Whether all files are token files by ``format`` or their names, so that no tokenizer is needed."""
-    paths = [data.path] if isinstance(data.path, str) else data.path or []
-    flat: list[str] = []
-    for part in paths:
-        inner = part if isinstance(part, str) else part.path
-        flat += [inner] if isinstance(inner, str) else inner
-    return data.format == "bin" or (
-        bool(flat) and all(path.lower().endswith((".bin", ".bin.gz", ".bin.zst")) for path in flat)
-    )
+    paths: list[str] = []
+    for part in data.path if isinstance(data.path, list) else [data.path or ""]:
+        given = part if isinstance(part, str) else part.path
+        paths += [given] if isinstance(given, str) else given
+    return data.format == "bin" or all(path.lower().endswith((".bin", ".bin.gz", ".bin.zst")) for path in paths)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
+from pydantic import ValidationError, create_model
+
 from atoll.core.errors import ConfigError
-from atoll.train.recipe.keys import OTHER_NAMES, Path, is_text, key_names, may_be_none, sections
+from atoll.train.recipe import keys
 
 _OF_LAUNCHER = "it is for `atoll train`; under torchrun, nodes and ranks stand before -m"
 _ANSWERS = {
@@ -22,7 +24,7 @@ _ANSWERS = {
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """The tree that overrides spell, of the same shape as a recipe's file; the last of two equal keys counts.
 
-    Values are parsed as TOML, otherwise taken as strings: ``100``, ``false``, ``["tensorboard"]``, ``notes.txt``.
+    A value is TOML where the key accepts that, otherwise text: ``100``, ``false``, ``["tensorboard"]``, ``notes.txt``.
     ``none`` unsets an optional key.
 
     Raises:
@@ -47,43 +49,31 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def _path(argument: str, name: str) -> Path:
-    dotted = name.removeprefix("--")
-    path = tuple(part.replace("-", "_") for part in dotted.split("."))
+def _path(argument: str, name: str) -> keys.Path:
+    path = tuple(name.removeprefix("--").replace("-", "_").split("."))
     if not name.startswith("-") and "=" not in argument:
         raise ConfigError(f"unexpected argument {argument!r}: expected --section.key VALUE, such as --train.steps 100")
-    if path == ("name",):
+    if path == ("name",) or (len(path) > 1 and all(path)):
         return path
-    if path[0] in sections() and path[1:2] in ((), ("",)):
-        raise ConfigError(
-            f"{name} is a section: name a key in it, such as --{path[0]}.{key_names(sections()[path[0]])[0]}"
-        )
-    if len(path) == 1 or not all(path):
-        answer = _ANSWERS.get(path[0], "expected --section.key, such as --train.steps")
-        if path[0] not in _ANSWERS:
-            every = [key for model in sections().values() for key in key_names(model)]
-            near = keys_named(path[0]) or [
-                full for key in get_close_matches(path[0], every, 1) for full in keys_named(key)
-            ]
-            answer = f"did you mean {' or '.join(f'--{full}' for full in near)}?" if near else answer
-        raise ConfigError(f"unknown option {name}: {answer}")
-    return path
+    if path[0] in keys.sections():
+        raise ConfigError(f"{name} is a section: name a key in it, such as --{path[0]}.{keys.keys_in(path[:1])[0]}")
+    answer = _ANSWERS.get(path[0], "expected --section.key, such as --train.steps")
+    if path[0] not in _ANSWERS and (found := keys.meant(path[0])):
+        answer = f"did you mean {' or '.join(f'--{full}' for full in found)}?"
+    raise ConfigError(f"unknown option {name}: {answer}")
 
 
-def keys_named(name: str) -> list[str]:
-    """``train.steps`` of ``steps``, or of the name that another trainer has for it."""
-    found = [f"{section}.{name}" for section, model in sections().items() if name in key_names(model)]
-    return [OTHER_NAMES[name]] if not found and name in OTHER_NAMES else found
-
-
-def _value(path: Path, text: str) -> Any:
-    if text.lower() == "none" and may_be_none(path):
-        return None
-    try:
-        read = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    value = read["value"]
-    # One value only (not `1\nother = 2`), no dates, and no number where text is wanted: a file may be called 2024.
-    is_plain = isinstance(value, (str, list, dict)) or (isinstance(value, (bool, int, float)) and not is_text(path))
-    return value if len(read) == 1 and is_plain else text
+def _value(path: keys.Path, text: str) -> Any:
+    """What the key accepts of three readings: nothing at all, a TOML value, the text as it is."""
+    readings: list[Any] = [None] if text.lower() == "none" else []
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        given = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")
+        readings += [given["value"]] if len(given) == 1 else []  # not `1\nother = 2`
+    if (field := keys.field_of(path)) is not None:
+        definition: Any = (field.annotation, field)
+        only = create_model("Only", value=definition)
+        for reading in readings:
+            with contextlib.suppress(ValidationError):
+                only.model_validate({"value": reading})
+                return reading
+    return text

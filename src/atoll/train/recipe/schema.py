@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from atoll.core.validation import nearest
 from atoll.train import objectives
@@ -14,22 +14,10 @@ from atoll.train.recipe.durations import LONGEST, Duration, DurationField
 
 SCHEMA_VERSION = 1
 
-_TEN_YEARS_S = 315_360_000.0
 
-
-def _at_most(largest: int) -> AfterValidator:
-    def check(number: int) -> int:
-        if number > largest:
-            raise ValueError(f"{number} is too large: expected at most {largest}")
-        return number
-
-    return AfterValidator(check)
-
-
-def _not_empty(given: Any) -> Any:
-    for text in given if isinstance(given, list) else [given]:
-        if isinstance(text, str) and not text.strip():
-            raise ValueError(f"{given!r} is empty: give a value, or leave the key out")
+def _no_truth_value(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise ValueError(f"{str(given).lower()} is a truth value: expected a whole number")
     return given
 
 
@@ -44,7 +32,6 @@ def _local_folder(text: str) -> str:
         raise ValueError(
             f"{text!r} is a URL, and logs go to a folder: name one, and put checkpoints there with [checkpoint] path"
         )
-    _not_empty(text)
     return text
 
 
@@ -58,15 +45,16 @@ def _one_of(names: Callable[[], list[str]], what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Positive = Annotated[int, Field(gt=0), _at_most(2**31)]  # of anything that is counted here
-Text = Annotated[str, AfterValidator(_not_empty)]
-Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
-Timeout = Annotated[float, Field(gt=0, le=_TEN_YEARS_S)]
+Whole = Annotated[int, BeforeValidator(_no_truth_value)]  # pydantic takes true for 1
+Positive = Annotated[Whole, Field(gt=0, le=2**31)]  # of anything that is counted here
+Text = Annotated[str, Field(min_length=1)]
+Paths = Text | list[Text]
+Timeout = Annotated[float, Field(gt=0, le=315_360_000)]  # seconds, at most ten years
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-AxisSize = Annotated[int, Field(ge=-1), _at_most(2**20)]
-Layers = Annotated[int, Field(gt=0), _at_most(1000)]
-Width = Annotated[int, Field(gt=0), _at_most(2**24)]  # of a matrix
+AxisSize = Annotated[Whole, Field(ge=-1, le=2**20)]
+Layers = Annotated[Whole, Field(gt=0, le=1000)]
+Width = Annotated[Whole, Field(gt=0, le=2**24)]  # of a matrix
 
 
 class Section(BaseModel):
@@ -192,7 +180,7 @@ class DataSection(Section):
     isolate_documents: bool = True  # tokens attend to their own document only, and positions restart in each
     shuffle: bool = True  # shuffle the samples anew in each epoch
     cache: str | None = None  # folder of the tokenised data; unset: `$ATOLL_HOME/data`
-    workers: Annotated[int, Field(ge=0), _at_most(4096)] = 0  # number of processes that tokenise; 0: one per core
+    workers: Annotated[Whole, Field(ge=0, le=4096)] = 0  # number of processes that tokenise; 0: one per core
 
 
 class ObjectiveSection(Section):
@@ -218,8 +206,8 @@ class TrainSection(Section):
     steps: DurationField | None = None  # how long to train, a duration: `100`, `"500step"`, `"2ep"`, `"1e9tok"`
     tokens: Annotated[float, Field(gt=0, le=LONGEST)] | None = None  # the same in tokens, instead of `steps`
     # folder of the run; `{name}` is the recipe's name
-    output_dir: Annotated[str, AfterValidator(_local_folder)] = "outputs/{name}"
-    seed: Annotated[int, Field(ge=0), _at_most(2**63 - 1)] = 0  # seed of the weights and of the data order
+    output_dir: Annotated[Text, AfterValidator(_local_folder)] = "outputs/{name}"
+    seed: Annotated[Whole, Field(ge=0, le=2**63 - 1)] = 0  # seed of the weights and of the data order
     seq_len: Positive = 2048  # tokens per sequence
     global_batch: Positive = 8  # sequences per optimizer step, over all ranks
     micro_batch: Positive = 1  # sequences per rank at a time; the rest of the batch is accumulated
@@ -232,12 +220,11 @@ class TrainSection(Section):
     hang_timeout_s: Timeout = 600.0  # seconds after which a collective is an error
     grace_s: Timeout = 30.0  # seconds from SIGTERM to the end, the checkpoint included
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_length(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("steps") is not None and values.get("tokens") is not None:
+    @model_validator(mode="after")
+    def _check(self) -> TrainSection:
+        if self.steps is not None and self.tokens is not None:
             raise ValueError("steps and tokens are both given: keep one")
-        return values
+        return self
 
     @property
     def length(self) -> Duration | None:
@@ -340,7 +327,7 @@ class CheckpointSection(Section):
     """What is saved, when, and where."""
 
     every: DurationField | None = None  # a duration; unset: only at the end
-    keep: Annotated[int, Field(ge=1), _at_most(10**6)] = 2  # how many of the newest are kept
+    keep: Annotated[Whole, Field(ge=1, le=10**6)] = 2  # how many of the newest are kept
     keep_every: DurationField | None = None  # a duration; saved in addition to `every`, and kept for good
     keep_best: bool = False  # keep the one with the lowest validation loss, too
     path: str | None = None  # a folder or a URL (`s3://…`); unset: `checkpoints` in `output_dir`
