@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ranks
 from atoll.train.dtensor import local
-from atoll.train.models.init import initialize, materialize, plain_name
+from atoll.train.models.init import initialize, materialize
 from atoll.train.models.registry import UserModel, build
 from atoll.train.recipe.schema import ModelSection
 
@@ -121,29 +120,16 @@ def test_slices_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_stage_and_a_wrapped_block_have_the_same_values() -> None:
+def test_a_stage_has_the_same_values() -> None:
     expected = _whole(UNEVEN)
     stage = build(UNEVEN)
     stage.embed, stage.norm, stage.head = None, None, None
     del stage.blocks["0"]
-    stage.blocks["1"].feed_forward = checkpoint_wrapper(stage.blocks["1"].feed_forward)
     materialize(stage, torch.device("cpu"))
     initialize(stage, 1)
-    found = {plain_name(name): parameter for name, parameter in stage.named_parameters()}
+    found = dict(stage.named_parameters())
     assert set(found) == {name for name in expected if name.startswith("blocks.1.")}
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "module.blocks.0.attention.q.weight",
-        "blocks.0._orig_mod.attention.q.weight",
-        "module.blocks.0._checkpoint_wrapped_module._orig_mod.attention.q.weight",
-    ],
-)
-def test_plain_name(name: str) -> None:
-    assert plain_name(name) == "blocks.0.attention.q.weight"
 
 
 # ------------------------------------------------------------------------------------------------- layouts

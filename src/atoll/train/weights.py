@@ -19,7 +19,7 @@ from atoll.train import hub
 from atoll.train.hub import Progress
 from atoll.train.models import hf
 from atoll.train.models.family import Stored, family_of, shapes, stored_tensors
-from atoll.train.models.init import copy_part, plain_name
+from atoll.train.models.init import copy_part
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.weight_source import WeightSource, open_weights
 
@@ -56,7 +56,7 @@ def load_weights(
             it holds values that are not finite.
     """
     opened = open_weights(source, section, progress) if isinstance(source, str) else source
-    parameters = {plain_name(name).removeprefix(_USERS): value for name, value in model.named_parameters()}
+    parameters = {name.removeprefix(_USERS): value for name, value in model.named_parameters()}
     notes = opened.notes + _differences(section, opened)
     theirs = {name: name for name in parameters}
     if "head.weight" in theirs and "head.weight" not in opened.tensors:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection
 
 _SLICE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements computed at a time: what fits a CPU's cache, what fills a GPU
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -52,21 +50,14 @@ def initialize(model: nn.Module, seed: int) -> list[str]:
     Returns:
         names of the parameters that their user's function set.
     """
-    theirs: dict[str, Tensor] = {}
-    ours = shapes(model.config) if isinstance(model, Decoder) else {}
-    for path, module in model.named_modules():
-        for last, parameter in module.named_parameters(recurse=False):
-            name = plain_name(f"{path}.{last}".lstrip("."))
-            if isinstance(model, Decoder) and name in ours:
-                _draw(parameter, name, model.config, seed)
-            else:
-                theirs[name] = parameter
+    theirs: dict[str, Tensor] = dict(model.named_parameters())
+    if isinstance(model, Decoder):
+        for name in theirs.keys() & shapes(model.config).keys():
+            _draw(theirs.pop(name), name, model.config, seed)
     names = list(theirs)
-    theirs |= {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    theirs |= dict(model.named_buffers())
     if theirs:
-        make: Callable[[int], nn.Module] | None = getattr(model, "make", None)
-        assert make is not None, f"nothing says how to set {names}"
-        made = make(seed)
+        made = model.make(seed)  # type: ignore[operator]  # of a user's function: ``registry.build`` gave it
         values = dict(made.named_parameters(remove_duplicate=False)) | dict(made.named_buffers())
         for name, tensor in theirs.items():
             copy_part(values[name].detach(), tensor)
@@ -80,7 +71,7 @@ def _draw(parameter: Tensor, name: str, config: ModelSection, seed: int) -> None
     elif parameter.ndim == 1:
         local.fill_(1.0)
     else:
-        _fill_normal(local, parameter.shape, _places(parameter), key(seed, name), std_of(name, config))
+        _fill_normal(local, parameter, key(seed, name), std_of(name, config))
 
 
 def std_of(name: str, config: ModelSection) -> float:
@@ -95,8 +86,8 @@ def std_of(name: str, config: ModelSection) -> float:
     - under ``gpt2`` (Radford et al., 2019) what writes to the residual stream is divided by sqrt(2 · layers).
     """
     std, scheme = config.std, config.scheme
-    kind = family_of(config)
-    writes = kind.is_residual(name)
+    kind, part = family_of(config), name.removesuffix(".weight")
+    writes = part.endswith(tuple(f".{each}" for each in kind.residual))
     if scheme == "gpt2":
         return std / math.sqrt(2 * config.layers) if writes else std
     if name == "head.weight" or (name == "embed.weight" and config.tied):
@@ -105,46 +96,33 @@ def std_of(name: str, config: ModelSection) -> float:
         return 1.0
     if scheme == "zero_residual":
         return 0.0 if writes else std
-    if writes or kind.is_deep(name):
+    if writes or part.endswith(tuple(f".{each}" for each in kind.deep)):
         return std / math.sqrt(2 * (int(name.split(".")[1]) + 1))
     return std
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what compilation, recomputation and DDP put into it."""
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
+def _part_of(tensor: Tensor, whole: Tensor, dim: int | None = None) -> Tensor:
+    """What this rank holds of ``whole``, where that is cut as ``tensor`` is.
 
-
-def splits_of(parameter: DTensor) -> list[tuple[int, int, int]]:
-    """How a tensor was cut to what this rank holds, one cut after the other: dimension, which piece, of how many."""
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    splits = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
+    Args:
+        dim: ``whole`` has this one of the dimensions alone.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    cuts = list(zip(tensor.placements, mesh.get_coordinate() or (), mesh.shape, strict=True))
     # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
-    splits.sort(key=lambda split: isinstance(split[0], _StridedShard))
-    return [(at.dim, number, count) for at, number, count in splits if isinstance(at, Shard | _StridedShard)]
-
-
-def piece_of(whole: Tensor, dim: int, number: int, count: int) -> Tensor:
-    """One of ``count`` pieces as torch's shards are; empty where there are more of them than places."""
-    pieces = whole.chunk(count, dim)
-    return pieces[number] if number < len(pieces) else whole.narrow(dim, 0, 0)
+    for place, number, count in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+        if isinstance(place, Shard | _StridedShard) and dim in (None, place.dim):
+            along = place.dim if dim is None else 0
+            pieces = whole.chunk(count, along)  # fewer than ``count`` where there are fewer places
+            whole = pieces[number] if number < len(pieces) else whole.narrow(along, 0, 0)
+    return whole
 
 
 def copy_part(whole: Tensor, tensor: Tensor) -> Tensor:
     """Set and return what this rank holds of ``tensor`` from the whole of it, of which only that part is read."""
-    for cut in splits_of(tensor) if isinstance(tensor, DTensor) else ():
-        whole = piece_of(whole, *cut)
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).copy_(whole)
-
-
-def _places(parameter: Tensor) -> list[Tensor]:
-    """For each dimension, the indices in the whole tensor of what this rank holds."""
-    places = [torch.arange(size, device="cpu") for size in parameter.shape]
-    for dim, number, count in splits_of(parameter) if isinstance(parameter, DTensor) else ():
-        places[dim] = piece_of(places[dim], 0, number, count)
-    return places
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).copy_(_part_of(tensor, whole))
 
 
 def key(seed: int, name: str) -> int:
@@ -153,24 +131,20 @@ def key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _fill_normal(local: Tensor, shape: torch.Size, places: list[Tensor], key: int, std: float) -> None:
-    """Fill what a rank holds with its part of a normal tensor of ``shape``, some rows at a time."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    offsets = [(place * stride).to(local.device) for place, stride in zip(places, strides, strict=True)]
-    if not offsets:  # of no dimension: one element
-        offsets, local = [torch.zeros(1, dtype=torch.int64, device=local.device)], local.view(1)
-    inner = torch.zeros(1, dtype=torch.int64, device=local.device)
-    for offset in offsets[1:]:
+def _fill_normal(local: Tensor, parameter: Tensor, key: int, std: float) -> None:
+    """Fill ``local``, what this rank holds of ``parameter``, with its part of a normal tensor, some rows at a time."""
+    shape, places = parameter.shape, []  # of each dimension: what its indices add to the place of an element
+    for dim, size in enumerate(shape):
+        indices = torch.arange(size, device="cpu") * math.prod(shape[dim + 1 :])
+        places.append(_part_of(parameter, indices, dim).to(local.device))
+    inner = torch.zeros((), dtype=torch.int64, device=local.device)
+    for offset in places[1:]:
         inner = inner[..., None] + offset
-    inner = inner.squeeze(0) if len(offsets) > 1 else inner[0]
     rows = max(1, _SLICE.get(local.device.type, 1 << 20) // max(1, inner.numel()))
     for start in range(0, local.shape[0], rows):
-        outer = offsets[0][start : start + rows]
-        places_here = outer.reshape(-1, *[1] * inner.ndim) + inner
-        values = _normal(places_here, key) * std
-        if local.dtype != torch.float64:
-            values = values.float()
-        local[start : start + rows].copy_(values)
+        outer = places[0][start : start + rows]
+        values = _normal(outer.reshape(-1, *[1] * inner.ndim) + inner, key) * std
+        local[start : start + rows].copy_(values if local.dtype == torch.float64 else values.float())
 
 
 def _normal(places: Tensor, key: int) -> Tensor:
