@@ -89,7 +89,7 @@ def test_the_model_is_as_it_was_afterwards() -> None:
 
 def test_seeds() -> None:
     model = model_of(SECTIONS["qwen3"])
-    one, again, other = (list(generate(model, PROMPT, num_tokens=20, temperature=2.0, seed=s)) for s in (1, 1, 2))
+    one, again, other = (list(generate(model, PROMPT, num_tokens=20, temperature=2.0, seed=s)) for s in (1, 1, 2**65))
     assert one == again
     assert one != other
     assert len(one) == 20
@@ -107,12 +107,10 @@ def test_it_ends_at_a_stop_token_and_at_the_models_length() -> None:
         generate(model, [], num_tokens=1)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}]
-)
-def test_values_that_cannot_work(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="expected temperature ≥ 0, top_k ≥ 1 and 0 < top_p ≤ 1"):
-        generate(model_of(SECTIONS["llama"]), PROMPT, num_tokens=1, **wrong)
+@pytest.mark.parametrize("top_p", [0.0, 1.5])
+def test_a_probability_that_cannot_be(top_p: float) -> None:
+    with pytest.raises(ConfigError, match=f"top_p = {top_p}: expected a number above 0, 1 at most"):
+        generate(model_of(SECTIONS["llama"]), PROMPT, num_tokens=1, top_p=top_p)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -123,11 +121,6 @@ def test_weights_that_are_not_finite(number: float, temperature: float) -> None:
         next(model.parameters()).fill_(number)
     with pytest.raises(ConfigError, match="logits that are not finite"):
         list(generate(model, PROMPT, num_tokens=1, temperature=temperature))
-
-
-def test_seeds_have_64_bits() -> None:
-    with pytest.raises(ConfigError, match="seed = 18446744073709551616: expected a number of 64 bits"):
-        generate(model_of(SECTIONS["llama"]), PROMPT, num_tokens=1, seed=2**64)
 
 
 def test_draws_follow_the_distribution() -> None:

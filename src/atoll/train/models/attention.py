@@ -13,7 +13,7 @@ A kernel makes what its mask is, once a forward pass for all blocks, and attends
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,35 +26,25 @@ from atoll.train.recipe.schema import Recipe
 _BLOCK = 128  # queries and keys of a block; FlexAttention's own default
 
 
-class AttentionKernel(Protocol):
-    """How heads attend where documents are told apart."""
+class SdpaKernel:
+    """PyTorch's scaled dot-product attention; the base of other kernels."""
 
     def mask(self, starts: Tensor, places: Tensor, num_keys: int) -> Any:
-        """What ``attend`` takes as its mask. A query sees the keys from ``starts`` to ``places``, both included.
+        """What ``attend`` takes as its mask, here [B, 1, S, T], true where a query sees a key.
 
         Args:
-            starts: [B, S] int64, where the document of each query begins in the sequence.
-            places: [S] int64, where each query is in the sequence.
+            starts: [B, S] int64, the first key that each query sees: where its document begins in the sequence.
+            places: [S] int64, the last key that it sees: where it is in the sequence.
             num_keys: length of the sequence.
         """
+        keys = torch.arange(num_keys, device=places.device)
+        return ((keys >= starts[..., None]) & (keys <= places[:, None]))[:, None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Attention of q [B, S, H, E] to k and v [B, T, K, E], where H is a multiple of K: [B, S, H, E].
 
         Without a mask it is causal, and the queries are the last S of T positions.
         """
-
-
-class SdpaKernel:
-    """PyTorch's scaled dot-product attention."""
-
-    def mask(self, starts: Tensor, places: Tensor, num_keys: int) -> Tensor:
-        """A boolean mask [B, 1, S, T], true where a query sees a key."""
-        keys = torch.arange(num_keys, device=places.device)
-        return ((keys >= starts[..., None]) & (keys <= places[:, None]))[:, None]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """As ``AttentionKernel.attend``."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if mask is None and q.shape[2] != k.shape[2]:
             return attend_last(q, k, v).transpose(1, 2)
@@ -63,8 +53,8 @@ class SdpaKernel:
         return out.transpose(1, 2)
 
 
-class FlexKernel:
-    """FlexAttention over the blocks that a query of theirs sees."""
+class FlexKernel(SdpaKernel):
+    """FlexAttention over the blocks that a query of theirs sees; without a mask as the base."""
 
     def __init__(self) -> None:
         from torch.nn.attention.flex_attention import flex_attention
@@ -91,9 +81,8 @@ class FlexKernel:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """As ``AttentionKernel.attend``; without a mask as ``SdpaKernel``."""
         if mask is None:
-            return SdpaKernel().attend(q, k, v, None)
+            return super().attend(q, k, v, None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out: Tensor = self.flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)
@@ -144,7 +133,7 @@ def kernel_name(recipe: Recipe, device: str) -> str:
 
 def use_kernel(model: nn.Module, name: str) -> None:
     """Have every part of ``model`` that masks or attends use the kernel called ``name``."""
-    kernel: AttentionKernel = FlexKernel() if name == "flex" else SdpaKernel()
+    kernel = FlexKernel() if name == "flex" else SdpaKernel()
     for module in model.modules():
         if hasattr(module, "attention_kernel"):
             module.attention_kernel = kernel  # type: ignore[assignment]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 from atoll.core.errors import ConfigError
 from atoll.train.models import families
@@ -49,36 +48,28 @@ class Stored:
 
 
 class Family(ABC):
-    """A model family. Memory and FLOPs are counted on the network that ``build`` makes.
+    """A model family. Memory and FLOPs are counted on the network that ``build`` makes."""
 
-    Attributes:
-        model_types: ``model_type`` of the config.json files it reads; it writes the first, which GGUF files have too.
-        architecture: its class in ``transformers``.
-        outer_names: ours of the tensors outside of blocks, by those of ``transformers``, without ``.weight``.
-        block_prefix: what stands before a block's number there.
-        block_names: ours by theirs inside a block; several where they are stored as one.
-        transposed: whether the matrices of blocks are stored the other way round.
-        permuted: whether GGUF files have the two of each rotary pair side by side (``Stored``).
-        rotary: whether positions are rotary; else there is a learnt vector for each.
-        config_keys: keys of config.json by ours.
-        defaults: what those mean that config.json leaves out, by our name; without one the key must be there.
-        computes: keys of config.json and the values with which the network is this one, the written one first.
-        cuts: how tensor parallelism treats those parts of a block that there are; others are not touched.
-        residual: matrices that write to the residual stream; ``init_scheme`` makes them smaller, or 0.
-        deep: others that ``init_scheme = "torchtitan"`` makes smaller with depth.
-    """
-
+    # Of config.json: which ``model_type`` it reads; it writes the first, which GGUF files have too.
     model_types: ClassVar[tuple[str, ...]]
-    architecture: ClassVar[str]
-    outer_names: ClassVar[Mapping[str, str]]
-    block_prefix: ClassVar[str]
-    block_names: ClassVar[Mapping[str, tuple[str, ...]]]
-    transposed: ClassVar[bool] = False
-    permuted: ClassVar[bool] = False
-    rotary: ClassVar[bool] = True
-    config_keys: ClassVar[Mapping[str, str]]
-    defaults: ClassVar[Mapping[str, Any]]
+    architecture: ClassVar[str]  # its class in transformers
+    config_keys: ClassVar[Mapping[str, str]]  # theirs by ours
+    defaults: ClassVar[Mapping[str, Any]]  # of keys that may be missing, by our name
+    # Keys and the values with which the network is this one, the written one first.
     computes: ClassVar[Mapping[str, tuple[Any, ...]]]
+
+    # Names of tensors in transformers, without ``.weight``, and ours; several of ours where they are stored as one.
+    outer_names: ClassVar[Mapping[str, str]]
+    block_prefix: ClassVar[str]  # before a block's number
+    block_names: ClassVar[Mapping[str, tuple[str, ...]]]
+    transposed: ClassVar[bool] = False  # whether the matrices of blocks are stored the other way round
+    permuted: ClassVar[bool] = False  # whether GGUF files have the two of each rotary pair side by side (``Stored``)
+
+    rotary: ClassVar[bool] = True  # else there is a learnt vector for each position
+    # Which matrices write to the residual stream: ``init_scheme`` makes them smaller, or 0.
+    residual: ClassVar[tuple[str, ...]] = ("attention.o", "feed_forward.down")
+    deep: ClassVar[tuple[str, ...]] = ()  # others that ``init_scheme = "torchtitan"`` makes smaller with depth
+    # How tensor parallelism treats those parts of a block that there are; others are not touched.
     cuts: ClassVar[Mapping[str, Cut]] = {
         "attention_norm": "norm",
         "attention": "gather",
@@ -92,23 +83,17 @@ class Family(ABC):
         "feed_forward.up": "columns",
         "feed_forward.down": "rows",
     }
-    residual: ClassVar[tuple[str, ...]] = ("attention.o", "feed_forward.down")
-    deep: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def build(self, config: ModelSection) -> Decoder:
         """The network of these dimensions, its weights not set."""
 
-    @abstractmethod
     def hidden_dim(self, config: ModelSection) -> int:
         """Width of the feed-forward part."""
+        return config.hidden_dim or 4 * config.dim
 
     def read_config(self, config: ConfigJson) -> dict[str, Any]:
-        """The fields of ``[model]`` that a config.json describes, ``family`` and ``init_std`` not among them.
-
-        Raises:
-            ConfigError: a value is missing or can't be, or means something that this network does not compute.
-        """
+        """The fields of ``[model]`` that a config.json describes, ``family`` and ``init_std`` not among them."""
         for key, allowed in self.computes.items():
             config.must(key, allowed)
         fields: dict[str, Any] = {"tied": config.flag("tie_word_embeddings", self.defaults["tied"])}
@@ -120,11 +105,7 @@ class Family(ABC):
         return {"kv_heads": fields["heads"], **{ours: value for ours, value in fields.items() if value is not None}}
 
     def write_config(self, config: ModelSection) -> dict[str, Any]:
-        """The keys of config.json that are this family's own.
-
-        Raises:
-            ConfigError: ``transformers`` has no such network.
-        """
+        """The keys of config.json that are this family's own; ``ConfigError`` where transformers cannot have them."""
         derived = {
             "kv_heads": config.num_kv_heads,
             "head_dim": config.size_of_head,
@@ -134,23 +115,11 @@ class Family(ABC):
         return values | {key: allowed[0] for key, allowed in self.computes.items()}
 
     def check(self, config: ModelSection) -> None:
-        """Refuse dimensions that this network can't have.
-
-        Raises:
-            ValueError: names the key.
-        """
+        """Refuse dimensions that this network can't have, with a ``ValueError`` that names the key."""
         if self.rotary and config.size_of_head % 2:
             raise ValueError(f"head_dim = {config.size_of_head} is odd, and rotary positions need pairs")
         if not self.rotary and config.rope_scaling is not None:
             raise ValueError(f"rope_scaling is given, and {config.family} has no rotary positions: leave it out")
-
-    def is_residual(self, name: str) -> bool:
-        """Whether the parameter writes to the residual stream."""
-        return name.endswith(tuple(f".{each}.weight" for each in self.residual))
-
-    def is_deep(self, name: str) -> bool:
-        """Whether the parameter becomes smaller with depth as those do that write to the residual stream."""
-        return name.endswith(tuple(f".{each}.weight" for each in self.deep))
 
 
 @functools.cache
@@ -166,11 +135,7 @@ def family_of(section: ModelSection) -> Family:
 
 
 def check_network(section: ModelSection) -> None:
-    """Refuse a ``[model]`` that its family can't build.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Refuse a ``[model]`` that its family can't build, with a ``ConfigError``."""
     if section.python is None:
         try:
             family_of(section).check(section)
@@ -179,11 +144,7 @@ def check_network(section: ModelSection) -> None:
 
 
 def build_decoder(section: ModelSection) -> Decoder:
-    """The network of a family on the meta device.
-
-    Raises:
-        ConfigError: its family can't build it.
-    """
+    """The network of a family on the meta device."""
     check_network(section)
     with torch.device("meta"):
         return family_of(section).build(section)
@@ -192,7 +153,7 @@ def build_decoder(section: ModelSection) -> Decoder:
 @functools.lru_cache(maxsize=16)
 def shapes(section: ModelSection) -> Mapping[str, tuple[int, ...]]:
     """The shape of every parameter, by our name; a user's own model is taken for one of ``family``."""
-    model: nn.Module = build_decoder(section.model_copy(update={"python": None}))
+    model = build_decoder(section.model_copy(update={"python": None}))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

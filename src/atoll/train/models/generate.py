@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,23 +65,17 @@ def generate(
         stop: tokens that end the text; they are not yielded.
 
     Raises:
-        ConfigError: no prompt, one that fills the model's length, or a value that cannot work; while drawing, logits
-            that are not finite.
+        ConfigError: no prompt, one that fills the model's length, or ``top_p`` out of range; while drawing, logits that
+            are not finite.
     """
     longest = int(model.config.max_seq_len)  # type: ignore[union-attr,arg-type]  # Decoder's and UserModel's section
     if not 0 < len(tokens) < longest:
         raise ConfigError(f"the prompt has {len(tokens)} tokens, expected 1 to {longest - 1}: max_seq_len is {longest}")
-    fits = 0 <= temperature < math.inf and (top_k is None or top_k >= 1) and (top_p is None or 0 < top_p <= 1)
-    if not fits:
-        raise ConfigError(
-            f"temperature = {temperature}, top_k = {top_k}, top_p = {top_p}: expected temperature ≥ 0, top_k ≥ 1 and "
-            "0 < top_p ≤ 1"
-        )
-    if not -(2**63) <= seed < 2**64:
-        raise ConfigError(f"seed = {seed}: expected a number of 64 bits, such as 0")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p = {top_p}: expected a number above 0, 1 at most")
 
     def drawn() -> Iterator[int]:
-        known, random = list(tokens), torch.Generator().manual_seed(seed)
+        known, random = list(tokens), torch.Generator().manual_seed(seed % 2**64)
         count = min(num_tokens, longest - len(known))
         with _caching(model, len(known) + count) as next_logits:
             for _ in range(count):
@@ -99,25 +92,24 @@ def generate(
 def _caching(model: nn.Module, max_tokens: int) -> Iterator[Callable[[list[int]], Tensor]]:
     """A function from all tokens so far to the logits [V] of the next; caches stand in the model meanwhile."""
     device = next(model.parameters()).device
-    attentions = [part for part in model.modules() if isinstance(part, Attention)]
-    cached = isinstance(model, Decoder) and bool(attentions)
+    attentions = [part for part in model.modules() if isinstance(part, Attention) and isinstance(model, Decoder)]
     cores = [attention.core for attention in attentions]
     # Logits of the whole prompt can be large: the head is given its last position only.
     norm = model.norm if isinstance(model, Decoder) else None
-    hook = None if norm is None else norm.register_forward_pre_hook(_last_position)
+    hook = None if norm is None else norm.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],))
     done = 0
 
     @torch.inference_mode()
     def next_logits(tokens: list[int]) -> Tensor:
         nonlocal done
-        start, done = (done, len(tokens)) if cached else (0, 0)
+        start, done = (done, len(tokens)) if attentions else (0, 0)
         ids = torch.tensor([tokens[start:]], device=device)
         positions = torch.arange(start, len(tokens), device=device)[None]
         logits: Tensor = model(ids, positions)
         return logits[0, -1].float().cpu()
 
     try:
-        for attention in attentions if cached else []:
+        for attention in attentions:
             attention.core = CachedCore(max_tokens)  # type: ignore[assignment]  # of the same signature
         yield next_logits
     finally:
@@ -125,10 +117,6 @@ def _caching(model: nn.Module, max_tokens: int) -> Iterator[Callable[[list[int]]
             attention.core = core
         if hook is not None:
             hook.remove()
-
-
-def _last_position(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0][:, -1:], *args[1:])
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, random: torch.Generator) -> int:

@@ -36,11 +36,9 @@ class LogitsLogProbs:
     labels: Tensor
 
     def nll(self) -> Tensor:
-        """As ``LogProbs.nll``."""
         return self._cross_entropy("sum").reshape(1)
 
     def tokens(self) -> Tensor:
-        """As ``LogProbs.tokens``."""
         return -self._cross_entropy("none").view_as(self.labels)
 
     def _cross_entropy(self, reduction: str) -> Tensor:
@@ -73,7 +71,7 @@ class ChunkedLogProbs:
             self.weight = self.weight.to_local()
 
     def nll(self) -> Tensor:
-        """As ``LogProbs.nll``. As it is a sum, the gradients of each chunk are made with it, where they are wanted."""
+        """As it is a sum, the gradients of each chunk are made with it, where they are wanted."""
         wanted = torch.is_grad_enabled()
         with torch.no_grad():
             total = torch.zeros(1, dtype=_wide(self.hidden), device=self.hidden.device)
@@ -87,13 +85,14 @@ class ChunkedLogProbs:
         # One node for each, joined by an addition: pipeline schedules that run the backward pass of inputs and of
         # weights at different times find the place where the two part.
         if gradients.by_hidden is not None:
-            total = _known(self.hidden, total, gradients.by_hidden)
+            total = _Known.apply(self.hidden, total, gradients.by_hidden)  # type: ignore[no-untyped-call]
         if gradients.by_weight is not None:
-            total = total + _known(self.weight, torch.zeros_like(total), gradients.by_weight)
+            nothing = torch.zeros_like(total)
+            total = total + _Known.apply(self.weight, nothing, gradients.by_weight)  # type: ignore[no-untyped-call]
         return total
 
     def tokens(self) -> Tensor:
-        """As ``LogProbs.tokens``. The backward pass makes the logits of each chunk again."""
+        """The backward pass makes the logits of each chunk again."""
         out: Tensor = _Tokens.apply(self.hidden, self.weight, self)  # type: ignore[no-untyped-call]
         return out.view_as(self.labels)
 
@@ -161,13 +160,9 @@ class _Gradients:
             self.by_weight += by_logits.t() @ hidden
 
 
-def _known(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    """``value`` [1], as a function of ``x`` with a gradient that is known already."""
-    out: Tensor = _Known.apply(x, value, gradient)  # type: ignore[no-untyped-call]  # torch has no types here
-    return out
-
-
 class _Known(torch.autograd.Function):
+    """``value`` [1], as a function of ``x`` with a gradient that is known already."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)

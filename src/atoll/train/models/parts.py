@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.train.batch import Batch
-from atoll.train.models.attention import AttentionKernel, SdpaKernel, document_starts
-from atoll.train.models.head import Head
+from atoll.train.models.attention import SdpaKernel, document_starts
+from atoll.train.models.logprobs import ChunkedLogProbs, LogProbs
+from atoll.train.objective import Objective, sums_of
+from atoll.train.objectives.pretrain import Pretrain
 from atoll.train.recipe.schema import ModelSection, RopeScaling
 
 
@@ -33,9 +36,8 @@ class Positions(nn.Module):
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Angles per position, [E/2], in float32: what published weights were trained with, to the last bit."""
-        known = self._frequencies.get(device)
-        if known is not None:
-            return known
+        if device in self._frequencies:
+            return self._frequencies[device]
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
         powers = self.theta**exponents
         if self.scaling is None:
@@ -97,15 +99,10 @@ class CausalMask(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention_kernel: AttentionKernel = SdpaKernel()
+        self.attention_kernel = SdpaKernel()
 
     def forward(self, documents: Tensor | None) -> Any:
-        """The kernel's mask; None for plain causal attention.
-
-        Args:
-            documents: [B, S], the number of each token's document within its sequence; None where documents are
-                not told apart.
-        """
+        """The kernel's mask of ``documents``, [B, S], each token's; None for plain causal attention."""
         if documents is None:
             return None
         places = torch.arange(documents.shape[1], device=documents.device)
@@ -117,19 +114,10 @@ class AttentionCore(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention_kernel: AttentionKernel = SdpaKernel()
+        self.attention_kernel = SdpaKernel()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Attend.
-
-        Args:
-            q: [B, S, H, E].
-            k: [B, S, K, E], as ``v``; H is a multiple of K.
-            mask: what ``CausalMask`` gave.
-
-        Returns:
-            [B, S, H, E].
-        """
+        """As ``SdpaKernel.attend``, with the mask of ``CausalMask``."""
         return self.attention_kernel.attend(q, k, v, mask)
 
 
@@ -195,6 +183,39 @@ class PreNormBlock(nn.Module):
         x = x + self.attention(self.attention_norm(x), mask, rope)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
+
+
+class Head(nn.Module):
+    """The output projection: hidden states to logits, or to what the objective makes of the labels' log-probabilities.
+
+    Attributes:
+        objective, chunk_tokens: of the recipe's ``[objective]``.
+        group, vocab_start: under tensor parallelism the ranks that share the vocabulary, and where this one's begins.
+        whole: under context parallelism makes log-probabilities of whole sequences of those of a part.
+    """
+
+    def __init__(self, vocab_size: int, dim: int, *, tied: bool) -> None:
+        super().__init__()
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
+        self.objective: Objective = Pretrain()
+        self.chunk_tokens = 2048
+        self.group: dist.ProcessGroup | None = None
+        self.vocab_start = 0
+        self.whole: Callable[[LogProbs], LogProbs] | None = None
+
+    def forward(self, hidden: Tensor, tied_weight: Tensor | None, labels: Tensor | None, batch: Batch | None) -> Tensor:
+        """Logits [B, S, V] of ``hidden`` [B, S, D]; with ``labels`` [B, S] the objective's sums (``sums_of``).
+
+        Args:
+            batch: the sequences, whole where ``hidden`` and ``labels`` are a part.
+        """
+        weight = self.weight if tied_weight is None else tied_weight
+        assert weight is not None
+        if labels is None or batch is None:
+            return nn.functional.linear(hidden, weight)
+        options = (self.chunk_tokens, self.group, self.vocab_start)
+        logprobs: LogProbs = ChunkedLogProbs(hidden.flatten(0, 1), weight, labels, *options)
+        return sums_of(self.objective, logprobs if self.whole is None else self.whole(logprobs), batch)
 
 
 class Decoder(nn.Module):

@@ -135,10 +135,9 @@ def _build_users(section: ModelSection, spec: str, device: torch.device, dtype: 
     def build_on(device: torch.device) -> Decoder | UserModel:
         with device:
             made = function(section)
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"[model] python = {spec!r} returned {type(made).__name__}: expected a torch.nn.Module")
-        if not any(True for _ in made.parameters()):
-            raise ConfigError(f"[model] python = {spec!r} returned a {type(made).__name__} without parameters")
+        if not isinstance(made, nn.Module) or next(made.parameters(), None) is None:
+            got = type(made).__name__
+            raise ConfigError(f"[model] python = {spec!r} returned {got}: expected a torch.nn.Module with parameters")
         return made if isinstance(made, Decoder) else UserModel(made, section)
 
     def make(seed: int) -> nn.Module:
@@ -160,11 +159,7 @@ def _build_users(section: ModelSection, spec: str, device: torch.device, dtype: 
 
 
 def _accepted(inner: nn.Module, config: ModelSection) -> tuple[str, ...]:
-    """Which of the known names the model's ``forward`` takes, beside the tokens.
-
-    Raises:
-        ConfigError: it needs something else.
-    """
+    """Which of the known names the model's ``forward`` takes, beside the tokens; ``ConfigError`` if it needs others."""
     others = list(inspect.signature(inner.forward).parameters.values())[1:]
     named = [each for each in others if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     names = {each.name for each in named}

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from atoll.train.batch import Batch
 from atoll.train.models.attention import document_starts
-from atoll.train.models.head import Head
 from atoll.train.models.logprobs import LogProbs
-from atoll.train.models.parts import Attention, AttentionCore, CausalMask
+from atoll.train.models.parts import Attention, AttentionCore, CausalMask, Head
 
 # Newer versions of torch have new names for these two, and warn at the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

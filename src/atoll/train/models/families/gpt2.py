@@ -68,7 +68,6 @@ class Gpt2(Family):
     }
 
     def build(self, config: ModelSection) -> Decoder:
-        """As ``Family.build``."""
         norm = partial(nn.LayerNorm, config.dim, eps=config.norm_eps)
         blocks: list[nn.Module] = [
             PreNormBlock(norm, Attention(config, bias=True), FeedForward(config.dim, self.hidden_dim(config)))
@@ -79,12 +78,7 @@ class Gpt2(Family):
         model.rope = None
         return model
 
-    def hidden_dim(self, config: ModelSection) -> int:
-        """As ``Family.hidden_dim``."""
-        return config.hidden_dim or 4 * config.dim
-
     def write_config(self, config: ModelSection) -> dict[str, Any]:
-        """As ``Family.write_config``."""
         if config.num_kv_heads != config.heads or config.size_of_head * config.heads != config.dim:
             raise ConfigError(
                 f"[model] family = 'gpt2' with kv_heads = {config.num_kv_heads}, head_dim = {config.size_of_head}: "

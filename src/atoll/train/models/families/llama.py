@@ -15,7 +15,7 @@ from atoll.train.recipe.schema import ModelSection
 
 
 class Llama(Family):
-    """Llama. Others of its kind override what they do differently."""
+    """Llama; its kin override what they do differently, ``block`` and ``attention`` among it."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral")
     architecture = "LlamaForCausalLM"
@@ -63,25 +63,21 @@ class Llama(Family):
     windowed: ClassVar[bool] = True  # whether ``sliding_window`` counts without ``use_sliding_window``
 
     def block(self, config: ModelSection) -> nn.Module:
-        """One layer."""
         norm = partial(nn.RMSNorm, config.dim, eps=config.norm_eps)
         return PreNormBlock(norm, self.attention(config), SwiGLU(config.dim, self.hidden_dim(config)))
 
     def attention(self, config: ModelSection) -> Attention:
-        """Its attention."""
         return Attention(config)
 
     def build(self, config: ModelSection) -> Decoder:
-        """As ``Family.build``."""
         blocks = [self.block(config) for _ in range(config.layers)]
         return Decoder(config, blocks, nn.RMSNorm(config.dim, eps=config.norm_eps))
 
     def hidden_dim(self, config: ModelSection) -> int:
-        """As ``Family.hidden_dim``: 8/3 of ``dim`` unless given, so that three matrices have the size of two of 4."""
+        # 8/3 of ``dim``, so that three matrices have the size of two of 4 times ``dim``.
         return config.hidden_dim or -(-8 * config.dim // (3 * 64)) * 64
 
     def read_config(self, config: ConfigJson) -> dict[str, Any]:
-        """As ``Family.read_config``."""
         fields = super().read_config(config)
         if fields.get("head_dim", 0) * fields["heads"] == fields["dim"]:
             del fields["head_dim"]
@@ -91,7 +87,6 @@ class Llama(Family):
         return {**fields, "max_seq_len": min(fields["max_seq_len"], window or fields["max_seq_len"])}
 
     def write_config(self, config: ModelSection) -> dict[str, Any]:
-        """As ``Family.write_config``."""
         found = super().write_config(config)
         found["rope_theta"] = config.rope_theta
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}

@@ -40,9 +40,7 @@ class Olmo2Attention(Attention):
         self.k_norm = WidthNorm(config.num_kv_heads * self.head_dim, config.norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``Attention.project``."""
-        assert self.q_norm is not None
-        assert self.k_norm is not None
+        assert self.q_norm is not None and self.k_norm is not None
         parts = (self.q_norm(self.q(x)), self.k_norm(self.k(x)), self.v(x))
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         return q, k, v
@@ -89,11 +87,9 @@ class Olmo2(Llama):
     defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "norm_eps": 1e-5}
 
     def block(self, config: ModelSection) -> nn.Module:
-        """One layer."""
         return Olmo2Block(config, self.hidden_dim(config))
 
     def check(self, config: ModelSection) -> None:
-        """As ``Family.check``."""
         super().check(config)
         if config.size_of_head * config.heads != config.dim:
             raise ValueError(f"head_dim = {config.head_dim}: of olmo2 it is dim / heads, so leave it out")

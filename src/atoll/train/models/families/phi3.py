@@ -31,7 +31,6 @@ class Phi3(Llama):
     defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "max_seq_len": 4096, "norm_eps": 1e-5}
 
     def write_config(self, config: ModelSection) -> dict[str, Any]:
-        """As ``Family.write_config``."""
         if config.rope_scaling is not None:
             raise ConfigError(
                 f"[model] rope_scaling = {config.rope_scaling.kind!r} with family = 'phi3' cannot be exported: there "

@@ -33,7 +33,6 @@ class Qwen3(Llama):
     windowed = False
 
     def attention(self, config: ModelSection) -> Attention:
-        """As ``Llama.attention``."""
         return Attention(config, head_norm=True)
 
 
