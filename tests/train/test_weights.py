@@ -943,8 +943,6 @@ def test_import_and_generate(tmp_path: Path) -> None:
         atoll("import", source, tmp_path / "other", "--dtype", "")
     with pytest.raises(ConfigError, match="the prompt is not valid UTF-8 text at its character 2"):
         atoll("generate", source, "a\udcff", "--device", "cpu")
-    with pytest.raises(ConfigError, match="seed = 99999999999999999999: expected"):
-        atoll("generate", source, "x", "--device", "cpu", "--seed", 99999999999999999999)
     with pytest.raises(ConfigError, match="'' is not a source of weights"):
         atoll("generate", "", "x", "--device", "cpu")
     with pytest.raises(ConfigError, match="'' is not a source of weights"):
