@@ -19,7 +19,7 @@ def train_rank(recipe: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
     """
     import dataclasses
 
-    from atoll.train.startup import prepare_process
+    from atoll.train import prepare_process
 
     prepare_process()
 

@@ -5,10 +5,13 @@ It imports nothing of the launcher: ``torchrun -m atoll.train RECIPE`` is enough
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.packages import trainer_packages
+from atoll.core.paths import atoll_home
 
 if TYPE_CHECKING:
     from atoll.train.recipe.load import load_recipe as load_recipe
@@ -24,6 +27,15 @@ _WHERE = {
 }
 
 __all__ = ["Recipe", "TrainResult", "load_recipe", "run"]
+
+
+def prepare_process() -> None:
+    """Before a process that trains imports PyTorch: import faster, and keep what torch compiles for the next run.
+
+    Torch's place for that is the folder of temporary files, and that of a rank ends with it.
+    """
+    gc.disable()  # until the loop: it finds nothing in what is imported, and takes a fifth of the time of that
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(atoll_home() / "compile"))
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from atoll.core.errors import AtollError
 from atoll.core.exit_codes import ExitCode, exit_code_of
-from atoll.train.startup import prepare_process
+from atoll.train import prepare_process
 
 if TYPE_CHECKING:
     from atoll.train.events import Event

@@ -14,9 +14,9 @@ from atoll.train.models.registry import build
 from atoll.train.objective import make_objective, use_objective
 from atoll.train.parallel.apply import parallelize, weights_of
 from atoll.train.parallel.gradients import Weights
-from atoll.train.parallel.layout import num_stages_per_rank
+from atoll.train.parallel.layout import num_stages_per_rank, stage_numbers
 from atoll.train.parallel.mesh import Mesh
-from atoll.train.parallel.pipeline import Pipeline, cut, stage_numbers
+from atoll.train.parallel.pipeline import Pipeline, cut
 from atoll.train.parallel.plan import Plan
 from atoll.train.parallel.precision import compute_dtype, master_dtype, scale_float8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -68,37 +69,30 @@ class SampleSource(Protocol):
 
 
 class Counter:
-    """The default source: one integer.
+    """The default source: one integer, the first number that was not trained yet.
 
     Args:
         limit: samples of the whole run, counted from 0; None never ends.
     """
 
     def __init__(self, limit: int | None = None, start: int = 0) -> None:
-        self._limit = limit
-        self._handed_out = start
-        self._consumed = start
+        self._limit = sys.maxsize if limit is None else limit
+        self._handed_out = self.consumed = start
 
     def next_range(self, count: int) -> range:
         """The next ``count`` numbers, fewer before the limit."""
         first = self._handed_out
-        stop = first + count if self._limit is None else max(first, min(first + count, self._limit))
-        self._handed_out = stop
-        return range(first, stop)
+        self._handed_out = max(first, min(first + count, self._limit))
+        return range(first, self._handed_out)
 
     def commit(self, numbers: range) -> None:
         """These were trained."""
-        self._consumed = numbers.stop
-
-    @property
-    def consumed(self) -> int:
-        """The cursor: the first number that was not trained yet."""
-        return self._consumed
+        self.consumed = numbers.stop
 
     def state(self) -> dict[str, Any]:
         """The cursor."""
-        return {"samples_consumed": self._consumed}
+        return {"samples_consumed": self.consumed}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on at a cursor."""
-        self._consumed = self._handed_out = int(state["samples_consumed"])
+        self.consumed = self._handed_out = int(state["samples_consumed"])

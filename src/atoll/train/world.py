@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
+import re
 import secrets
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -242,10 +241,4 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _first_host(nodes: str) -> str:
     """The first of Slurm's compressed list of hosts, ``gpu[03-05,9]`` for instance."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10)
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.split()[0]
-    head, bracket, rest = nodes.partition("[")
-    first = head + rest.split(",")[0].split("-")[0].rstrip("]") if bracket else nodes.partition(",")[0]
-    return first or socket.gethostname()
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", nodes).partition(",")[0] or socket.gethostname()

@@ -16,7 +16,15 @@ import torch
 from atoll.train.models.attention import kernel_name
 from atoll.train.models.family import family_of
 from atoll.train.models.registry import build
-from atoll.train.parallel.layout import AXES, Layout, num_micro_batches, num_stages_per_rank, reshards
+from atoll.train.parallel.layout import (
+    AXES,
+    Layout,
+    layers_of_stage,
+    num_micro_batches,
+    num_stages_per_rank,
+    reshards,
+    stage_numbers,
+)
 from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
 from atoll.train.parallel.recompute import Recompute, count_of, mode_of
 from atoll.train.parallel.trace import block_memory
@@ -247,14 +255,10 @@ def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int, device: Device) -> i
 def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
     """What the pipeline's rank ``place`` holds."""
     whole, t = sizes(recipe.model), layout.tensor
-    layers, first, last = list(range(len(whole.blocks))), True, True
-    if layout.pipeline > 1:
-        from atoll.train.parallel.pipeline import layers_of_stage, stage_numbers
-
-        stages = stage_numbers(recipe, place, layout.pipeline)
-        num_stages = layout.pipeline * num_stages_per_rank(recipe)
-        first, last = 0 in stages, num_stages - 1 in stages
-        layers = [each for stage in stages for each in layers_of_stage(stage, num_stages, len(whole.blocks))]
+    stages = stage_numbers(recipe, place, layout.pipeline)
+    num_stages = layout.pipeline * num_stages_per_rank(recipe)
+    first, last = 0 in stages, num_stages - 1 in stages
+    layers = [each for stage in stages for each in layers_of_stage(stage, num_stages, len(whole.blocks))]
     count = max(1, num_micro_batches(recipe, layout))
     gpipe = layout.pipeline > 1 and recipe.parallel.pipeline_schedule == "gpipe"
     ends = int(not first) + int(not last)
@@ -267,7 +271,7 @@ def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
         in_flight=_in_flight(recipe, layout, place, count),
         losses_in_flight=count if gpipe else 1,
         # The pipeline receives into, and sends from, buffers of each micro-batch.
-        buffers=2 * ends * count * recipe.model.dim if layout.pipeline > 1 else 0,
+        buffers=2 * ends * count * recipe.model.dim,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,25 +20,27 @@ from atoll.train.dtensor import as_sharded, local, whole_of
 _BUCKET_BYTES = 32 * 2**20
 
 
-class Weights(Protocol):
-    """What the loop asks of a model's weights in a step, in this order."""
+class Weights:
+    """A model's weights as the loop uses them in a step: its methods are called in this order."""
 
     masters: dict[str, nn.Parameter]  # what the optimizer moves, by name
 
     def begin(self) -> None:
         """A step begins: gradients are zero."""
+        for parameter in self.masters.values():
+            parameter.grad = None
 
     def last_micro_batch(self) -> None:
         """The backward pass that comes is the last of this step."""
 
     def finish(self) -> None:
-        """All backward passes are done: ``masters`` hold the sums of all ranks in ``.grad``."""
+        """All backward passes are done: ``masters`` hold the sums of all ranks in ``.grad`` from now on."""
 
     def publish(self) -> None:
         """The optimizer has moved ``masters``: the model computes with them from now on."""
 
 
-class ShardedWeights:
+class ShardedWeights(Weights):
     """FSDP2 sums the gradients of each block while the backward pass goes on."""
 
     def __init__(self, stages: Iterable[nn.Module], *, sums_replicas_once: bool) -> None:
@@ -52,8 +53,7 @@ class ShardedWeights:
             unit.set_force_sum_reduction_for_comms(True)
 
     def begin(self) -> None:
-        for parameter in self.masters.values():
-            parameter.grad = None
+        super().begin()
         self._all_reduce(False)
 
     def last_micro_batch(self) -> None:
@@ -66,12 +66,8 @@ class ShardedWeights:
             for unit in self._units:
                 unit.set_requires_all_reduce(wanted, recurse=False)
 
-    def finish(self) -> None: ...
 
-    def publish(self) -> None: ...
-
-
-class ReplicatedWeights:
+class ReplicatedWeights(Weights):
     """Whole parameters on each rank (DDP); gradients are summed bucket by bucket while the last backward pass goes on.
 
     The stages come with weights in the masters' format. Where they compute in another, they get copies in that one.
@@ -103,49 +99,42 @@ class ReplicatedWeights:
         self._overlap = overlap
         self._summing = False
         self._alone = False
-        self._work: list[dist.Work] = []
+        self._sent: list[tuple[dist.Work, Tensor]] = []  # in the reduction's format
         self._buckets: list[_Bucket] = []
-        if group is not None or self._own_masters:
-            self._make_buckets(master_dtype)
-
-    def _make_buckets(self, dtype: torch.dtype) -> None:
-        # The backward pass reaches the last parameters first.
-        waiting: list[str] = []
+        if group is None and not self._own_masters:
+            return
+        names: list[str] = []
         size = 0
-        for name in reversed(self._parameters):
-            waiting.append(name)
-            size += local(self._parameters[name]).numel() * dtype.itemsize
+        for name in reversed(self._parameters):  # the backward pass reaches the last first
+            names.append(name)
+            size += local(self._parameters[name]).numel() * master_dtype.itemsize
             if size >= _BUCKET_BYTES:
-                self._add_bucket(waiting, dtype)
-                waiting, size = [], 0
-        if waiting:
-            self._add_bucket(waiting, dtype)
+                self._add_bucket(names, master_dtype)
+                names, size = [], 0
+        if names:
+            self._add_bucket(names, master_dtype)
 
     def _add_bucket(self, names: list[str], dtype: torch.dtype) -> None:
-        number = len(self._buckets)
         bucket = _Bucket([local(self._parameters[name]) for name in names], dtype)
         self._buckets.append(bucket)
         owner = weakref.ref(self)  # Python's collector does not see what hooks hold: no model would ever be freed
         for place, name in enumerate(names):
-            parameter = self._parameters[name]
 
-            def arrived(parameter: Tensor, number: int = number, place: int = place) -> None:
+            def arrived(parameter: Tensor, bucket: _Bucket = bucket, place: int = place) -> None:
                 weights = owner()
                 assert weights is not None and parameter.grad is not None
                 if weights._alone:
                     return
-                weights._buckets[number].add(place, local(as_sharded(parameter.grad, parameter)))
+                bucket.add(place, local(as_sharded(parameter.grad, parameter)))
                 parameter.grad = None
                 if weights._summing:
                     weights._send()
 
-            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            self._parameters[name].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
+        super().begin()
         self._summing = self._alone = False
-        self._work.clear()
-        for parameter in self.masters.values():
-            parameter.grad = None
         for bucket in self._buckets:
             bucket.filled.clear()
 
@@ -159,15 +148,14 @@ class ReplicatedWeights:
 
     def _send(self, *, all_of_them: bool = False) -> None:
         # Strictly one bucket after the other, since ranks must agree on the order of their collectives.
-        while len(self._work) < len(self._buckets):
-            bucket = self._buckets[len(self._work)]
+        for bucket in self._buckets[len(self._sent) :]:
             if bucket.missing and not all_of_them:
                 return
             bucket.fill()
-            bucket.sent = bucket.flat.to(self._reduce_dtype)
-            work = dist.all_reduce(bucket.sent, group=self._group, async_op=True)
+            sent = bucket.flat.to(self._reduce_dtype)
+            work = dist.all_reduce(sent, group=self._group, async_op=True)
             assert work is not None
-            self._work.append(work)
+            self._sent.append((work, sent))
 
     def finish(self) -> None:
         if self._alone and self._own_masters:
@@ -175,12 +163,12 @@ class ReplicatedWeights:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self.masters[name].grad, parameter.grad = as_sharded(gradient, parameter), None
             return
-        if self._group is not None and self._buckets:
+        if self._group is not None:
             self._send(all_of_them=True)  # also those with parameters that no token reached
-            for work, bucket in zip(self._work, self._buckets, strict=True):
+            for (work, sent), bucket in zip(self._sent, self._buckets, strict=True):
                 work.wait()
-                bucket.flat.copy_(bucket.sent)
-                bucket.sent = bucket.flat
+                bucket.flat.copy_(sent)
+            self._sent.clear()
         for bucket in self._buckets:
             bucket.fill()
         views = (view for bucket in self._buckets for view in bucket.views)
@@ -213,11 +201,6 @@ class _Bucket:
     def flat(self) -> Tensor:
         """All of them; made when the first is added."""
         return self._make()
-
-    @cached_property
-    def sent(self) -> Tensor:
-        """What travels, in the reduction's format."""
-        return self.flat
 
     @cached_property
     def views(self) -> list[Tensor]:

@@ -208,3 +208,21 @@ def num_micro_batches(recipe: Recipe, layout: Layout) -> int:
 def num_stages_per_rank(recipe: Recipe) -> int:
     """Pipeline stages that each rank holds."""
     return recipe.parallel.stages_per_rank or _STAGES_PER_RANK.get(recipe.parallel.pipeline_schedule, 2)
+
+
+def stage_numbers(recipe: Recipe, rank: int, size: int) -> list[int]:
+    """Which stages of the model a pipeline rank holds, first to last."""
+    per_rank = num_stages_per_rank(recipe)
+    if recipe.parallel.pipeline_schedule == "zbv":  # down one leg of a V, up the other
+        return [rank, 2 * size - 1 - rank]
+    return [rank + turn * size for turn in range(per_rank)]
+
+
+def layers_of_stage(stage: int, num_stages: int, num_layers: int) -> range:
+    """Blocks of a stage; where they don't divide evenly, the middle stages have one more than the ends."""
+    base, extra = divmod(num_layers, num_stages)
+    # The first and the last stage also have the embedding and the head, so they get extra blocks last.
+    order = sorted(range(num_stages), key=lambda each: (each in (num_stages - 1, 0), each))
+    bonus = {each: place < extra for place, each in enumerate(order)}
+    start = sum(base + bonus[each] for each in range(stage))
+    return range(start, start + base + bonus[stage])

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from atoll.train.batch import Batch
 from atoll.train.data.packing import UNTRAINED
 from atoll.train.models.parts import Decoder
-from atoll.train.parallel.layout import num_micro_batches, num_stages_per_rank
+from atoll.train.parallel.layout import layers_of_stage, num_micro_batches, num_stages_per_rank
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.recipe.schema import Recipe
 
@@ -33,24 +33,6 @@ _SCHEDULES: dict[str, Callable[..., _PipelineSchedule]] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-
-
-def stage_numbers(recipe: Recipe, rank: int, size: int) -> list[int]:
-    """Which stages of the model a pipeline rank holds, first to last."""
-    per_rank = num_stages_per_rank(recipe)
-    if recipe.parallel.pipeline_schedule == "zbv":  # down one leg of a V, up the other
-        return [rank, 2 * size - 1 - rank]
-    return [rank + turn * size for turn in range(per_rank)]
-
-
-def layers_of_stage(stage: int, num_stages: int, num_layers: int) -> range:
-    """Blocks of a stage; where they don't divide evenly, the middle stages have one more than the ends."""
-    base, extra = divmod(num_layers, num_stages)
-    # The first and the last stage also have the embedding and the head, so they get extra blocks last.
-    order = sorted(range(num_stages), key=lambda each: (each in (num_stages - 1, 0), each))
-    bonus = {each: place < extra for place, each in enumerate(order)}
-    start = sum(base + bonus[each] for each in range(stage))
-    return range(start, start + base + bonus[stage])
 
 
 def cut(model: Decoder, stage: int, num_stages: int) -> Decoder:
