@@ -32,7 +32,7 @@ def state(millions: float) -> dict:
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    from atoll.train.checkpoint.state import optimizer_tensors
+    from atoll.train.checkpoint.checkpointer import optimizer_tensors
 
     layers = max(1, round(millions * 1e6 / 3 / WIDTH**2))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -56,7 +56,7 @@ def atoll_saver(folder: Path, tensors: dict) -> Callable[[int], tuple[float, flo
     saver = Checkpointer(str(folder), group=group, keep=1, keep_best=False, asynchronous=True, note=print)
 
     def save(step: int) -> tuple[float, float]:
-        saver.save(step, tensors, {"step": step})
+        saver.save(step, tensors, {"step": step, "keep": False})
         saved = saver.wait()
         assert saved is not None
         return saved.stall_s, saved.took_s

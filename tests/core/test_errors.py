@@ -12,7 +12,6 @@ import pytest
 import atoll as sky
 from atoll.core import errors
 from atoll.providers.base import AcceleratorsLacking
-from atoll.train.checkpoint.team import Failures
 
 # What the classes with an `__init__` of their own are made with; all others take a message.
 MADE: dict[str, BaseException] = {
@@ -23,7 +22,6 @@ MADE: dict[str, BaseException] = {
     "NodeLost": errors.NodeLost(1, "its agent ended"),
     "CallTimeout": errors.CallTimeout(2.5, [0, 2]),
     "HangError": errors.HangError(60.0, [1], [0], {0: "stack"}),
-    "Failures": Failures("saving", {0: "the disk is full"}),
     "AcceleratorsLacking": AcceleratorsLacking("none there", "this host has none"),
 }
 

@@ -28,9 +28,9 @@ def save_from_gpu(root: str) -> tuple[bool, bool, float, float]:
     stalls = []
     for step in (1, 2):
         part.fill_(number * step)  # still under way when the copy is asked for
-        stalls.append(saver.save(step, tensors, {}).stall_s)
+        saver.save(step, tensors, {})
         part.fill_(-1)
-    saver.wait()
+        stalls.append(saver.wait().stall_s)
     copies = HostCopy()
     page_locked = all(copy.is_pinned() for copy in copies.take(tensors).values())
     copies.close()

@@ -158,7 +158,7 @@ def saved_step(folder: str | os.PathLike[str]) -> int:
     """The step of the newest whole checkpoint of a run."""
     found = find_checkpoint(str(folder))
     assert found is not None, f"{folder} has no checkpoint"
-    return found.step
+    return found.manifest.step
 
 
 def assert_same_run(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import ranks
 from atoll.core.errors import ConfigError
-from atoll.train.checkpoint.state import optimizer_tensors
+from atoll.train.checkpoint.checkpointer import optimizer_tensors
 from atoll.train.models.registry import build
 from atoll.train.optim.adamw import AdamW, _hashed, _rounded
 from atoll.train.optim.build import build_optimizer, decays, matrices

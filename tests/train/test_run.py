@@ -400,7 +400,7 @@ def test_checkpoints_of_another_run_are_not_gone_on_from(tmp_path: Path, monkeyp
     first = small.tree(tmp_path, train__output_dir=str(tmp_path / "first"), train__steps=3, checkpoint__path=place)
     small.train(first)
     begun_over = small.changed(first, train__output_dir=str(tmp_path / "first"))
-    with pytest.raises(ConfigError, match=r"--no-resume starts over, so choose another with --checkpoint\.path"):
+    with pytest.raises(ConfigError, match=r"holds step 3 of another run: choose another with --checkpoint\.path"):
         small.train(begun_over, resume=False)
     other = small.changed(first, train__output_dir=str(tmp_path / "second"), optimizer={"lr": 1e-2})
     with pytest.raises(ConfigError, match=r"different settings:\s+\[optimizer\] lr"):

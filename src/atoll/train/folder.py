@@ -71,47 +71,39 @@ class RunFolder:
         before = stored_recipe(self.path)
         if before is None:
             return
-        changed = diff(before, self._recipe)
-        serious = harmful(before, self._recipe)
-        if serious and not self._allow_changes:
-            lines = "\n  ".join(serious)
-            raise ConfigError(
-                f"{str(self.path)!r} already contains a run with different settings:\n  {lines}\n"
-                f"--allow-changes resumes with the new settings, --no-resume starts over in a new folder"
-            )
-        # Where it is told apart from others, not what it is: one folder has many names.
-        changed = [line for line in changed if not line.startswith("[train] output_dir")]
+        what = f"{str(self.path)!r} already contains a run"
+        self._refuse_changes(before, self._recipe, what, "--no-resume starts over in a new folder")
+        # output_dir is where it is told apart from others, not what it is: one folder has many names.
+        changed = [line for line in diff(before, self._recipe) if not line.startswith("[train] output_dir")]
         self.notes += [f"changed since the run began: {line}" for line in changed]
 
-    def identify(
-        self, recipe: Recipe, root: str, step: int | None, meta: Mapping[str, Any], note: Callable[[str], None]
-    ) -> str:
+    def _refuse_changes(self, before: Recipe, now: Recipe, what: str, otherwise: str) -> None:
+        changed = harmful(before, now)
+        if changed and not self._allow_changes:
+            lines = "\n  ".join(changed)
+            allow = f"--allow-changes resumes with the new settings, {otherwise}"
+            raise ConfigError(f"{what} with different settings:\n  {lines}\n{allow}")
+
+    def identify(self, recipe: Recipe, root: str, found: Mapping[str, Any] | None, note: Callable[[str], None]) -> str:
         """The run's identity, which its checkpoints carry: no run resumes from those of another.
 
         Args:
             recipe: its vocabulary known.
             root: where the checkpoints are.
-            step: of the newest there, ``meta`` is what was saved with it; None where there is none.
+            found: what was saved with the newest there; None where there is none.
 
         Raises:
             ConfigError: the checkpoints in ``root`` belong to another run.
         """
-        theirs = meta.get("run")
-        elsewhere = f"[checkpoint] path {shown_path(root)!r} holds step {step} of "
-        choose = "choose another with --checkpoint.path PLACE"
-        if step is not None and not self._resume:
-            raise ConfigError(f"{elsewhere}a run before: --no-resume starts over, so {choose}")
-        if self.identity is not None and theirs not in (None, self.identity):
-            raise ConfigError(f"{elsewhere}another run: {choose}")
-        if self.identity is None and step is not None:
-            changed = harmful(Recipe.model_validate(meta["recipe"]), recipe)
-            if changed and not self._allow_changes:
-                lines = "\n  ".join(changed)
-                raise ConfigError(
-                    f"{elsewhere}a run with different settings:\n  {lines}\n"
-                    f"--allow-changes resumes with the new settings, or {choose}"
-                )
-            note(f"resuming from step {step} in {shown_path(root)}")
+        theirs = None if found is None else found.get("run")
+        if found is not None:
+            what = f"[checkpoint] path {shown_path(root)!r} holds step {found['step']} of"
+            choose = "choose another with --checkpoint.path PLACE"
+            if not self._resume or (self.identity is not None and theirs not in (None, self.identity)):
+                raise ConfigError(f"{what} another run: {choose}")
+            if self.identity is None:
+                self._refuse_changes(Recipe.model_validate(found["recipe"]), recipe, f"{what} a run", f"or {choose}")
+                note(f"resuming from step {found['step']} in {shown_path(root)}")
         self.identity = self.identity or theirs or secrets.token_hex(8)
         return self.identity
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from atoll.core.errors import CheckpointError, NonFiniteError
 from atoll.core.paths import shown_path
 from atoll.train.batch import Batch
-from atoll.train.checkpoint.checkpointer import Checkpointer, Saved
-from atoll.train.checkpoint.state import optimizer_tensors
+from atoll.train.checkpoint.checkpointer import Checkpointer, Saved, optimizer_tensors
 from atoll.train.data.loader import Loader, Step, validation_batches
 from atoll.train.data.packing import PackedDataset
 from atoll.train.engine import Engine

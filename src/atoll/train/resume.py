@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.train.checkpoint.checkpointer import Checkpointer
-from atoll.train.checkpoint.claim import Claim
-from atoll.train.checkpoint.shared import check_shared
+from atoll.train.checkpoint.claim import Claim, check_shared
 from atoll.train.checkpoint.store import open_store
 from atoll.train.corpus import described
 from atoll.train.engine import Engine
@@ -31,7 +30,6 @@ def open_checkpointer(
     Raises:
         ConfigError: not every rank can write there, or another run does.
     """
-
     guards: list[Claim] = []  # on rank 0
 
     def hold() -> None:
@@ -39,12 +37,14 @@ def open_checkpointer(
         try:
             guards.append(open_store(root).claim(run, "--checkpoint.path PLACE", note))
         except OSError as error:
-            raise CheckpointError(f"checkpoints at {root} can't be claimed for this run: {error}") from None
+            raise (CheckpointError if "://" in root else ConfigError)(
+                f"checkpoints can't be written to {root}: {error}; choose another place with --checkpoint.path PLACE"
+            ) from None
         cleanup.callback(guards[0].close)
 
-    section = recipe.checkpoint
-    check_shared(root, world.control)
     world.decide(hold)
+    check_shared(root, world.control)
+    section = recipe.checkpoint
     timeout_s = max(1800.0, recipe.train.hang_timeout_s)
     checkpointer = Checkpointer(
         root,

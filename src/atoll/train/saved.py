@@ -29,7 +29,6 @@ class SavedStep:
     """One whole checkpoint, in a folder or an object store."""
 
     store: Store
-    step: int
     manifest: Manifest
     notes: tuple[str, ...] = ()  # of newer steps that were passed over
     run: Path | None = None  # the folder of the run, where that was asked for
@@ -37,7 +36,7 @@ class SavedStep:
     @property
     def label(self) -> str:
         """Where it lies."""
-        return self.store.path(self.step)
+        return self.store.path(self.manifest.step)
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class SavedStep:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        return read_index(self.store, self.step, self.manifest)
+        return read_index(self.store, self.manifest)
 
     @property
     def _reader(self) -> Reader:
@@ -114,28 +113,24 @@ def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:
     Raises:
         ConfigError: it is one of them, without a whole checkpoint.
     """
-    root, _, last = spec.rstrip("/").rpartition("/")
+    spec = spec.rstrip("/")
+    root, _, last = spec.rpartition("/")
     if (step := step_of(last)) is not None:
         return _newest(open_store(root or "."), verify, step)
-    is_url = "://" in spec
-    elsewhere = None if is_url else _named_place(Path(spec))
-    for place in (elsewhere or f"{spec.rstrip('/')}/{_CHECKPOINTS}", spec):
-        if "://" not in place and not Path(place).is_dir():
-            continue
-        saved = _newest(open_store(place), verify)
-        if saved is None:
-            if place == elsewhere or (place.endswith(f"/{_CHECKPOINTS}") and not is_url):
-                raise ConfigError(f"{place} has no whole checkpoint yet")
-            continue
-        if place != elsewhere:
+    recipe = None if "://" in spec else stored_recipe(Path(spec))
+    if recipe is not None and (elsewhere := recipe.checkpoint.path) is not None:
+        saved = _newest(open_store(elsewhere), verify)
+        if saved is None or len({saved.manifest.meta.get("run"), stored_identity(Path(spec))} - {None}) > 1:
+            raise ConfigError(
+                f"{spec}: its checkpoints are in {elsewhere!r}, and there is none of this run: a relative path counts "
+                "from the folder in which it was started; go there"
+            )
+        return replace(saved, run=Path(spec))
+    for place in (f"{spec}/{_CHECKPOINTS}", spec):
+        if (saved := _newest(open_store(place), verify)) is not None:
             return saved
-        if len({saved.manifest.meta.get("run"), stored_identity(Path(spec))} - {None}) <= 1:
-            return replace(saved, run=Path(spec))
-    if elsewhere is not None:
-        raise ConfigError(
-            f"{spec}: its checkpoints are in {elsewhere!r}, and here are none of this run: a relative path counts from "
-            "the folder in which it was started; go there"
-        )
+    if Path(spec, _CHECKPOINTS).is_dir():
+        raise ConfigError(f"{spec} has no whole checkpoint yet")
     return None
 
 
@@ -143,23 +138,19 @@ def _newest(store: Store, verify: bool, only: int | None = None) -> SavedStep | 
     """The newest whole checkpoint, or that one step; None where there is none, not even a damaged one."""
     try:
         found = survey(store, only)
-        while (step := found.newest()) is not None:
-            saved = SavedStep(store, step, found.whole[step])
-            wrong = rot(store, step, saved.manifest, [saved.manifest.inside(INDEX)])
+        while (newest := found.newest()) is not None:
+            saved = SavedStep(store, newest)
+            wrong = rot(store, newest, [newest.inside(INDEX)])
             if wrong is None and verify:
-                wrong = rot(store, step, saved.manifest, saved.weight_files)
+                wrong = rot(store, newest, saved.weight_files)
             if wrong is None:
-                passed = [f"{store.path(each)} is damaged: {found.torn[each]}" for each in found.torn if each > step]
-                return replace(saved, notes=tuple(f"{each}; {step_name(step)} is used" for each in passed))
-            found.mark_torn(step, wrong)
+                passed = [
+                    f"{store.path(each)} is damaged: {found.torn[each]}" for each in found.torn if each > newest.step
+                ]
+                return replace(saved, notes=tuple(f"{each}; {step_name(newest.step)} is used" for each in passed))
+            found.mark_torn(newest.step, wrong)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{store.root} cannot be read: {error}") from None
     return None
-
-
-def _named_place(folder: Path) -> str | None:
-    """Where the run in a folder keeps its checkpoints, if its recipe names a place for them."""
-    recipe = stored_recipe(folder)
-    return None if recipe is None else recipe.checkpoint.path

@@ -236,8 +236,7 @@ class _Trainer:
         found = checkpointer.latest()
 
         def identify() -> str:
-            meta = {} if found is None else checkpointer.meta(found)
-            return self._folder.identify(recipe, root, found, meta, self._note)
+            return self._folder.identify(recipe, root, None if found is None else found.meta, self._note)
 
         about = {"recipe": recipe.model_dump(mode="json"), "data": corpus.identity, "atoll": __version__}
         about |= {"layout": str(self._plan.layout), "run": world.decide(identify)}

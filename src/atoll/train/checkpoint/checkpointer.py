@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from concurrent import futures
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.nn import Parameter
 
 from atoll.core.errors import CheckpointError
-from atoll.train.checkpoint import manifest as manifests
 from atoll.train.checkpoint.files import Reader, Writer
 from atoll.train.checkpoint.manifest import FileEntry, Manifest, Part
-from atoll.train.checkpoint.retention import doomed
 from atoll.train.checkpoint.staging import HostCopy, Planner
 from atoll.train.checkpoint.store import open_store
 from atoll.train.checkpoint.survey import INDEX, Survey, read_index, rot, survey
@@ -43,57 +45,14 @@ class Saved:
     stall_s: float
 
 
-class SaveHandle:
-    """A save that was begun.
+@dataclass(slots=True)
+class _Saving:
+    """A save in flight; how long it took in the end, and what to tell the reader."""
 
-    Attributes:
-        started: when, on the monotonic clock.
-        stall_s: how long the caller of ``save`` was held up.
-    """
-
-    def __init__(self, step: int, path: str, timeout_s: float) -> None:
-        self.step = step
-        self.stall_s = 0.0
-        self._path = path
-        self.started = time.monotonic()
-        self._timeout_s = timeout_s
-        self._took_s = 0.0
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether it has succeeded or failed, everywhere."""
-        return self._over.is_set()
-
-    def wait(self) -> Saved:
-        """Until it is over.
-
-        Raises:
-            CheckpointError: it failed on some rank, or is not over ``timeout_s`` after it began.
-        """
-        self.settle()
-        if self._error is not None:
-            raise self._error
-        return Saved(self.step, self._path, self._took_s, self.stall_s)
-
-    def settle(self) -> None:
-        """Until it is over, whichever way.
-
-        Raises:
-            CheckpointError: it is not, ``timeout_s`` after it began.
-        """
-        if not self._over.wait(max(0.0, self.started + self._timeout_s - time.monotonic())):
-            raise CheckpointError(
-                f"saving step {self.step} to {self._path} is not done after {self._timeout_s:g} s: something hangs"
-            )
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the work, in the thread it was started for."""
-        with Attempt() as attempt:
-            work()
-        self._error = attempt.error
-        self._took_s = time.monotonic() - self.started
-        self._over.set()
+    step: int
+    started: float  # on the monotonic clock
+    over: futures.Future[tuple[float, str | None]]
+    stall_s: float = 0.0
 
 
 class Checkpointer:
@@ -133,18 +92,149 @@ class Checkpointer:
         self._guard = guard
         self._store = open_store(root)
         self._team = Team(group)
-        self._retention = partial(doomed, keep=keep, keep_best=keep_best)
+        self._doomed = partial(doomed, keep=keep, keep_best=keep_best)
         self._asynchronous = asynchronous
         self._note = note
         self._timeout_s = timeout_s
         self._copy = HostCopy()
-        self._saves: deque[SaveHandle] = deque()
-        self._remarks: deque[str] = deque()  # from the writing thread
+        self._saving: _Saving | None = None
         self._damaged: dict[int, str] = {}  # found so by reading
         self._team.lead(f"cleaning up {root}", self._store.sweep)
 
-    # ------------------------------------------------------------------------------------------------- what is there
-    def latest(self) -> int | None:
+    # ------------------------------------------------------------------------------------------------------- saving
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, metric: float | None = None
+    ) -> None:
+        """Begin a checkpoint of this moment.
+
+        Waits for a save still in flight, copies the tensors to host memory and leaves the rest to a thread. What
+        fails there is told by ``poll`` and ``wait``, on every rank.
+
+        Args:
+            tensors: this rank's, by names that are unique over ranks; what several ranks hold whole is written once.
+            meta: JSON; rank 0's is kept. Where its ``keep`` is not false the checkpoint stays for good.
+            metric: validation loss, for ``keep_best``.
+
+        Raises:
+            CheckpointError: the save before this one failed, or hangs.
+        """
+        self.wait()
+        self._saving = saving = _Saving(step, time.monotonic(), futures.Future())
+        self._damaged.pop(step, None)
+        copies: dict[str, Tensor] = {}
+        with Attempt() as copying:
+            copies = self._copy.take(tensors)
+        frozen = json.loads(json.dumps(meta))
+        write = partial(self._write, step, dict(tensors), copies, copying, frozen, metric)
+
+        def run() -> None:
+            remark: str | None = None
+            with Attempt() as attempt:
+                remark = write()
+            if attempt.error is None:
+                saving.over.set_result((time.monotonic() - saving.started, remark))
+            else:
+                saving.over.set_exception(attempt.error)
+
+        threading.Thread(target=run, name=f"checkpoint {step}", daemon=True).start()
+        if not self._asynchronous:
+            self._settle()
+        saving.stall_s = time.monotonic() - saving.started
+
+    def poll(self) -> Saved | None:
+        """A save that has become complete since the last call.
+
+        Raises:
+            CheckpointError: it failed, on any rank.
+        """
+        return self.wait() if self._saving is not None and self._saving.over.done() else None
+
+    def wait(self) -> Saved | None:
+        """Until no save is in flight; the one that was, if ``poll`` has not told of it.
+
+        Raises:
+            CheckpointError: it failed, on any rank, or is not over ``timeout_s`` after it began.
+        """
+        self._settle()
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        took_s, remark = saving.over.result()
+        if remark is not None:
+            self._note(remark)
+        return Saved(saving.step, self._store.path(saving.step), took_s, saving.stall_s)
+
+    def close(self) -> None:
+        """Wait for a save in flight, and give the host memory back. A failure nobody asked about becomes a note."""
+        with Attempt() as attempt:
+            self.wait()
+        if attempt.error is not None:
+            self._note(first_line(attempt.error))
+        if self._saving is None:  # else it hangs, and may yet read the copy
+            self._copy.close()
+
+    def _settle(self) -> None:
+        """Until the group is free: the writing thread uses it too."""
+        if (saving := self._saving) is None:
+            return
+        if not futures.wait([saving.over], saving.started + self._timeout_s - time.monotonic()).done:
+            raise CheckpointError(
+                f"saving step {saving.step} to {self._store.path(saving.step)} is not done after {self._timeout_s:g} "
+                "s: something hangs"
+            )
+
+    # ---------------------------------------------------------------------------------------- in the writing thread
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        copies: dict[str, Tensor],
+        copying: Attempt,
+        meta: dict[str, Any],
+        metric: float | None,
+    ) -> str | None:
+        """Write a step, and delete those that have served their time; returns what to tell the reader."""
+        what = f"saving step {step} to {self._store.path(step)}"
+        team, store = self._team, self._store
+        team.agree(f"copying the tensors of step {step} to host memory", copying.check)
+        place = team.lead(what, lambda: store.begin(step))
+        files = store.files()
+
+        def write() -> dict[str, FileEntry]:
+            planner = Planner(copies)
+            _save_state_dict(tensors, Writer(files, place), team.group, no_dist=team.group is None, planner=planner)
+            return {path.removeprefix(f"{place}/"): entry for path, entry in files.entries.items()}
+
+        def complete() -> None:
+            written = {name: entry for part in entries for name, entry in part.items()}
+            manifest = Manifest(step, meta, written, team.size, time.time(), metric)
+            if (wrong := manifest.problem(store.sizes(place))) is not None:
+                raise CheckpointError(f"{wrong}: do all hosts see the same {store.root}?")
+            self._guard()
+            store.commit(place, step, manifest.encode())
+
+        try:
+            entries = team.agree(what, write)
+            team.lead(what, complete)
+        except CheckpointError:
+            if team.rank == 0:
+                with Attempt():  # the next run sweeps again
+                    store.sweep()
+            raise
+        with Attempt() as retiring:
+            for old in self._retired(step) if team.rank == 0 else ():
+                store.remove(old)
+        if retiring.error is None:
+            return None
+        return f"old checkpoints in {store.root} can't be removed: {first_line(retiring.error)}"
+
+    def _retired(self, saved: int) -> list[int]:
+        whole = self._survey().whole
+        kept = [step for step, found in whole.items() if found.meta.get("keep", True)]  # versions before: all
+        return self._doomed({step: found.metric for step, found in whole.items()}, kept, saved=saved)
+
+    # ------------------------------------------------------------------------------------------------------ loading
+    def latest(self) -> Manifest | None:
         """The newest whole one, or None where nothing was ever saved. Only loading compares checksums.
 
         Raises:
@@ -152,86 +242,6 @@ class Checkpointer:
         """
         return self._shared_survey().newest()
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """What ``save`` was given beside the tensors.
-
-        Raises:
-            CheckpointError: that step is not there, or not whole.
-        """
-        return self._manifest(step, self._survey()).meta
-
-    # ------------------------------------------------------------------------------------------------------- saving
-    def save(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, metric: float | None = None
-    ) -> SaveHandle:
-        """Begin a checkpoint of this moment.
-
-        Waits for a save still in flight, copies the tensors to host memory and leaves the rest to a thread. What
-        fails there is told by ``poll``, ``wait`` or the handle, on every rank.
-
-        Args:
-            tensors: this rank's, by names that are unique over ranks; what several ranks hold whole is written once.
-            meta: JSON; rank 0's is kept. Where its ``keep`` is true the checkpoint stays for good.
-            metric: validation loss, for ``keep_best``.
-
-        Raises:
-            CheckpointError: ``meta`` is no JSON, or the save before this one hangs.
-        """
-        handle = SaveHandle(step, self._store.path(step), self._timeout_s)
-        self._settle()
-        try:
-            frozen: dict[str, Any] = json.loads(json.dumps(dict(meta)))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the meta of step {step} is not JSON: {error}") from None
-        self._damaged.pop(step, None)
-        copies: dict[str, Tensor] = {}
-        with Attempt() as copying:
-            copies = self._copy.take(tensors)
-        work = partial(self._write, step, dict(tensors), copies, copying.error, frozen, metric)
-        self._saves.append(handle)
-        threading.Thread(target=handle.run, args=(work,), name=f"checkpoint {step}", daemon=True).start()
-        if not self._asynchronous:
-            handle.settle()
-        handle.stall_s = time.monotonic() - handle.started
-        return handle
-
-    def poll(self) -> Saved | None:
-        """A save that has become complete since the last call, each told once.
-
-        Raises:
-            CheckpointError: it failed, on any rank.
-        """
-        self._tell_remarks()
-        if self._saves and self._saves[0].done():
-            return self._saves.popleft().wait()
-        return None
-
-    def wait(self) -> Saved | None:
-        """Until no save is in flight; the last one that ``poll`` has not told of.
-
-        Raises:
-            CheckpointError: one failed, on any rank, or hangs.
-        """
-        saved = None
-        while self._saves:
-            self._saves[0].settle()
-            saved = self._saves.popleft().wait()
-        self._tell_remarks()
-        return saved
-
-    def close(self) -> None:
-        """Wait for a save in flight, and give the host memory back. A failure nobody asked about becomes a note."""
-        while self._saves:
-            with Attempt() as attempt:
-                self._saves[0].wait()
-            if attempt.error is not None:
-                self._remarks.append(first_line(attempt.error))
-            if not self._saves.popleft().done():
-                return  # it hangs, and may yet read the copy
-        self._tell_remarks()
-        self._copy.close()
-
-    # ------------------------------------------------------------------------------------------------------ loading
     def load_newest(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """As ``load``, of the newest step that is what was written; one that is not is passed over with a note.
 
@@ -240,12 +250,12 @@ class Checkpointer:
         """
         while True:
             found = self._shared_survey()
-            if (step := found.newest()) is None:
+            if (newest := found.newest()) is None:
                 raise CheckpointError(f"there is no checkpoint in {self._store.root}")
             try:
-                meta = self.load(step, tensors)
+                meta = self.load(newest.step, tensors)
             except CheckpointError:
-                if step not in self._damaged:
+                if newest.step not in self._damaged:
                     raise
             else:
                 if found.torn and self._team.rank == 0:
@@ -261,111 +271,49 @@ class Checkpointer:
             CheckpointError: the step is not there or not whole (the message names the file, and the steps that are),
                 or its tensors have other names or shapes. ``tensors`` may then be half old.
         """
-        self._settle()
-        what = f"loading step {step} from {self._store.path(step)}"
-        known = self._team.lead(what, self._survey)
-        found = self._manifest(step, known)
-        wanted: dict[str, tuple[int, ...]] = {}
-        for shapes in self._team.agree(what, lambda: {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
-            wanted |= shapes
-        group = self._team.group
-        readers: list[Reader] = []
-
-        def open_it() -> None:
-            index = read_index(self._store, step, found)
-            folder = f"{self._store.path(step)}/{found.folder}".rstrip("/")
-            readers.append(Reader(self._store.files(), folder, index))
-
-        def read() -> dict[str, list[Part]]:
-            _load_state_dict(dict(tensors), readers[0], process_group=group, no_dist=group is None)
-            return {found.inside(name): parts for name, parts in readers[0].parts.items()}
-
-        try:
-            self._team.agree(what, open_it)
-            _compare(what, wanted, readers[0].read_metadata())
-            by_rank = self._team.agree(what, read)
-        except CheckpointError:
-            wrong = self._verify(step, found, found.files, {})
-            if wrong is None:
-                raise
-        else:
-            done: defaultdict[str, list[Part]] = defaultdict(list)
-            for each in by_rank:
-                for name, parts in each.items():
-                    done[name] += parts
-            wrong = self._verify(step, found, found.files.keys() - {found.inside(INDEX)}, done)
-        if wrong is not None:
-            self._damaged[step] = wrong
-            others = [other for other in sorted(known.whole) if other != step]
-            raise CheckpointError(f"step {step} in {self._store.root} is damaged: {wrong}; {_whole(others)}")
-        return found.meta
-
-    # ---------------------------------------------------------------------------------------- in the writing thread
-    def _write(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        copies: dict[str, Tensor],
-        copying_error: BaseException | None,
-        meta: dict[str, Any],
-        metric: float | None,
-    ) -> None:
-        what = f"saving step {step} to {self._store.path(step)}"
         team, store = self._team, self._store
-        place: str | None = None
+        what = f"loading step {step} from {store.path(step)}"
+        known = self._shared_survey()
+        whole = f"whole: {', '.join(str(each) for each in sorted(known.whole) if each != step) or 'no other step'}"
+        if step not in known.whole:
+            wrong = f"is damaged: {known.torn[step]}" if step in known.torn else "is not there"
+            raise CheckpointError(f"step {step} in {store.root} {wrong}; {whole}")
+        manifest = known.whole[step]
+        wanted: dict[str, tuple[int, ...]] = {}
+        for shapes in team.agree(what, lambda: {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+            wanted |= shapes
+        files = set(manifest.files)
+        done: defaultdict[str, list[Part]] = defaultdict(list)
+        failure: CheckpointError | None = None
         try:
-            team.agree(f"copying the tensors of step {step} to host memory", partial(_reraise, copying_error))
-            place = team.lead(what, lambda: store.begin(step))
-            files = store.files()
-            writer, planner = Writer(files, place), Planner(copies)
+            index = team.lead(what, lambda: read_index(store, manifest))
+            _compare(what, wanted, index)
+            reader = Reader(store.files(), f"{store.path(step)}/{manifest.folder}".rstrip("/"), index)
 
-            def write() -> None:
-                _save_state_dict(tensors, writer, team.group, no_dist=team.group is None, planner=planner)
+            def read() -> dict[str, list[Part]]:
+                _load_state_dict(dict(tensors), reader, process_group=team.group, no_dist=team.group is None)
+                return reader.parts
 
-            team.agree(what, write)
-            entries = team.agree(what, lambda: files.entries)
-            team.lead(what, lambda: self._complete(step, place, entries, meta, metric))
-        except CheckpointError:
-            if place is not None and team.rank == 0:
-                with Attempt() as cleaning:
-                    store.discard(place, step)
-                if cleaning.error is not None:
-                    self._remarks.append(f"what step {step} left at {place} can't be removed: {cleaning.error}")
-            raise
-        if team.rank == 0:
-            self._retire(step)
+            for parts in team.agree(what, read):
+                for name, each in parts.items():
+                    done[manifest.inside(name)] += each
+            files.remove(manifest.inside(INDEX))
+        except CheckpointError as error:
+            failure = error  # is it damage?
+        if (damage := self._verify(manifest, files, done)) is not None:
+            self._damaged[step] = damage
+            raise CheckpointError(f"step {step} in {store.root} is damaged: {damage}; {whole}") from failure
+        if failure is not None:
+            raise failure
+        return manifest.meta
 
-    def _complete(
-        self,
-        step: int,
-        place: str | None,
-        entries: list[dict[str, FileEntry]],
-        meta: dict[str, Any],
-        metric: float | None,
-    ) -> None:
-        """On rank 0: make what all ranks have written a checkpoint."""
-        assert place is not None
-        written = {path.removeprefix(f"{place}/"): entry for part in entries for path, entry in part.items()}
-        found = Manifest(step, meta, written, self._team.size, time.time(), metric, self._store.folder_of(place))
-        wrong = manifests.problem(self._store.sizes(place), found)
-        if wrong is not None:
-            raise CheckpointError(f"{wrong}: do all hosts see the same {self._store.root}?")
-        final = replace(found, files={found.inside(name): entry for name, entry in written.items()})
-        self._guard()
-        self._store.commit(place, step, final.encode())
+    def _verify(self, manifest: Manifest, names: Collection[str], read: Mapping[str, Collection[Part]]) -> str | None:
+        """Compare the checksums, each rank those of its share of the files; what is wrong, the same on every rank."""
+        share = sorted(names)[self._team.rank :: self._team.size]
+        what = f"reading step {manifest.step} in {self._store.root}"
+        results = self._team.agree(what, lambda: rot(self._store, manifest, share, read))
+        return next((each for each in results if each is not None), None)
 
-    def _retire(self, step: int) -> None:
-        """On rank 0: delete those that have served their time. The new one stands, so a failure is but a remark."""
-        with Attempt() as attempt:
-            whole = self._survey().whole
-            kept = [each for each, found in whole.items() if found.meta.get("keep", _may_stay(found.meta))]
-            metrics = {each: found.metric for each, found in whole.items()}
-            for old in self._retention(metrics, kept, saved=step):
-                self._store.remove(old)
-        if attempt.error is not None:
-            self._remarks.append(f"old checkpoints in {self._store.root} can't be removed: {first_line(attempt.error)}")
-
-    # --------------------------------------------------------------------------------------------------------- parts
     def _shared_survey(self) -> Survey:
         self._settle()
         return self._team.lead(f"looking for checkpoints in {self._store.root}", self._survey)
@@ -376,42 +324,32 @@ class Checkpointer:
             found.mark_torn(step, wrong)
         return found
 
-    def _manifest(self, step: int, known: Survey) -> Manifest:
-        if step in known.whole:
-            return known.whole[step]
-        wrong = f"is damaged: {known.torn[step]}" if step in known.torn else "is not there"
-        raise CheckpointError(f"step {step} in {self._store.root} {wrong}; {_whole(sorted(known.whole))}")
 
-    def _verify(
-        self, step: int, found: Manifest, names: Collection[str], read: Mapping[str, Collection[Part]]
-    ) -> str | None:
-        """Compare the checksums, each rank those of its share of the files; what is wrong, the same on every rank."""
-        # Every size-th of the files in order of size: about the same for all.
-        by_size = sorted(names, key=lambda name: (found.files[name].num_bytes, name))
-        share = by_size[self._team.rank :: self._team.size]
-        what = f"reading step {step} in {self._store.root}"
-        results = self._team.agree(what, lambda: rot(self._store, step, found, share, read))
-        return next((each for each in results if each is not None), None)
-
-    def _settle(self) -> None:
-        """Until the group is free: the writing thread uses it too."""
-        for handle in self._saves:
-            handle.settle()
-        self._tell_remarks()
-
-    def _tell_remarks(self) -> None:
-        while self._remarks:
-            self._note(self._remarks.popleft())
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> dict[str, Tensor]:
+    """The optimizer's state by name, ``optim.<parameter>.<key>``: the tensors themselves, to save or to load into."""
+    return {
+        f"optim.{name}.{key}": value
+        for parameter, name in names.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
-def _reraise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
+def doomed(
+    metrics: Mapping[int, float | None], kept: Collection[int], *, saved: int, keep: int, keep_best: bool
+) -> list[int]:
+    """Steps to delete, oldest first.
 
-
-def _may_stay(meta: Mapping[str, Any]) -> bool:
-    """Of a checkpoint of a version that did not write whether it stays for good: whether its recipe had some stay."""
-    return meta.get("recipe", {}).get("checkpoint", {}).get("keep_every") is not None
+    Args:
+        metrics: every whole checkpoint, with its validation loss where it has one.
+        kept: those that stay for good.
+        saved: the step just completed: it stays, also where a run that went back to an older step saved it.
+    """
+    stay = {saved, *kept, *sorted(metrics)[-keep:]}
+    if keep_best:
+        rated = {step: metric for step, metric in metrics.items() if metric is not None and not math.isnan(metric)}
+        if rated:
+            stay.add(min(rated, key=lambda step: (rated[step], -step)))
+    return sorted(set(metrics) - stay)
 
 
 def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata) -> None:
@@ -433,7 +371,3 @@ def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata) 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _whole(steps: list[int]) -> str:
-    return f"whole: {', '.join(map(str, steps))}" if steps else "no other step is whole"

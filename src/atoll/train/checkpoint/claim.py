@@ -12,31 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import visible_pid
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+from atoll.train.checkpoint.files import Remote
+from atoll.train.checkpoint.team import Team
 
 NAME = ".writer"
 BEAT_S = 10.0  # how often the owner of an object says that it is alive; after three without a word it is dead
-_SETTLE_S = 1.0  # in which of two writers at once the later one shows, where a store knows no conditional writes
-
-
-class Relay:
-    """Turns whatever a file system raises into an ``OSError`` that can travel to the other ranks.
-
-    An object store's client raises its own types, and some of those can't be pickled: then the rank that fails could
-    not tell the others, which would wait for it.
-    """
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        if isinstance(error, Exception) and type(error).__module__ != "builtins":
-            raise OSError(f"{type(error).__name__}: {error}") from error
+_PATIENCE_S = 15.0  # an NFS client may go by a cached listing for some seconds
 
 
 class Claim(Protocol):
@@ -76,6 +63,7 @@ class FolderClaim:
                 raise ConfigError(_in_use(str(folder), holder, another)) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(_about(run)).encode(), 0)
+        os.fsync(self._file)  # where the folder is on a network, others see it from now on
 
     def check(self) -> None:
         """A lock can't be taken away, but its folder can: raises ``OSError`` where another run has made it anew."""
@@ -90,6 +78,42 @@ class FolderClaim:
         os.close(self._file)
 
 
+def check_shared(root: str, group: dist.ProcessGroup | None) -> None:
+    """Refuse a folder where some rank does not see the claim of rank 0, or can't write. Collective; URLs all see.
+
+    Asked at the start, because the first save is too late to learn it.
+
+    Raises:
+        ConfigError: the folder is not shared, or not writable; the message names rank, host and path.
+    """
+    root = root.removeprefix("file://")
+    if "://" in root:
+        return
+    folder, team = Path(root).absolute(), Team(group)
+    held = team.lead(f"reading {folder / NAME}", (folder / NAME).read_bytes)
+
+    def look() -> str | None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            with contextlib.suppress(OSError):
+                if (folder / NAME).read_bytes() == held:
+                    return None if os.access(folder, os.W_OK | os.X_OK) else "can't write to it"
+            # A folder that isn't even there is no stale listing.
+            if time.monotonic() > deadline or not folder.is_dir():
+                return "does not see what rank 0 wrote there"
+            time.sleep(0.2)
+
+    verdicts = team.agree(f"looking into {folder}", lambda: (socket.gethostname(), look()))
+    wrong = [f"rank {rank} on host {host} {verdict}" for rank, (host, verdict) in enumerate(verdicts) if verdict]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise ConfigError(
+            f"checkpoints need a place that every rank can write, and {folder} is none: {'; '.join(wrong[:3])}{more}. "
+            "Use a folder that all hosts mount (NFS, Lustre, …) or an object store: [checkpoint] path = "
+            '"s3://bucket/run"'
+        )
+
+
 class ObjectClaim:
     """An object that its owner writes anew every ``BEAT_S``, made by a conditional write where the store knows those.
 
@@ -99,7 +123,7 @@ class ObjectClaim:
 
     Args:
         root: what messages call the place.
-        path: of the object.
+        prefix: of its objects.
         run, another: as ``FolderClaim`` has them.
         say: told where a dead owner's claim has to be waited for.
 
@@ -109,25 +133,29 @@ class ObjectClaim:
     """
 
     def __init__(
-        self, remote: AbstractFileSystem, root: str, path: str, run: str, another: str, say: Callable[[str], None]
+        self, remote: Remote, root: str, prefix: str, run: str, another: str, say: Callable[[str], None]
     ) -> None:
-        self._remote, self._root, self._path = remote, root, path
-        self._token = secrets.token_hex(8)
-        self._about = {**_about(run), "token": self._token, "beat_s": BEAT_S}
+        self._remote, self._root, self._path = remote, root, f"{prefix}/{NAME}"
+        self._about = {**_about(run), "token": secrets.token_hex(8), "beat_s": BEAT_S, "beat": 0}
         self._lost: str | None = None
         self._over = threading.Event()
         if (found := self._read()) is not None:
-            self._await_death(found, another, say)
-            with Relay():
-                self._remote.rm_file(path)
+            patience_s = 3.0 * float(found.get("beat_s", BEAT_S))
+            say(f"{root} has a claim of {_holder(found)}: watching for {patience_s:.0f} s whether it is alive")
+            deadline = time.monotonic() + patience_s
+            while (now := self._read()) == found and time.monotonic() < deadline:
+                time.sleep(patience_s / 15)
+            if now not in (found, None):
+                raise ConfigError(_in_use(root, now or {}, another))
+            with contextlib.suppress(FileNotFoundError):
+                remote.rm_file(self._path)
         # An error is that of one who was faster, or of a store that has no such writes: reading tells which.
-        with contextlib.suppress(OSError, ValueError, TypeError, NotImplementedError), Relay():
-            self._remote.pipe_file(path, self._body(), mode="create")
+        with contextlib.suppress(Exception):
+            remote.pipe_file(self._path, self._body(), mode="create")
         if self._read() is None:
-            self._write()
-            time.sleep(_SETTLE_S)
-        if (found := self._read() or {}).get("token") != self._token:
-            raise ConfigError(_in_use(root, found, another))
+            remote.put(self._path, self._body())
+        if not self._is_ours(found := self._read()):
+            raise ConfigError(_in_use(root, found or {}, another))
         self._thread = threading.Thread(target=self._beat, name=f"claim {root}", daemon=True)
         self._thread.start()
 
@@ -137,8 +165,7 @@ class ObjectClaim:
         Raises:
             OSError: it is not, or the storage fails.
         """
-        found = self._read()
-        if (found or {}).get("token") != self._token:
+        if not self._is_ours(found := self._read()):
             self._lost = _holder(found) if found else "a run that has ended since, or its claim was removed"
         if self._lost is not None:
             raise OSError(f"{self._root} was taken over by {self._lost}, as nothing was heard from here for a while")
@@ -149,45 +176,24 @@ class ObjectClaim:
         self._thread.join()
         with contextlib.suppress(OSError):  # then it counts as dead after three beats
             self.check()
-            with Relay():
-                self._remote.rm_file(self._path)
+            self._remote.rm_file(self._path)
 
     def _beat(self) -> None:
-        number = 0
         while not self._over.wait(BEAT_S) and self._lost is None:
-            number += 1
             with contextlib.suppress(OSError):  # the next one may come through
                 self.check()
-                self._about["beat"] = number
-                self._write()
+                self._about["beat"] += 1
+                self._remote.put(self._path, self._body())
 
-    def _await_death(self, found: dict[str, Any], another: str, say: Callable[[str], None]) -> None:
-        patience_s = 3.0 * float(found.get("beat_s", BEAT_S))
-        say(f"{self._root} has a claim of {_holder(found)}: watching for {patience_s:.0f} s whether it is alive")
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            time.sleep(patience_s / 15)
-            now = self._read()
-            if now is None:  # given back
-                return
-            if now != found:
-                raise ConfigError(_in_use(self._root, now, another))
+    def _is_ours(self, found: dict[str, Any] | None) -> bool:
+        return found is not None and found.get("token") == self._about["token"]
 
     def _body(self) -> bytes:
         return json.dumps(self._about).encode()
 
-    def _write(self) -> None:
-        with Relay():
-            try:
-                self._remote.pipe_file(self._path, self._body())
-            except FileNotFoundError:  # it has true folders
-                self._remote.makedirs(self._path.rpartition("/")[0], exist_ok=True)
-                self._remote.pipe_file(self._path, self._body())
-
     def _read(self) -> dict[str, Any] | None:
         try:
-            with Relay():
-                return _decoded(self._remote.cat_file(self._path))
+            return _decoded(self._remote.cat_file(self._path))
         except FileNotFoundError:
             return None
 

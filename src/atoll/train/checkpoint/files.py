@@ -9,23 +9,52 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from atoll.train.checkpoint.claim import Relay
 from atoll.train.checkpoint.manifest import FileEntry, Part, hex_of
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 _PIECE_BYTES = 1 << 22
 _AHEAD_BYTES = 1 << 23  # of an object that is read
 
 
-class _Sink:
+class Relay(contextlib.ContextDecorator):
+    """Turns whatever a file system raises into an ``OSError`` that can travel to the other ranks.
+
+    An object store's client raises its own types, and some of those can't be pickled: then the rank that fails could
+    not tell the others, which would wait for it.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, Exception) and type(error).__module__ != "builtins":
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class Remote:
+    """A file system of fsspec whose methods raise ``OSError`` and nothing else that is not Python's own."""
+
+    def __init__(self, remote: Any) -> None:
+        self._remote = remote
+
+    def __getattr__(self, name: str) -> Any:
+        return Relay()(getattr(self._remote, name))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write an object."""
+        try:
+            self.pipe_file(path, data)
+        except FileNotFoundError:
+            # It has true folders. None is made elsewhere: s3fs would look at the bucket, which may be forbidden.
+            self.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.pipe_file(path, data)
+
+
+class _Sink(io.IOBase):
     """A file being written: counts and checksums what goes through, and remembers why a write failed.
 
     The serialiser above reports "failed writing central directory" where the disk was full; the first error is the
@@ -36,13 +65,12 @@ class _Sink:
         self._raw = raw
         self.num_bytes = 0
         self.checksum = 0
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def write(self, data: Any) -> int:
         try:
-            with Relay():
-                self._raw.write(data)
-        except OSError as error:
+            self._raw.write(data)
+        except Exception as error:
             self.failure = self.failure or error
             raise
         self.checksum = zlib.crc32(data, self.checksum)
@@ -53,21 +81,15 @@ class _Sink:
     def tell(self) -> int:
         return self.num_bytes
 
-    def flush(self) -> None:
-        """Nothing: ``create_stream`` flushes, syncs and closes when all has been written."""
 
-    def close(self) -> None:
-        """Nothing, for the same reason."""
-
-
-class Files(FileSystemBase):
+class Files(FileSystem):
     """What DCP's reader and writer see of a folder or an object store.
 
     Attributes:
         entries: what was written through it, by path.
     """
 
-    def __init__(self, remote: AbstractFileSystem | None) -> None:
+    def __init__(self, remote: Remote | None) -> None:
         self._remote = remote
         self.entries: dict[str, FileEntry] = {}
 
@@ -75,26 +97,26 @@ class Files(FileSystemBase):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         path = os.fspath(path)
         if "w" not in mode:
-            with Relay(), self.open(path) as raw:
+            with self.open(path) as raw:
                 yield raw
             return
-        with Relay():
-            raw = self.open(path, "wb")
+        raw = self.open(path, "wb")
         sink = _Sink(raw)
         try:
             yield sink
         except BaseException:
-            _abandon(raw)
+            with contextlib.suppress(Exception):  # what went wrong first is what is told
+                if self._remote is not None:
+                    raw.discard()  # it must not go on uploading
+                    raw.closed = True
+                raw.close()
             if sink.failure is not None:
                 raise sink.failure from None
             raise
-        with Relay():
+        with raw:
             if self._remote is None:
-                with raw:
-                    raw.flush()
-                    os.fsync(raw.fileno())
-            else:
-                raw.close()
+                raw.flush()
+                os.fsync(raw.fileno())
         self.entries[path] = FileEntry(sink.num_bytes, hex_of(sink.checksum))
 
     def open(self, path: str, mode: str = "rb") -> Any:
@@ -105,10 +127,11 @@ class Files(FileSystemBase):
             return self._remote.open(path, mode)
         return self._remote.open(path, mode, block_size=_AHEAD_BYTES, cache_type="readahead")
 
+    @Relay()
     def checksum(self, path: str, start: int, stop: int) -> int:
         """The checksum of a range of a file; raises ``OSError`` where it can't be read."""
         checksum = 0
-        with Relay(), self.open(path) as raw:
+        with self.open(path) as raw:
             raw.seek(start)
             while piece := raw.read(min(_PIECE_BYTES, stop - raw.tell())):
                 checksum = zlib.crc32(piece, checksum)
@@ -117,16 +140,12 @@ class Files(FileSystemBase):
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         return f"{os.fspath(path)}/{suffix}"
 
-    def init_path(self, path: str | os.PathLike[str]) -> str:
-        return os.fspath(path)
-
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         old, new = os.fspath(path), os.fspath(new_path)
-        with Relay():
-            if self._remote is None:
-                Path(old).rename(new)
-            else:
-                self._remote.mv(old, new)
+        if self._remote is None:
+            Path(old).rename(new)
+        else:
+            self._remote.mv(old, new)
         self.entries[new] = self.entries.pop(old)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
@@ -136,25 +155,6 @@ class Files(FileSystemBase):
         """Never: what is written is written into a place that was empty."""
         return False
 
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Nothing, for the same reason."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-def _abandon(raw: Any) -> None:
-    """Close a file whose contents nobody wants: an object store must not go on uploading it."""
-    try:
-        if hasattr(raw, "discard"):
-            raw.discard()
-            raw.closed = True
-        else:
-            raw.close()
-    except (OSError, AttributeError):
-        pass  # what went wrong first is what is told
-
 
 class Writer(FileSystemWriter):
     """DCP's writer over ``Files``: one file a rank, from host memory."""
@@ -163,8 +163,11 @@ class Writer(FileSystemWriter):
         # No copy ahead: the tensors are on the host, and the loader it would need makes a CUDA context on GPU 0 when
         # it is used in a thread. ``Files`` syncs: DCP syncs every disk of the machine where a file has no descriptor.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
-        self.fs = files  # type: ignore[assignment]  # DCP's own writers for other file systems set it the same way
+        self.fs = files  # DCP's own writers for other file systems set it the same way
         self.path = folder
+
+    write_data = Relay()(FileSystemWriter.write_data)
+    finish = Relay()(FileSystemWriter.finish)
 
 
 class Reader(FileSystemReader):
@@ -179,10 +182,12 @@ class Reader(FileSystemReader):
 
     def __init__(self, files: Files, folder: str, index: Metadata) -> None:
         super().__init__(folder)
-        self.fs = files  # type: ignore[assignment]  # as above
+        self.fs = files
         self.path = folder
         self.parts: defaultdict[str, list[Part]] = defaultdict(list)
         self._index = index
+
+    read_data = Relay()(FileSystemReader.read_data)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._index
@@ -192,8 +197,7 @@ class Reader(FileSystemReader):
         return plan
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        with Relay():
-            file.seek(sinfo.offset)
-            data = file.read(sinfo.length)
+        file.seek(sinfo.offset)
+        data = file.read(sinfo.length)
         self.parts[sinfo.relative_path].append(Part(sinfo.offset, len(data), zlib.crc32(data)))
         return io.BytesIO(data)

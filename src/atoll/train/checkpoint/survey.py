@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from atoll.core.errors import CheckpointError
 from atoll.train.checkpoint import manifest as manifests
-from atoll.train.checkpoint.files import Files
 from atoll.train.checkpoint.manifest import Manifest, Part, hex_of, join_checksums
 from atoll.train.checkpoint.store import Store
 
@@ -27,7 +26,7 @@ class Survey:
     whole: dict[int, Manifest] = field(default_factory=dict)
     torn: dict[int, str] = field(default_factory=dict)
 
-    def newest(self) -> int | None:
+    def newest(self) -> Manifest | None:
         """The newest whole step; None where there is no step at all.
 
         Raises:
@@ -37,7 +36,7 @@ class Survey:
             raise CheckpointError(
                 f"no checkpoint in {self.root} is whole: {self.damage}; repair one, or use a new folder"
             )
-        return max(self.whole, default=None)
+        return self.whole[max(self.whole)] if self.whole else None
 
     def mark_torn(self, step: int, wrong: str) -> None:
         """A whole step was found to be none by reading it."""
@@ -54,29 +53,21 @@ def survey(store: Store, only: int | None = None) -> Survey:
     """Look at all steps, or at one; raises ``OSError`` where the storage fails."""
     found = Survey(store.root)
     for step, sizes in store.listing().items():
-        if only in (None, step):
-            try:
-                found.whole[step] = _examine(store, step, sizes)
-            except ValueError as error:
-                found.torn[step] = str(error)
-    return found
-
-
-def _examine(store: Store, step: int, sizes: Mapping[str, int]) -> Manifest:
-    if manifests.NAME not in sizes:
-        raise ValueError(f"{manifests.NAME} is missing")
-    found = Manifest.decode(store.read(step, manifests.NAME))
-    if (wrong := manifests.problem(sizes, found)) is not None:
-        raise ValueError(wrong)
+        if only not in (None, step):
+            continue
+        try:
+            if manifests.NAME not in sizes:
+                raise ValueError(f"{manifests.NAME} is missing")
+            found.whole[step] = Manifest.decode(store.read(step, manifests.NAME))
+            if (wrong := found.whole[step].problem(sizes)) is not None:
+                found.mark_torn(step, wrong)
+        except ValueError as error:
+            found.torn[step] = str(error)
     return found
 
 
 def rot(
-    store: Store,
-    step: int,
-    manifest: Manifest,
-    names: Iterable[str],
-    read: Mapping[str, Collection[Part]] | None = None,
+    store: Store, manifest: Manifest, names: Iterable[str], read: Mapping[str, Collection[Part]] | None = None
 ) -> str | None:
     """The first of these files that is not what was written, in a clause; None: all are. Raises ``OSError``.
 
@@ -85,28 +76,20 @@ def rot(
     """
     files = store.files()
     for name in names:
-        entry = manifest.files.get(name)
-        if entry is None:
-            return f"its {manifests.NAME} does not list {name}"
-        path, parts = f"{store.path(step)}/{name}", (read or {}).get(name, ())
-        checksum = hex_of(_checksum(files, path, entry.num_bytes, parts))
-        if checksum != entry.checksum:
-            return f"{name} has {manifests.ALGORITHM} {checksum} instead of {entry.checksum}"
+        entry, path = manifest.files[name], f"{store.path(manifest.step)}/{name}"
+        position = checksum = 0
+        for part in sorted({*(read or {}).get(name, ()), Part(entry.num_bytes, 0, 0)}):
+            if part.offset > position:
+                between = files.checksum(path, position, part.offset)
+                checksum = join_checksums(checksum, between, part.offset - position)
+            checksum = join_checksums(checksum, part.checksum, part.num_bytes)
+            position = part.offset + part.num_bytes
+        if hex_of(checksum) != entry.checksum:
+            return f"{name} has {manifests.ALGORITHM} {hex_of(checksum)} instead of {entry.checksum}"
     return None
 
 
-def _checksum(files: Files, path: str, num_bytes: int, parts: Collection[Part]) -> int:
-    position = checksum = 0
-    for part in sorted({*parts, Part(num_bytes, 0, 0)}):
-        if part.offset > position:
-            between = files.checksum(path, position, part.offset)
-            checksum = join_checksums(checksum, between, part.offset - position)
-        checksum = join_checksums(checksum, part.checksum, part.num_bytes)
-        position = part.offset + part.num_bytes
-    return checksum
-
-
-def read_index(store: Store, step: int, manifest: Manifest) -> Metadata:
+def read_index(store: Store, manifest: Manifest) -> Metadata:
     """DCP's index of tensors: a pickle, so it is compared with the manifest before it is opened.
 
     Raises:
@@ -114,7 +97,7 @@ def read_index(store: Store, step: int, manifest: Manifest) -> Metadata:
         OSError: the storage fails.
     """
     name = manifest.inside(INDEX)
-    data = store.read(step, name)
-    if (wrong := rot(store, step, manifest, [name], {name: [Part(0, len(data), zlib.crc32(data))]})) is not None:
-        raise CheckpointError(f"step {step} in {store.root} is damaged: {wrong}")
+    data = store.read(manifest.step, name)
+    if (wrong := rot(store, manifest, [name], {name: [Part(0, len(data), zlib.crc32(data))]})) is not None:
+        raise CheckpointError(f"step {manifest.step} in {store.root} is damaged: {wrong}")
     return cast(Metadata, pickle.loads(data))

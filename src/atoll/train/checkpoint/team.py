@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -28,17 +28,10 @@ class Attempt:
         self.error = error
         return isinstance(error, (Exception, CheckpointException))  # DCP's is no Exception
 
-
-class Failures(CheckpointError):
-    """Some ranks failed; ``causes`` says at what, by rank."""
-
-    def __init__(self, what: str, causes: Mapping[int, str]) -> None:
-        self.causes = dict(causes)
-        several: dict[str, list[int]] = {}
-        for rank, cause in sorted(self.causes.items()):
-            several.setdefault(cause, []).append(rank)
-        told = "; ".join(f"{_ranks(ranks)}: {cause}" for cause, ranks in several.items())
-        super().__init__(f"{what} failed on {told}")
+    def check(self) -> None:
+        """Raise what failed."""
+        if self.error is not None:
+            raise self.error
 
 
 class Team:
@@ -59,13 +52,30 @@ class Team:
             CheckpointError: it failed on some rank: the same message on all of them; or a rank is gone.
         """
         value: T | None = None
+        causes: dict[int, str] = {}
         with Attempt() as attempt:
             value = work()
-        causes = {} if attempt.error is None else _causes(attempt.error, self.rank)
-        results = self._gather(what, (value, causes))
-        failed = {rank: cause for _, part in results for rank, cause in part.items()}
-        if failed:
-            raise Failures(what, failed) from attempt.error
+        if isinstance(attempt.error, CheckpointException):  # which every rank has, of all
+            causes = {rank: first_line(cause) for rank, (cause, _) in attempt.error.failures.items()}
+        elif attempt.error is not None:
+            causes = {self.rank: first_line(attempt.error)}
+        results: list[tuple[T | None, dict[int, str]]] = [(value, causes)] * self.size
+        if self.group is not None:
+            try:
+                dist.all_gather_object(results, (value, causes), group=self.group)
+            except RuntimeError as error:  # a connection closed, or the group's timeout passed
+                own = "".join(f"; on rank {rank}: {cause}" for rank, cause in causes.items())
+                raise CheckpointError(
+                    f"{what}: the ranks could not agree, because one died or hangs ({first_line(error)}){own}"
+                ) from error
+        ranks: dict[str, list[int]] = {}
+        for rank, cause in sorted({rank: cause for _, part in results for rank, cause in part.items()}.items()):
+            ranks.setdefault(cause, []).append(rank)
+        if ranks:
+            told = [
+                f"{'ranks' if by[1:] else 'rank'} {', '.join(map(str, by))}: {cause}" for cause, by in ranks.items()
+            ]
+            raise CheckpointError(f"{what} failed on {'; '.join(told)}") from attempt.error
         return [cast(T, each) for each, _ in results]
 
     def lead(self, what: str, work: Callable[[], T]) -> T:
@@ -76,34 +86,8 @@ class Team:
         """
         return self.agree(what, cast(Callable[[], T], work if self.rank == 0 else lambda: None))[0]
 
-    def _gather(self, what: str, item: tuple[T | None, dict[int, str]]) -> list[tuple[T | None, dict[int, str]]]:
-        if self.group is None:
-            return [item]
-        items: list[tuple[T | None, dict[int, str]] | None] = [None] * self.size
-        try:
-            dist.all_gather_object(items, item, group=self.group)
-        except RuntimeError as error:  # a connection closed, or the group's timeout passed
-            own = "; ".join(item[1].values())
-            raise CheckpointError(
-                f"{what}: the ranks could not agree, because one died or hangs ({first_line(error)})"
-                + (f"; on rank {self.rank}: {own}" if own else "")
-            ) from error
-        return [each for each in items if each is not None]
-
-
-def _causes(error: BaseException, rank: int) -> dict[int, str]:
-    if isinstance(error, Failures):
-        return error.causes
-    if isinstance(error, CheckpointException):
-        return {rank: first_line(cause) for rank, (cause, _) in error.failures.items()}
-    return {rank: first_line(error)}
-
 
 def first_line(error: BaseException) -> str:
     """Type and text of an error, on one line."""
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}".rstrip(": ")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
