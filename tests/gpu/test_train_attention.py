@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import leaks
-from atoll.train.models.attention import FlexKernel, SdpaKernel, document_starts, use_kernel
+from atoll.train.models.attention import KERNELS, FlexKernel, SdpaKernel, document_starts, use_kernel
 from atoll.train.models.init import initialize
 from atoll.train.models.registry import build
 from atoll.train.parallel import recompute
@@ -70,7 +70,7 @@ def test_a_compiled_model_learns_the_same_and_compiles_once(mode: recompute.Mode
         torch._dynamo.reset()
         model = build(section, device="cuda", dtype=torch.float32)
         initialize(model, 0)
-        use_kernel(model, name)
+        use_kernel(model, KERNELS[name]())
         recompute.checkpoint_activations(model, mode)
         compile_blocks(model, "default")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from atoll.core.errors import ConfigError
-from atoll.train.models import attention, last_queries
+from atoll.train.models import attention
 from atoll.train.models.attention import FlexKernel, SdpaKernel, document_starts, kernel_name
 from atoll.train.parallel.context import places
 from atoll.train.recipe.schema import Recipe
@@ -109,7 +109,7 @@ def test_without_a_mask_the_queries_are_the_last_positions(keys: int, kernel: Sd
     wanted = [expected, *torch.autograd.grad(expected, inputs, grad)]
     with contextlib.ExitStack() as stack:
         if kernel is None:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(last_queries, "_has_kernel", lambda _: False)
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(attention, "_has_kernel", lambda _: False)
         out = SdpaKernel().attend(*inputs, None)
     for one, other in zip([out, *torch.autograd.grad(out, inputs, grad)], wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import small
 from atoll.core.errors import ConfigError
 from atoll.train.models import registry
-from atoll.train.models.generate import _caching, _draw, generate, stream_text
-from atoll.train.models.parts import AttentionCore, Decoder
+from atoll.train.models.generate import CachedKernel, _caching, _draw, generate, stream_text
+from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection, RopeScaling
 from atoll.train.weights import export
 
@@ -78,12 +78,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
 def test_the_model_is_as_it_was_afterwards() -> None:
     model = model_of(SECTIONS["llama"])
     before = uncached(model, PROMPT)
-    cores = [block.attention.core for block in model.blocks.values()]  # type: ignore[union-attr]
+    kernels = [block.attention.attention_kernel for block in model.blocks.values()]  # type: ignore[union-attr]
     running = generate(model, PROMPT, num_tokens=20)
     next(running)
-    assert not any(isinstance(part, AttentionCore) for part in model.modules())
+    assert all(isinstance(block.attention.attention_kernel, CachedKernel) for block in model.blocks.values())  # type: ignore[union-attr]
     running.close()
-    assert [block.attention.core for block in model.blocks.values()] == cores  # type: ignore[union-attr]
+    assert [block.attention.attention_kernel for block in model.blocks.values()] == kernels  # type: ignore[union-attr]
     assert torch.equal(uncached(model, PROMPT), before)
 
 

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ranks
+from atoll.train.models.attention import SdpaKernel
 from atoll.train.models.family import stored_tensors
 from atoll.train.models.init import initialize
 from atoll.train.models.logprobs import ChunkedLogProbs
-from atoll.train.models.parts import AttentionCore, CausalMask, Decoder, Positions
+from atoll.train.models.parts import Decoder, Positions
 from atoll.train.models.registry import build
 from atoll.train.recipe.schema import ModelSection, RopeScaling
 
@@ -260,8 +261,8 @@ def test_grouped_attention_forward_and_backward(dtype: torch.dtype, tolerance: f
 
     q, k, v, grad = drawn(6), drawn(2), drawn(2), drawn(6).detach()
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
-    mask = CausalMask()(documents if masked else None)
-    out = AttentionCore()(q, k, v, mask)
+    mask = SdpaKernel().document_mask(documents if masked else None)
+    out = SdpaKernel().attend(q, k, v, mask)
     wide = [x.double().transpose(1, 2) for x in (q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2))]
     seen = torch.ones(12, 12).tril().bool()[None, None]
     if masked:

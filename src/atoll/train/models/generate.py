@@ -5,28 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.core.errors import ConfigError
+from atoll.train.models.attention import SdpaKernel
 from atoll.train.models.parts import Attention, Decoder
 
 _BROKEN = "\ufffd"  # what UTF-8 decodes to where a character is not complete yet
 
 
-class CachedCore(nn.Module):
+class CachedKernel(SdpaKernel):
     """Attention of new positions to all before them, whose keys and values it keeps."""
 
     def __init__(self, max_tokens: int) -> None:
-        super().__init__()
         self.max_tokens = max_tokens
         self.length = 0
         self.kept: tuple[Tensor, Tensor] | None = None  # keys and values, each [B, max_tokens, K, E]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """As ``AttentionCore``: q [B, S, H, E], k and v [B, S, K, E] of the new positions; the mask is causal."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Of q [B, S, H, E], k and v [B, S, K, E] of the new positions."""
         start, self.length = self.length, self.length + q.shape[1]
         if self.kept is None:
             shape = (k.shape[0], self.max_tokens, *k.shape[2:])
@@ -93,7 +94,7 @@ def _caching(model: nn.Module, max_tokens: int) -> Iterator[Callable[[list[int]]
     """A function from all tokens so far to the logits [V] of the next; caches stand in the model meanwhile."""
     device = next(model.parameters()).device
     attentions = [part for part in model.modules() if isinstance(part, Attention) and isinstance(model, Decoder)]
-    cores = [attention.core for attention in attentions]
+    kernels = [attention.attention_kernel for attention in attentions]
     # Logits of the whole prompt can be large: the head is given its last position only.
     norm = model.norm if isinstance(model, Decoder) else None
     hook = None if norm is None else norm.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],))
@@ -110,11 +111,11 @@ def _caching(model: nn.Module, max_tokens: int) -> Iterator[Callable[[list[int]]
 
     try:
         for attention in attentions:
-            attention.core = CachedCore(max_tokens)  # type: ignore[assignment]  # of the same signature
+            attention.attention_kernel = CachedKernel(max_tokens)
         yield next_logits
     finally:
-        for attention, core in zip(attentions, cores, strict=True):
-            attention.core = core
+        for attention, kernel in zip(attentions, kernels, strict=True):
+            attention.attention_kernel = kernel
         if hook is not None:
             hook.remove()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.train.batch import Batch
-from atoll.train.models.attention import SdpaKernel, document_starts
+from atoll.train.models.attention import SdpaKernel
 from atoll.train.models.logprobs import ChunkedLogProbs, LogProbs
 from atoll.train.objective import Objective, sums_of
 from atoll.train.objectives.pretrain import Pretrain
@@ -94,33 +94,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-class CausalMask(nn.Module):
-    """Which positions see which where documents are apart; made once per forward and used by every block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_kernel = SdpaKernel()
-
-    def forward(self, documents: Tensor | None) -> Any:
-        """The kernel's mask of ``documents``, [B, S], each token's; None for plain causal attention."""
-        if documents is None:
-            return None
-        places = torch.arange(documents.shape[1], device=documents.device)
-        return self.attention_kernel.mask(document_starts(documents), places, documents.shape[1])
-
-
-class AttentionCore(nn.Module):
-    """Attention of heads by the run's kernel; context parallelism puts another in its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_kernel = SdpaKernel()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """As ``SdpaKernel.attend``, with the mask of ``CausalMask``."""
-        return self.attention_kernel.attend(q, k, v, mask)
-
-
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., 2023), rotary positions, queries and keys normed if asked."""
 
@@ -134,7 +107,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(query_width, config.dim, bias=bias)
         self.q_norm: nn.Module | None = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
         self.k_norm: nn.Module | None = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if head_norm else None
-        self.core = AttentionCore()
+        self.attention_kernel = SdpaKernel()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, S, H, E], keys and values [B, S, K, E] of ``x`` [B, S, D], before their rotation."""
@@ -149,7 +122,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        out: Tensor = self.o(self.core(q, k, v, mask).flatten(-2))
+        out: Tensor = self.o(self.attention_kernel.attend(q, k, v, mask).flatten(-2))
         return out
 
 
@@ -233,7 +206,7 @@ class Decoder(nn.Module):
         self.embed: nn.Embedding | None = nn.Embedding(config.vocabulary, config.dim)
         self.learned_positions: nn.Embedding | None = None
         self.rope: Positions | None = Positions(config.size_of_head, config.rope_theta, config.rope_scaling)
-        self.causal_mask = CausalMask()
+        self.attention_kernel = SdpaKernel()
         self.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
         self.norm: nn.Module | None = norm
         self.head: Head | None = Head(config.vocabulary, config.dim, tied=config.tied)
@@ -266,7 +239,7 @@ class Decoder(nn.Module):
             x = self.embed(x)
             if self.learned_positions is not None:
                 x = x + self.learned_positions(positions)
-        mask = self.causal_mask(documents)
+        mask = self.attention_kernel.document_mask(documents)
         rope = None if self.rope is None else self.rope(positions, x.dtype)
         for block in self.blocks.values():
             x = block(x, mask, rope)

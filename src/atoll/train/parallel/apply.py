@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from atoll.train.models.attention import kernel_name, use_kernel
+from atoll.train.models.attention import KERNELS, kernel_name, use_kernel
 from atoll.train.models.parts import Decoder
 from atoll.train.parallel.compile import compile_blocks
 from atoll.train.parallel.context import apply_context
@@ -31,12 +31,13 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     and FSDP gathers the parameters of all this.
     """
     recipe, layout = plan.recipe, mesh.layout
+    kernel = KERNELS[kernel_name(recipe, mesh.device.type)]()
+    use_kernel(model, kernel)
     if layout.context > 1:
-        apply_context(model, mesh.group("context"))
+        apply_context(model, mesh.group("context"), kernel)
     convert_float8(model, recipe, gathers=plan.gathers_float8)
     if layout.tensor > 1:
         apply_tensor(model, mesh.whole["tensor"], sequence_parallel=recipe.parallel.sequence_parallel)  # type: ignore[arg-type]  # ``layout.check`` refuses others
-    use_kernel(model, kernel_name(recipe, mesh.device.type))
     checkpoint_activations(model, plan.recompute)
     if plan.compiled:
         compile_blocks(model, recipe.compile.mode)

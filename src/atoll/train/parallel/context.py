@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.train.batch import Batch
-from atoll.train.models.attention import document_starts
+from atoll.train.models.attention import SdpaKernel, document_starts, use_kernel
 from atoll.train.models.logprobs import LogProbs
-from atoll.train.models.parts import Attention, AttentionCore, CausalMask, Head
+from atoll.train.models.parts import Head
 
 # Newer versions of torch have new names for these two, and warn at the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -117,48 +117,39 @@ class WholeLogProbs:
         return out
 
 
-class ContextMask(CausalMask):
-    """The mask of this rank's queries over the keys of the whole sequence."""
+class ContextKernel(SdpaKernel):
+    """Attention of this rank's queries, S/n positions, to the keys and values of all ranks, by another kernel."""
 
-    def __init__(self, sequence: _Sequence) -> None:
-        super().__init__()
+    def __init__(self, kernel: SdpaKernel, sequence: _Sequence) -> None:
+        self.kernel = kernel
         self.sequence = sequence
 
-    def forward(self, documents: Tensor | None) -> Any:
-        """The kernel's mask, S/n queries by S keys, of this rank's ``documents`` [B, S/n]."""
+    def document_mask(self, documents: Tensor | None) -> Any:
+        """S/n queries by S keys, of this rank's ``documents`` [B, S/n]."""
         if documents is None:
             return None
         own, _, inverse = self.sequence.orders(documents.shape[1] * self.sequence.size, documents.device)
         starts = document_starts(gathered(documents, self.sequence.group).index_select(1, inverse))
-        return self.attention_kernel.mask(starts.index_select(1, own), own, starts.shape[1])
+        return self.kernel.mask(starts.index_select(1, own), own, starts.shape[1])
 
-
-class ContextCore(AttentionCore):
-    """Attention of this rank's queries to the gathered keys and values."""
-
-    def __init__(self, sequence: _Sequence) -> None:
-        super().__init__()
-        self.sequence = sequence
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """As ``AttentionCore``, with S/n positions of this rank."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Gathers keys and values first."""
         length = q.shape[1] * self.sequence.size
         _, order, inverse = self.sequence.orders(length, q.device)
         both = torch.cat((k, v), dim=-1)
         both = _Gather.apply(both, self.sequence.group, order, inverse, None)  # type: ignore[no-untyped-call]
         k, v = both.chunk(2, dim=-1)
         if mask is not None:
-            return super().forward(q, k, v, mask)
+            return self.kernel.attend(q, k, v, mask)
         # Each of the two pieces sees the keys up to its own end, so that no work is spent on what is masked.
         piece, rank, size = q.shape[1] // 2, self.sequence.rank, self.sequence.size
         ends = ((rank + 1) * piece, (2 * size - rank) * piece)
         parts = zip(q.chunk(2, dim=1), ends, strict=True)
-        outs = [super(ContextCore, self).forward(part, k[:, :end], v[:, :end], None) for part, end in parts]
-        return torch.cat(outs, dim=1)
+        return torch.cat([self.kernel.attend(part, k[:, :end], v[:, :end], None) for part, end in parts], dim=1)
 
 
-def apply_context(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have ``model`` compute this rank's part of each sequence; attention and objective see those of every rank."""
+def apply_context(model: nn.Module, group: dist.ProcessGroup, kernel: SdpaKernel) -> None:
+    """Have ``model`` compute this rank's part of each sequence; ``kernel`` and objective see those of every rank."""
     sequence = _Sequence(group)
 
     def cut(_: nn.Module, inputs: tuple[Tensor], fields: dict[str, Tensor]) -> tuple[tuple[Tensor], dict[str, Any]]:
@@ -169,10 +160,7 @@ def apply_context(model: nn.Module, group: dist.ProcessGroup) -> None:
         return (inputs if hidden else (parts["tokens"],)), {**parts, "batch": batch}
 
     model.register_forward_pre_hook(cut, with_kwargs=True)
-    for module in list(model.modules()):
-        if isinstance(module, Attention):
-            module.core = ContextCore(sequence)
+    use_kernel(model, ContextKernel(kernel, sequence))
+    for module in model.modules():
         if isinstance(module, Head):
             module.whole = partial(WholeLogProbs, sequence)
-        if isinstance(getattr(module, "causal_mask", None), CausalMask):
-            module.causal_mask = ContextMask(sequence)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from atoll.train.models.family import family_of
-from atoll.train.models.parts import AttentionCore
+from atoll.train.models.parts import Attention
 from atoll.train.parallel.recompute import Policy
 from atoll.train.recipe.schema import ModelSection
 
@@ -71,8 +71,8 @@ def block_memory(
     watch.ignore(*decoder.parameters(), *(rope or ()))
     block = decoder.blocks["0"]
     for module in decoder.modules():
-        if isinstance(module, AttentionCore):
-            module.forward = functools.partial(watch.attend, context)  # type: ignore[method-assign]
+        if isinstance(module, Attention):
+            module.attention_kernel.attend = functools.partial(watch.attend, context)  # type: ignore[method-assign]
         elif isinstance(module, nn.RMSNorm) and (gpu or (compiled and module is not decoder.norm)):
             module.forward = functools.partial(watch.norm, module.weight)  # type: ignore[method-assign]
     rows = 0
