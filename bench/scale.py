@@ -306,7 +306,7 @@ def steps(num: int) -> Figures:
 
     from atoll.train.events import RunEnded
     from atoll.train.metrics.journal import STEPS, Journal
-    from atoll.train.reporters import _Picture
+    from atoll.train.reporters import LossCurve
 
     row = '{"step":%d,"tokens":%d,"samples":%d,"loss":%.6f,"lr":0.0003,"grad_norm":0.5,"tokens_per_s":12345.6,'
     row += '"tokens_per_s_per_gpu":12345.6,"step_s":0.1,"data_wait_s":0.001,"memory_bytes":123456789,"mfu":0.4}\n'
@@ -316,7 +316,7 @@ def steps(num: int) -> Figures:
     with timed(figures, "start_s"):
         Journal(".", num).close()
     with timed(figures, "plot_s"):
-        _Picture(Path(), "bench")(RunEnded("finished", num, 2.0, num * 8192, 1.0))
+        LossCurve(Path(), "bench")(RunEnded("finished", num, 2.0, num * 8192, 1.0))
     assert Path("loss.png").exists()
     return figures
 

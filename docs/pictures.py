@@ -11,19 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from atoll.train.events import CheckpointSaved, RunStarted, StepDone, Validated
-from atoll.train.metrics.panel import RunPanel
+from atoll.train.metrics.panel import run_panel
 from atoll.train.metrics.session import Session
 
 DOCS = Path(__file__).parent
+_WIDTH = 92  # of the panel
 
 
 def main(folder: Path, output: Path) -> None:
     """Draw all of them."""
-    draw("train.svg", "$ atoll train examples/austen/austen.toml --nodes 2", panel(folder, at=140), width=92)
+    draw("train.svg", "$ atoll train examples/austen/austen.toml --nodes 2", panel(folder, at=140), width=_WIDTH)
     lines = [line for line in output.read_text().splitlines() if not line.startswith(("validating:", "waiting"))]
     draw("quickstart.svg", "$ make quickstart", Text("\n".join(lines)), width=120)
     for name, words in (
@@ -47,7 +48,7 @@ def draw(name: str, command: str, shown: object, *, width: int) -> None:
     (DOCS / name).write_text("\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n")
 
 
-def panel(folder: Path, *, at: int) -> RunPanel:
+def panel(folder: Path, *, at: int) -> RenderableType:
     """The live panel as it was at a step of a run that has ended."""
     about = json.loads((folder / "summary.json").read_text())
     keys = RunStarted.__dataclass_fields__.keys() & about.keys()
@@ -58,7 +59,7 @@ def panel(folder: Path, *, at: int) -> RunPanel:
     for line in (folder / "metrics.jsonl").read_text().splitlines()[:at]:
         row = json.loads(line)
         session.add(StepDone(**{key: row[key] for key in StepDone.__dataclass_fields__.keys() & row.keys()}))
-    return RunPanel(session, [])
+    return run_panel(session, [], _WIDTH)
 
 
 def _validation(folder: Path) -> dict[int, float]:

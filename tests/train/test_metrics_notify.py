@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +19,9 @@ import pytest
 
 from atoll.core.errors import ConfigError
 from atoll.train.events import Event, Note, RunEnded, RunStarted
-from atoll.train.metrics.notify import Notifier, send
+from atoll.train.metrics.notify import check_target, send
 from atoll.train.metrics.reporter import ReporterFailed, Reporters
+from atoll.train.metrics.summary import SummaryFile
 
 STARTED = RunStarted("my run", "out/my run", 1000, "one rank", "CPU", 1, 0, 60, 4096)
 ENDED = RunEnded("finished", 60, 2.25, 245_760, 61.2, checkpoint="out/my run/checkpoints/60", sample="\ud800 «end»")
@@ -68,10 +71,12 @@ class Notes:
 def notes_of(target: str) -> list[str]:
     """What a run with ``[metrics] notify = target`` says about it."""
     notes = Notes()
-    reporters = Reporters([Notifier(target), notes])
-    reporters(STARTED)
-    reporters(ENDED)
-    reporters.close()
+    with tempfile.TemporaryDirectory() as folder:
+        reporters = Reporters([SummaryFile(folder, target), notes])
+        reporters(STARTED)
+        reporters(ENDED)
+        reporters.close()
+        assert (Path(folder) / "summary.json").exists()
     return notes.lines
 
 
@@ -88,26 +93,26 @@ def test_a_webhook_that_answers_an_error_is_one_line_without_its_secret() -> Non
     with served(status=500) as (url, got):
         [line] = notes_of(url)
     assert len(got) == 1
-    assert line == "[metrics] notify: 127.0.0.1 answered 500 Internal Server Error"
+    assert line == "[metrics] notify: the POST to 127.0.0.1 failed: HTTP Error 500: Internal Server Error"
 
 
 def test_a_webhook_that_nobody_serves_is_one_line() -> None:
     with socket.socket() as bound:  # held, so that nobody else serves there, and not listening
         bound.bind(("127.0.0.1", 0))
         [line] = notes_of(f"http://127.0.0.1:{bound.getsockname()[1]}/s3cret")
-    assert line.startswith("[metrics] notify: 127.0.0.1 could not be reached: ")
+    assert re.fullmatch(r"\[metrics\] notify: the POST to 127.0.0.1 failed: .*refused.*", line)
     assert "s3cret" not in line
 
 
 def test_a_webhook_that_hangs_is_left() -> None:
-    with served(hang=True) as (url, _), pytest.raises(ReporterFailed, match=r"did not answer within 0\.3 s"):
+    with served(hang=True) as (url, _), pytest.raises(ReporterFailed, match=r"the POST to 127\.0\.0\.1 .*timed out"):
         send(url, {"status": "finished"}, timeout_s=0.3)
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[broken/s3cret", "https://a b/s3cret", "http://127.0.0.1:x/s3cret"])
 def test_a_url_that_is_none_is_refused_at_the_start(url: str) -> None:
     with pytest.raises(ConfigError, match=r"\[metrics\] notify .*https://HOST/PATH") as caught:
-        Notifier(url)
+        check_target(url)
     assert "s3cret" not in str(caught.value)
 
 
@@ -124,7 +129,7 @@ def test_a_server_that_speaks_no_http_is_one_line() -> None:
         thread.start()
         [line] = notes_of(f"http://127.0.0.1:{listener.getsockname()[1]}/s3cret")
         thread.join()
-    assert line.startswith("[metrics] notify: the POST failed (")
+    assert line == "[metrics] notify: the POST to 127.0.0.1 failed: BadStatusLine"
 
 
 def test_a_command_gets_the_summary_and_variables(tmp_path: Path) -> None:

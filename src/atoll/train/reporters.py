@@ -8,7 +8,6 @@ from pathlib import Path
 from atoll.train.events import Event, RunEnded
 from atoll.train.metrics.console import Console
 from atoll.train.metrics.journal import STEPS, VALIDATIONS, read
-from atoll.train.metrics.notify import Notifier
 from atoll.train.metrics.plot import save_curve
 from atoll.train.metrics.reporter import Reporter, Reporters
 from atoll.train.metrics.summary import SummaryFile
@@ -48,7 +47,7 @@ def open_reporters(recipe: Recipe, folder: Path, report: Callable[[Event], None]
         report: takes the events instead of the console.
 
     Raises:
-        ConfigError: a tracker is not installed or not configured.
+        ConfigError: a tracker is not installed or not configured, or ``[metrics] notify`` is a URL that is none.
     """
     found = open_trackers(
         recipe.metrics.trackers,
@@ -59,7 +58,5 @@ def open_reporters(recipe: Recipe, folder: Path, report: Callable[[Event], None]
     )
     if recipe.metrics.plot:
         found.append(LossCurve(folder, recipe.name))
-    found.append(SummaryFile(folder))
-    if recipe.metrics.notify:
-        found.append(Notifier(recipe.metrics.notify))
+    found.append(SummaryFile(folder, recipe.metrics.notify))
     return Reporters([*found, Console() if report is None else Forward(report)])

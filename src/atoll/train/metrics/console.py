@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 import rich.console
+from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from atoll.train.events import CheckpointSaved, Event, Note, Progress, RunEnded, RunStarted, StepDone, Validated
 from atoll.train.metrics.figures import span
-from atoll.train.metrics.panel import Phase, RunPanel, about, end_page, end_rows, phase_line, plain_step, visible
+from atoll.train.metrics.panel import Phase, about, end_page, end_rows, phase_line, plain_step, run_panel, visible
 from atoll.train.metrics.reporter import Reporter
 from atoll.train.metrics.session import Session
 
@@ -38,21 +39,28 @@ class Console(Reporter):
             self._session = Session()
             self._said_tenth = -1
         self._session.add(event)
-        if isinstance(event, RunEnded):
-            self._end(event)
-            return
-        if self._redraws and not isinstance(event, Note):
+        if self._redraws and not isinstance(event, Note | RunEnded):
             self._start_live()
-        if isinstance(event, Note):
-            self._say(event.text)
-        elif isinstance(event, Progress):
-            self._phase(event)
-        elif isinstance(event, RunStarted | StepDone):
-            self._end_phases()
-        elif isinstance(event, Validated):
-            self._phases.pop("validating", None)  # its own line says how long it took
-        if not self._redraws:
-            self._plain(event)
+        match event:
+            case Note():
+                self._say(event.text)
+            case Progress():
+                self._phase(event)
+            case RunStarted():
+                self._end_phases()
+                self._log(f"{event.name}: {about(event)} · {event.output_dir}")
+            case StepDone():
+                self._end_phases()
+                if self._is_due(event):
+                    self._log(plain_step(self._session))
+            case Validated():
+                self._phases.pop("validating", None)  # its own line says how long it took
+                self._log(f"step {event.step}   validation loss {event.loss:.3f}   {span(event.took_s)}")
+            case CheckpointSaved():
+                times = f"{span(event.took_s)} (training blocked {span(event.stall_s)})"
+                self._log(f"step {event.step}   saved checkpoint {event.path} in {times}")
+            case RunEnded():
+                self._end(event)
 
     def close(self) -> None:
         """Leave the terminal as it is now, cursor included."""
@@ -65,27 +73,22 @@ class Console(Reporter):
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
 
-    def _render(self) -> RunPanel:
+    def _render(self) -> RenderableType:
         now = time.monotonic()
         # list(): the display's own thread reads while events come in.
         shown = [phase for phase in list(self._phases.values()) if now - phase.since >= _SHOW_PHASE_AFTER_S]
-        return RunPanel(self._session, shown)
+        return run_panel(self._session, shown, self._console.width)
 
     def _phase(self, event: Progress) -> None:
         now = time.monotonic()
-        phase = self._phases.get(event.phase)
-        since = now if phase is None else phase.since
+        since = self._phases[event.phase].since if event.phase in self._phases else now
         self._phases[event.phase] = Phase(event, since)
+        # Between plain lines: soon at first, then every half minute.
+        pause_s = _SHOW_PHASE_AFTER_S if now - since < _PLAIN_EVERY_S / 3 else _PLAIN_EVERY_S
         if event.total is not None and event.done >= event.total:
             self._end_phase(event.phase)
-        elif not self._redraws and now - max(since, self._said_at) >= self._pause_s(now - since):
-            self._said_at = now
-            self._say(phase_line(event))
-
-    @staticmethod
-    def _pause_s(age_s: float) -> float:
-        """Between plain lines about a phase: soon at first, then every half minute."""
-        return _SHOW_PHASE_AFTER_S if age_s < _PLAIN_EVERY_S / 3 else _PLAIN_EVERY_S
+        elif now - max(since, self._said_at) >= pause_s:
+            self._log(phase_line(event))
 
     def _end_phase(self, name: str) -> None:
         phase = self._phases.pop(name)
@@ -98,18 +101,11 @@ class Console(Reporter):
         for name in list(self._phases):
             self._end_phase(name)
 
-    def _plain(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._say(f"{event.name}: {about(event)} · {event.output_dir}")
+    def _log(self, line: str) -> None:
+        """A line where nothing is redrawn; the panel has it otherwise."""
+        if not self._redraws:
             self._said_at = time.monotonic()
-        elif isinstance(event, StepDone) and self._is_due(event):
-            self._said_at = time.monotonic()
-            self._say(plain_step(self._session))
-        elif isinstance(event, Validated):
-            self._say(f"step {event.step}   validation loss {event.loss:.3f}   {span(event.took_s)}")
-        elif isinstance(event, CheckpointSaved):
-            times = f"{span(event.took_s)} (training blocked {span(event.stall_s)})"
-            self._say(f"step {event.step}   saved checkpoint {event.path} in {times}")
+            self._say(line)
 
     def _is_due(self, event: StepDone) -> bool:
         """The first step, each tenth of the way, the last, and one every half minute."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
 def count(number: float) -> str:
@@ -45,13 +46,15 @@ def span(seconds: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """A chart of one line: the highest value as a full block, the lowest as a thin one; a gap where not finite."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return " " * len(values)
-    low, high = min(finite), max(finite)
+    """A chart of one line: the highest value as a full block, the lowest as a thin one."""
+    low, high = min(values), max(values)
     scale = 7 / ((high - low) or 1.0)
-    return "".join("▁▂▃▄▅▆▇█"[round(scale * (v - low))] if math.isfinite(v) else " " for v in values)
+    return "".join("▁▂▃▄▅▆▇█"[round(scale * (value - low))] for value in values)
+
+
+def finite(value: Any) -> Any:
+    """The value as JSON can have it: None where it is a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _three_digits(number: float) -> str:

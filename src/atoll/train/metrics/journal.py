@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import mmap
 import os
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.train.events import CheckpointSaved, Event, RunEnded, StepDone, Validated
+from atoll.train.metrics.figures import finite
 from atoll.train.metrics.reporter import Reporter
 
 STEPS, VALIDATIONS = "metrics.jsonl", "validation.jsonl"
@@ -65,8 +65,8 @@ class _Lines:
         self._note, self._failed = note, False
 
     def append(self, values: dict[str, Any]) -> None:
-        known = {key: value if _is_finite(value) else None for key, value in values.items()}
-        if any(not _is_finite(value) for value in values.values()):
+        known = {key: finite(value) for key, value in values.items()}
+        if any(known[key] is not value for key, value in values.items()):
             known["nonfinite"] = True
         self._held += json.dumps(known, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         self.write()
@@ -135,7 +135,3 @@ def _forget_after(path: Path, step: int) -> None:
                     break
                 end = start
         file.truncate(end)
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.columns import Columns
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -37,56 +38,29 @@ class Phase:
     since: float
 
 
-class RunPanel:
+def run_panel(session: Session, phases: Sequence[Phase], width: int) -> RenderableType:
     """The figures of a session, with a bar; as high as the width asks for."""
-
-    def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
-        self._session, self._phases = session, phases
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, _MAX_WIDTH)
-        boxed = width >= 50
-        inner = width - 4 if boxed else width
-        rows: list[RenderableType] = []
-        started = self._session.started
-        if started is not None:
-            rows.append(Text(about(started), style="dim", no_wrap=True, overflow="ellipsis"))
-            rows.append(_bar(*self._steps(started), width=inner))
-            rows.extend(_flow(live_figures(self._session), inner))
-            rows.extend(self._checkpoint())
-        rows.extend(_phase_row(phase, inner) for phase in self._phases)
-        if not rows:
-            return
-        content = Group(*rows)
-        if boxed and started is not None:
-            yield Panel(
-                content,
-                width=width,
-                title=Text(started.name, style="bold"),
-                title_align="left",
-                subtitle=Text(started.output_dir, style="dim"),
-                subtitle_align="right",
-                border_style="cyan",
-            )
-        else:
-            yield content
-
-    def _steps(self, started: RunStarted) -> tuple[float, float, str]:
-        step = self._session.last.step if self._session.last else started.first_step
-        text = f"{step:,}/{started.steps:,}"
-        left = self._session.left_s
-        if step >= started.steps:
-            text += "  done"
-        elif left is not None:
-            text += f"  {span(left)} left"
-        return step, started.steps, text
-
-    def _checkpoint(self) -> list[Text]:
-        saved = self._session.checkpoint
-        if saved is None:
-            return []
-        text = f"checkpoint at step {saved.step:,}, {span(saved.took_s)} (training blocked {span(saved.stall_s)})"
-        return [Text(text, style="dim", no_wrap=True, overflow="ellipsis")]
+    bars = [_bar(each.progress.done, each.progress.total, phase_line(each.progress)) for each in phases]
+    started = session.started
+    if started is None:
+        return Group(*bars)
+    step = session.last.step if session.last else started.first_step
+    text = f"{step:,}/{started.steps:,}"
+    if step < started.steps and session.left_s is not None:
+        text += f"  {span(session.left_s)} left"
+    rows = [_dim(about(started)), _bar(step, started.steps, text), Columns(live_figures(session), padding=(0, 3))]
+    if (saved := session.checkpoint) is not None:
+        times = f"{span(saved.took_s)} (training blocked {span(saved.stall_s)})"
+        rows.append(_dim(f"checkpoint at step {saved.step:,}, {times}"))
+    return Panel(
+        Group(*rows, *bars),
+        width=min(width, _MAX_WIDTH),
+        title=Text(started.name, style="bold"),
+        title_align="left",
+        subtitle=Text(started.output_dir, style="dim"),
+        subtitle_align="right",
+        border_style="cyan",
+    )
 
 
 def about(started: RunStarted) -> str:
@@ -102,34 +76,32 @@ def live_figures(session: Session) -> list[Text]:
     last = session.last
     if last is None:
         return [Text("running the first step…", style="dim")]
-    loss = last.loss
-    shown = Text.assemble(("loss ", "dim"), (f"{loss:.3f}", "bold" if math.isfinite(loss) else "bold red"))
-    line = sparkline(session.trend.values(16))
-    found = [shown + Text(f" {line}", style="cyan") if len(line) > 1 else shown]
+    loss = _figure("loss", f"{last.loss:.3f}", "bold" if math.isfinite(last.loss) else "bold red")
+    trend = session.trend(16)
+    found = [loss + Text(f" {sparkline(trend)}", style="cyan") if len(trend) > 1 else loss]
     if session.validation is not None:
-        value, at = session.validation.loss, session.validation.step
-        found.append(Text.assemble(("validation ", "dim"), (f"{value:.3f}", "bold"), (f" at {at:,}", "dim")))
-    speed = Text.assemble((f"{session.tokens_per_s:,.0f}", "bold"), (" tokens/s", "dim"))
+        value = _figure("validation", f"{session.validation.loss:.3f}", "bold")
+        found.append(value.append(f" at {session.validation.step:,}", style="dim"))
+    speed = Text.assemble((f"{session.mean('tokens_per_s'):,.0f}", "bold"), (" tokens/s", "dim"))
     if session.started is not None and session.started.world_size > 1:
-        speed.append(f" ({session.tokens_per_s_per_gpu:,.0f} per {session.device_word})", style="dim")
+        speed.append(f" ({session.mean('tokens_per_s_per_gpu'):,.0f} per {session.device_word})", style="dim")
     found.append(speed)
-    if session.mfu is not None:
-        found.append(_figure("MFU", f"{session.mfu:.1%}"))
+    if last.mfu is not None:
+        found.append(_figure("MFU", f"{session.mean('mfu'):.1%}"))
     found.append(_figure("memory", size(last.memory_bytes)))
     found.append(_figure("grad norm", f"{last.grad_norm:.3g}"))
     found.append(_figure("lr", f"{last.lr:.2e}"))
-    if session.data_wait > 0.02:
-        found.append(_figure("data wait", f"{session.data_wait:.0%}", "yellow"))
-    if session.spread > 0.1:
-        found.append(_figure("slowest rank", f"+{session.spread:.0%}", "yellow"))
+    if (waited := session.share("data_wait_s")) > 0.02:
+        found.append(_figure("data wait", f"{waited:.0%}", "yellow"))
+    if (behind := session.share("step_spread_s")) > 0.1:
+        found.append(_figure("slowest rank", f"+{behind:.0%}", "yellow"))
     return found
 
 
 def plain_step(session: Session) -> str:
     """The figures of now as a line for logs."""
     last, started = session.last, session.started
-    if last is None:
-        return ""
+    assert last is not None
     steps = f"{last.step}/{started.steps}" if started else str(last.step)
     # Without the sparkline, which says little in a log.
     loss, *others = (text.plain for text in live_figures(session))
@@ -196,30 +168,15 @@ def _figure(label: str, value: str, style: str = "") -> Text:
     return Text.assemble((f"{label} ", "dim"), (value, style))
 
 
-def _flow(parts: Sequence[Text], width: int) -> list[Text]:
-    """Parts side by side, on as many lines as they need; one is never broken."""
-    lines: list[Text] = []
-    for part in parts:
-        if lines and lines[-1].cell_len + len(_GAP) + part.cell_len <= width:
-            lines[-1] = Text.assemble(lines[-1], _GAP, part)
-        else:
-            lines.append(part)
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return lines
+def _dim(line: str) -> Text:
+    return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _bar(done: float, total: float | None, text: str, *, width: int) -> RenderableType:
-    grid = Table.grid(expand=False, padding=(0, 0))
-    grid.width = width
+def _bar(done: float, total: float | None, text: str) -> RenderableType:
+    grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True)
     # Without a total the bar pulses, which needs the time.
     bar = ProgressBar(total=total, completed=done, pulse=total is None, animation_time=time.monotonic())
     grid.add_row(bar, Text(f"  {text}"))
     return grid
-
-
-def _phase_row(phase: Phase, width: int) -> RenderableType:
-    progress = phase.progress
-    return _bar(progress.done, progress.total, phase_line(progress), width=width)

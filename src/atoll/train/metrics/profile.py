@@ -6,13 +6,11 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch.profiler import ProfilerAction, profile
 
 from atoll.core.paths import sweep_temporary, temporary_beside
 from atoll.train.recipe.schema import ProfileSection
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
 
 
 class StepProfiler:
@@ -28,53 +26,42 @@ class StepProfiler:
     def __init__(
         self, section: ProfileSection | None, folder: str | os.PathLike[str], rank: int, *, say: Callable[[str], None]
     ) -> None:
-        self._section = section
         self.path = Path(folder) / "profile" / f"rank{rank}.pt.trace.json.gz"
         self._say = say
-        self._done = 0  # steps
+        self._first = section.start - 1 if section is not None else 0  # steps before
+        self._last = self._first + section.steps - 1 if section is not None else 0
         self._profile: profile | None = None
+        if section is not None:
+            self._profile = profile(schedule=self._action, on_trace_ready=self._export, record_shapes=True)
 
     def __enter__(self) -> StepProfiler:
-        self._start_if_next()
+        if self._profile is not None:
+            self._profile.start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        if self._section is not None and self._profile is None and self._done < self._section.start:
-            self._say(f"no trace: [metrics.profile] start = {self._section.start}, and there were {self._done} steps")
+        if self._profile is None:
+            return
+        num_steps = self._profile.step_num
         # A run that ends inside the window leaves what was traced until then.
-        if error is None:
-            self._stop()
-        else:
-            with contextlib.suppress(RuntimeError):  # a GPU that failed has no trace to give: its own error counts
-                self._stop()
+        # A GPU that failed has no trace to give: its own error counts.
+        with contextlib.suppress(*(() if error is None else (RuntimeError,))):
+            self._profile.stop()
+        if num_steps < self._first:
+            self._say(f"no trace: [metrics.profile] start = {self._first + 1}, and there were {num_steps} steps")
 
     def step(self) -> None:
         """A step is over."""
-        self._done += 1
-        if self._section is None:
-            return
         if self._profile is not None:
             self._profile.step()
-            if self._done == self._section.start - 1 + self._section.steps:
-                self._stop()
-        else:
-            self._start_if_next()
 
-    def _start_if_next(self) -> None:
-        """Start one step ahead of the first traced one: that step takes what the start of the tracer costs."""
-        section = self._section
-        if section is None or self._done != max(0, section.start - 2):
-            return
-        from torch.profiler import profile, schedule
-
-        ahead = schedule(wait=0, warmup=1, active=section.steps, repeat=1) if section.start > 1 else None
-        self._profile = profile(schedule=ahead, on_trace_ready=self._export, record_shapes=True)
-        self._profile.start()
-
-    def _stop(self) -> None:
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None
+    def _action(self, done: int) -> ProfilerAction:
+        """The step before the first traced one takes what the start of the tracer costs."""
+        if done == self._last:
+            return ProfilerAction.RECORD_AND_SAVE
+        if self._first <= done < self._last:
+            return ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if done == self._first - 1 else ProfilerAction.NONE
 
     def _export(self, traced: profile) -> None:
         try:

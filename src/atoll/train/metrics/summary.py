@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,39 +12,46 @@ from typing import Any
 from atoll.core.paths import write_atomic
 from atoll.core.validation import command_line
 from atoll.train.events import Event, RunEnded, RunStarted, StepDone
+from atoll.train.metrics.figures import finite
+from atoll.train.metrics.notify import check_target, send
 from atoll.train.metrics.reporter import Reporter
 
-
-def summarise(ended: RunEnded, started: RunStarted | None = None, first_loss: float | None = None) -> dict[str, Any]:
-    """The end of a run as a JSON object: the fields of ``RunEnded``, and where and what it was.
-
-    Figures that are not finite are null.
-    """
-    values = dataclasses.asdict(ended)
-    if started is not None:
-        about = ("name", "output_dir", "parameters", "layout", "device", "world_size", "first_step", "steps")
-        values = {**{key: getattr(started, key) for key in about}, **values}
-    values["first_loss"] = first_loss
-    values["figures"] = {key: _finite(value) for key, value in ended.figures.items()}
-    return {key: _finite(value) for key, value in values.items()}
+_ABOUT = ("name", "output_dir", "parameters", "layout", "device", "world_size", "first_step", "steps")
 
 
 class SummaryFile(Reporter):
-    """Writes ``summary.json`` into the folder of a run when it ends."""
+    """Writes ``summary.json`` into the folder of a run when it ends: its ``RunEnded``, and where and what it was.
 
-    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+    Args:
+        notify: ``[metrics] notify``, which gets the same, see ``notify.send``.
+
+    Raises:
+        ConfigError: ``notify`` is a URL that is none.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], notify: str | None = None) -> None:
         self.path = Path(output_dir) / "summary.json"
-        self._started: RunStarted | None = None
+        self._notify = notify
+        self._about: dict[str, Any] = {}
         self._first_loss: float | None = None
+        if notify:
+            check_target(notify)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._started = event
+            self._about = {key: getattr(event, key) for key in _ABOUT}
         elif isinstance(event, StepDone):
             self._first_loss = event.loss if self._first_loss is None else self._first_loss
         elif isinstance(event, RunEnded):
-            text = json.dumps(summarise(event, self._started, self._first_loss), indent=2, ensure_ascii=False)
-            write_atomic(self.path, text.encode(errors="replace") + b"\n", mode=0o644)
+            values = {**self._about, **dataclasses.asdict(event), "first_loss": self._first_loss}
+            values["figures"] = {key: finite(value) for key, value in event.figures.items()}
+            summary = {key: finite(value) for key, value in values.items()}
+            try:
+                text = json.dumps(summary, indent=2, ensure_ascii=False)
+                write_atomic(self.path, text.encode(errors="replace") + b"\n", mode=0o644)
+            finally:  # a full disk is what the user wants to hear of
+                if self._notify:
+                    send(self._notify, summary)
 
 
 def next_steps(
@@ -103,7 +109,3 @@ def _without(words: Sequence[str], *options: str) -> list[str]:
         elif word.startswith("--") and "." in word and "=" not in word:  # a key of the recipe: its value follows
             next(left, None)
     return kept
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
