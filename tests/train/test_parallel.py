@@ -115,7 +115,7 @@ def step_of(
     layout = resolve(recipe, dist.get_world_size())
     mesh = make_mesh(layout, torch.device("cpu"))
     engine = Engine(Plan(recipe, layout), mesh, lambda model: initialize(model, 1))
-    optimizer = torch.optim.AdamW(engine.parameters, lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(engine.weights.masters.values(), lr=1e-2, fused=True)
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     norm = 0.0
@@ -128,7 +128,7 @@ def step_of(
         dist.all_reduce(total)
         tokens = int((batch.labels != -100).sum())
         losses.append(total.item() / tokens)
-        for parameter in engine.parameters:
+        for parameter in engine.weights.masters.values():
             if parameter.grad is not None:
                 parameter.grad.div_(tokens)
         if step == 0:

@@ -54,7 +54,13 @@ class Engine:
             materialize(model, mesh.device)
             set_weights(model)
             self.stages[number] = model
-        self._kept = self._find_buffers()
+        self._kept = [
+            (stage, name)
+            for stage in self.stages.values()
+            if (own := dict(stage.named_buffers()))
+            for name in stage.state_dict()
+            if name in own
+        ]
         self.weights: Weights = weights_of(list(self.stages.values()), recipe, mesh)
         dtype = compute_dtype(recipe, mesh.device)
         self._pipeline = Pipeline(self.stages, recipe, mesh, dtype, self._num_sums) if is_piped else None
@@ -63,15 +69,6 @@ class Engine:
     def buffers(self) -> dict[str, Tensor]:
         """What a user's model keeps beside its parameters, and would save, as it is now. Atoll's own keep nothing."""
         return {name: stage.get_buffer(name) for stage, name in self._kept}
-
-    def _find_buffers(self) -> list[tuple[nn.Module, str]]:
-        return [
-            (stage, name)
-            for stage in self.stages.values()
-            if (own := dict(stage.named_buffers()))
-            for name in stage.state_dict()
-            if name in own
-        ]
 
     @property
     def counts_loss(self) -> bool:
@@ -87,11 +84,6 @@ class Engine:
     def evaluation_batches(self) -> int:
         """How many micro-batches ``evaluate`` is best given at a time."""
         return 1 if self._pipeline is None else self._pipeline.num_micro_batches
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer moves on this rank."""
-        return list(self.weights.masters.values())
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Sum the gradients of a step's micro-batches into the weights.

@@ -130,7 +130,8 @@ def train_step(run: Run, number: int, step: Step, before: Update | None) -> Upda
     """
     started = time.perf_counter()
     data_wait_s = run.loader.wait_s
-    reseed(run, number)
+    # A user's dropout draws numbers that are a function of seed, step and data rank: resuming can't shift them.
+    torch.manual_seed(key(run.recipe.train.seed, f"step {number} of data rank {run.engine.mesh.data_rank}"))
     sums = run.engine.forward_backward(step.micro_batches)  # of loss and metrics
     busy_s = time.perf_counter() - started
 
@@ -243,11 +244,6 @@ def due(step: int, intervals: Sequence[Interval | None]) -> bool:
     return any(each is not None and each.due(step) for each in intervals)
 
 
-def reseed(run: Run, step: int) -> None:
-    """A user's dropout draws numbers that are a function of seed, step and data rank: resuming can't shift them."""
-    torch.manual_seed(key(run.recipe.train.seed, f"step {step} of data rank {run.engine.mesh.data_rank}"))
-
-
 def sum_facts(run: Run, step: Step, sums: Tensor, busy_s: float, norm: Tensor) -> PendingFacts:
     """Add up what the ranks know of a step. Every rank calls it."""
     engine = run.engine
@@ -289,24 +285,21 @@ def raise_nonfinite(run: Run, update: Update) -> None:
     guilty = [rank for rank, (fine, _) in enumerate(found) if not fine]
     names = sorted({name for _, names in found for name in names})
     holders = [rank for rank, (_, names) in enumerate(found) if names]
-    step = update.number
-    what = (
-        f"the loss is not finite on rank {_numbers(guilty)}"
-        if guilty
-        else (f"gradients are not finite on rank {_numbers(holders)}, the loss is")
-    )
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    parameters = f"; parameters: {', '.join(names[:5])}{more}"
+    step, first = update.number, run.source.consumed
+    what = f"the loss is not finite on rank {_some(guilty)}"
+    if not guilty:
+        what = f"gradients are not finite on rank {_some(holders)}, the loss is"
+    parameters = f"; parameters: {_some(names)}" if names else ""
     saved = "nothing is saved yet" if run.saved_step is None else f"the newest checkpoint is of step {run.saved_step}"
     raise NonFiniteError(
-        f"step {step}: {what}{parameters if names else ''}. The weights are those of step {step - 1}; {saved}. Lower "
-        f"[optimizer] lr or max_grad_norm, lengthen [schedule] warmup, or look at samples "
-        f"{run.source.consumed} to {run.source.consumed + run.recipe.train.global_batch - 1} with atoll data preview"
+        f"step {step}: {what}{parameters}. The weights are those of step {step - 1}; {saved}. Lower [optimizer] lr or "
+        f"max_grad_norm, lengthen [schedule] warmup, or look at samples {first} to "
+        f"{first + run.recipe.train.global_batch - 1} with atoll data preview"
     )
 
 
-def _numbers(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def _some(items: Sequence[Any]) -> str:
+    return ", ".join(map(str, items[:5])) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 def report_step(run: Run, update: Update, facts: Facts) -> None:

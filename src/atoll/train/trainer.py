@@ -159,22 +159,26 @@ class _Trainer:
                 train(run)
             except StoppedEarly:
                 return self._end(run, folder, "stopped")
-            except torch.OutOfMemoryError as error:
-                advice = self._plan.first_fix or "use more ranks"
-                text = f"rank {self.world.rank} ran out of GPU memory: {str(error).splitlines()[0]} Try: {advice}"
-                self._end(run, folder, "failed", text)
-                raise AtollError(text) from error
             except AtollError as error:
                 if run is not None:  # else it did not begin, and whoever typed the command is told now
                     self._end(run, folder, "failed", str(error))
                 raise
             except BaseException as error:  # a lost rank, a user's model, Ctrl-C: those who are told when it ends wait
-                uncompiled = compile_refusal(error)
-                self._end(run, folder, "failed", uncompiled or f"{type(error).__name__}: {error}".rstrip(": "))
-                if uncompiled is not None:
-                    raise ConfigError(uncompiled) from error
+                ours = self._explained(error)
+                self._end(run, folder, "failed", str(ours or f"{type(error).__name__}: {error}".rstrip(": ")))
+                if ours is not None:
+                    raise ours from error
                 raise
             return self._end(run, folder, "stopped" if run.stopped_by else "finished")
+
+    def _explained(self, error: BaseException) -> AtollError | None:
+        """Errors of torch that have something that a user can do about them."""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = self._plan.first_fix or "use more ranks"
+            why = str(error).splitlines()[0]
+            return AtollError(f"rank {self.world.rank} ran out of GPU memory: {why} Try: {advice}")
+        uncompiled = compile_refusal(error)
+        return None if uncompiled is None else ConfigError(uncompiled)
 
     def _report(self, event: Event) -> None:
         if self.reporters is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -21,20 +21,29 @@ from atoll.train.models.family import Cut, family_of
 from atoll.train.models.parts import Decoder
 
 
+def _spread(x: Tensor, mesh: DeviceMesh, layout: Shard | Replicate) -> DTensor:
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
+
+
+def _local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    return output.to_local() if isinstance(output, DTensor) else output
+
+
+def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+
 class _Everywhere(ParallelStyle):
     """A module whose parameters and inputs are whole on every rank."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, mesh, None, self._enter, self._leave)  # type: ignore[arg-type]  # takes tuples
+        return distribute_module(module, mesh, None, self._enter, _local)  # type: ignore[arg-type]  # takes tuples
 
     @staticmethod
     def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, *others = inputs
-        return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False), *others)
-
-    @staticmethod
-    def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return output.to_local() if isinstance(output, DTensor) else output
+        return (_spread(x, mesh, Replicate()), *others)
 
 
 class _Gather(ParallelStyle):
@@ -47,8 +56,7 @@ class _Gather(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x, *others = inputs
-            x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [self.layout], run_check=False)
-            return (x.redistribute(mesh, [Replicate()]), *others)
+            return (_spread(x, mesh, self.layout).redistribute(mesh, [Replicate()]), *others)
 
         module.register_forward_pre_hook(enter)
         return module
@@ -58,18 +66,12 @@ class _WidthNorm(ParallelStyle):
     """A norm over all heads, of which each rank has its share."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in module.named_parameters(recurse=False):
-            sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
-            module.register_parameter(name, sharded)
-        return distribute_module(module, mesh, None, self._enter, self._leave)  # type: ignore[arg-type]  # takes tuples
+        _split_rows(module, mesh)
+        return distribute_module(module, mesh, None, self._enter, _local)  # type: ignore[arg-type]  # takes tuples
 
     @staticmethod
     def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return (DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False),)
-
-    @staticmethod
-    def _leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
-        return output.to_local()
+        return (_spread(inputs[0], mesh, Shard(-1)),)
 
 
 class _VocabularyParallel(ParallelStyle):
@@ -80,17 +82,13 @@ class _VocabularyParallel(ParallelStyle):
         self.layout = layout
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in module.named_parameters(recurse=False):
-            sharded = distribute_tensor(parameter, mesh, [Shard(0)])
-            module.register_parameter(name, nn.Parameter(sharded))
+        _split_rows(module, mesh)
         return distribute_module(module, mesh, None, self._enter, None)  # type: ignore[arg-type]  # takes tuples
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         hidden, weight, labels, batch = inputs
-        if not isinstance(hidden, DTensor):
-            hidden = DTensor.from_local(hidden, mesh, [self.layout], run_check=False)
         # The loss sums the hidden state's gradient over the ranks itself: what comes back is whole.
-        hidden = hidden.redistribute(mesh, [Replicate()])
+        hidden = _spread(hidden, mesh, self.layout).redistribute(mesh, [Replicate()])
         placements = [Replicate()] if labels is not None else [Partial()]
         return hidden.to_local(grad_placements=placements), weight, labels, batch
 
