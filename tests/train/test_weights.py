@@ -226,10 +226,12 @@ def test_an_index_says_for_each_tensor_which_file_counts(tmp_path: Path) -> None
     assert_same(back, model)
     safetensors.torch.save_file(dict(list(content.items())[1:]), last)
     lost = next(iter(content))
-    with pytest.raises(ConfigError, match=rf"its index has {re.escape(lost)} in {last.name}, which lacks it"):
+    with pytest.raises(ConfigError, match=rf"does not hold what its .*index\.json says: .*{re.escape(lost)}"):
         load_weights(back, model.config, str(folder))
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match=r"hf is incomplete: model.safetensors.index.json is missing, which says"):
+    with pytest.raises(
+        ConfigError, match=r"hf holds no weights that can be read: .* with their model.safetensors.index.json"
+    ):
         load_weights(back, model.config, str(folder))
 
 
@@ -250,7 +252,7 @@ def test_one_whole_file_comes_before_an_index(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("adapter_config.json", "{}", r"holds an adapter \(adapter_config.json\).*merge_and_unload"),
-        ("pytorch_model-00001-of-00002.bin", "", r"\.bin files are pickles, which are not read"),
+        ("pytorch_model-00001-of-00002.bin", "", r"Files that end in \.bin are pickles, which are not read"),
     ],
 )
 def test_what_is_not_read_of_a_folder_is_refused_by_name(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -316,22 +318,14 @@ def test_a_stage_takes_its_own_part(tmp_path: Path) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in stage.named_parameters())
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_a_tied_head_that_the_file_holds_again(equal: bool, tmp_path: Path) -> None:
+def test_a_tied_head_that_the_file_holds_again(tmp_path: Path) -> None:
+    """It is left alone, as transformers does."""
     model = model_of(section_for("llama", tied=True))
     folder = export_model(model, tmp_path / "hf")
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0 if equal else 1)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    if equal:
-        assert load_weights(model, model.config, str(folder)) == []
-        return
-    for use in (
-        lambda: load_weights(model, model.config, str(folder)),
-        lambda: export(str(folder), tmp_path / "x"),
-    ):
-        with pytest.raises(ConfigError, match=r"tie_word_embeddings = true, .* set tie_word_embeddings to false"):
-            use()
+    assert load_weights(model, model.config, str(folder)) == []
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -422,11 +416,19 @@ def test_values_of_a_config_that_cannot_be(changes: dict[str, Any], message: str
     ("file", "content", "message"),
     [
         ("config.json", [1], r"config\.json holds \[1\], expected an object"),
-        ("config.json", {**LLAMA_CONFIG, "eos_token_id": "x"}, r"eos_token_id is 'x', expected a token's number"),
+        (
+            "config.json",
+            {**LLAMA_CONFIG, "eos_token_id": "x"},
+            r"eos_token_id\.int = 'x': Input should be a valid integer",
+        ),
         ("generation_config.json", [], r"generation_config\.json holds \[\], expected an object"),
-        ("model.safetensors.index.json", {}, r"index\.json: weight_map is None, expected an object"),
-        ("model.safetensors.index.json", {"weight_map": ["a"]}, r"weight_map is \['a'\], expected an object"),
-        ("model.safetensors.index.json", {"weight_map": {"a": "../b"}}, r"weight_map has '\.\./b', expected .* file"),
+        ("model.safetensors.index.json", {}, r"index\.json: weight_map is None, expected the file of each tensor"),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": ["a"]},
+            r"weight_map is \['a'\], expected the file of each tensor",
+        ),
+        ("model.safetensors.index.json", {"weight_map": {"a": "b"}}, r"b is not a complete safetensors file: No such"),
     ],
 )
 def test_files_of_another_form(file: str, content: Any, message: str, tmp_path: Path) -> None:
@@ -441,7 +443,7 @@ def test_files_of_another_form(file: str, content: Any, message: str, tmp_path: 
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.tensor(1.0), r"self_attn\.qkv_proj\.weight has no rows, its config says 32 \+ 16 \+ 16"),
+        (torch.tensor(1.0), r"self_attn\.qkv_proj\.weight is \[\], its config says 32 \+ 16 \+ 16 rows"),
         (torch.zeros(64, 32, dtype=torch.int8), r"qkv_proj\.weight is of type I8, .* quantised"),
         (torch.zeros(64, 32).to(torch.float8_e4m3fn), r"qkv_proj\.weight is of type F8_E4M3, .* quantised"),
     ],
@@ -501,7 +503,7 @@ def test_networks_that_transformers_lacks() -> None:
     [
         (lambda folder: None, "no such file or folder, and no owner/name on a hub"),
         (lambda folder: folder.mkdir(), "holds no weights that can be read: .* it has nothing"),
-        (lambda folder: folder.write_text("x"), r"expected a folder, a \.safetensors or a \.gguf file"),
+        (lambda folder: folder.write_text("x"), r"expected a run's folder, .* a \.safetensors or \.gguf file"),
     ],
 )
 def test_sources_that_are_none(make: Any, message: str, tmp_path: Path) -> None:
@@ -519,12 +521,12 @@ def test_a_source_that_is_misspelt_is_named_with_its_folder(tmp_path: Path, monk
 
 def test_files_that_are_cut_short(tmp_path: Path) -> None:
     folder = export_model(model_of(section_for("llama")), tmp_path / "hf", max_shard_bytes=20_000)
-    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    first, *_ = sorted(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=f"{first.name} is not a complete safetensors file"):
         open_weights(str(folder))
-    second.unlink()
-    with pytest.raises(ConfigError, match=f"{second.name} of its index is missing"):
+    first.unlink()
+    with pytest.raises(ConfigError, match=f"{first.name} is not a complete safetensors file: No such file"):
         open_weights(str(folder))
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(ConfigError, match=r"a\.gguf is not a complete GGUF file"):
@@ -886,8 +888,8 @@ def test_force_deletes_no_run(tmp_path: Path) -> None:
             atoll("export", run, dest, "--force")
     assert _contents(tmp_path) == before
     atoll("export", run, run / "hf")  # a new folder takes nothing away
-    with pytest.raises(ConfigError, match=r"holds .*hf, which would be read and replaced at once"):
-        atoll("import", run / "hf", run / "hf", "--force")
+    atoll("import", run / "hf", run / "hf", "--force", "--dtype", "fp32")  # what is read stays until it is replaced
+    assert json.loads((run / "hf" / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(ConfigError, match="'' is not a source of weights"):
         atoll("export", "", tmp_path / "x")
 
@@ -957,9 +959,9 @@ def test_sizes_are_told_in_their_unit(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_is_not_asked_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="outputs/nope: no such folder; outputs is a folder here"):
+    with pytest.raises(ConfigError, match="outputs/nope: no such file or folder"):
         atoll("generate", "outputs/nope", "hi", "--device", "cpu")
-    with pytest.raises(ConfigError, match="outputs/nope: no such folder; outputs is a folder here"):
+    with pytest.raises(ConfigError, match="outputs/nope: no such file or folder"):
         open_weights("outputs/nope").section
 
 

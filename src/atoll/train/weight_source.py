@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
@@ -24,6 +23,7 @@ from atoll.train import hub
 from atoll.train.data.tokenizer import load_tokenizer
 from atoll.train.hub import Progress
 from atoll.train.models import gguf, hf
+from atoll.train.models.config_json import checked
 from atoll.train.models.family import Part, Stored, stored_tensors
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.saved import SavedStep, find_checkpoint
@@ -98,17 +98,14 @@ class WeightSource:
             ConfigError: it is one of several fused ones whose sizes don't add up.
         """
         stored, theirs, _ = self._places[name]
-        shape = self.names[theirs]
-        if stored.transposed:
-            shape = shape[::-1]
-        rows = [part.rows for part in stored.parts]
+        shape = self.names[theirs][::-1] if stored.transposed else self.names[theirs]
+        rows = {part.name: part.rows for part in stored.parts}
         if len(rows) == 1:
             return shape
-        if not shape or shape[0] != sum(rows):
-            sizes = " + ".join(str(each) for each in rows)
-            have = shape[0] if shape else "no"
-            raise ConfigError(f"{self.label}: tensor {theirs} has {have} rows, its config says {sizes}")
-        return (next(part.rows for part in stored.parts if part.name == name), *shape[1:])
+        if shape[:1] != (sum(rows.values()),):
+            sizes = " + ".join(str(each) for each in rows.values())
+            raise ConfigError(f"{self.label}: tensor {theirs} is {list(shape)}, its config says {sizes} rows")
+        return (rows[name], *shape[1:])
 
     def file_name(self, name: str) -> str:
         """What the file calls the tensor that ours is in."""
@@ -126,22 +123,6 @@ class WeightSource:
         if stored.transposed:
             tensor = tensor.t()
         return tensor if len(stored.parts) == 1 else tensor[start : start + self.shape(name)[0]]
-
-    def check_tied(self) -> None:
-        """Compare a tied head that the file holds a second time with the embedding.
-
-        Raises:
-            ConfigError: they differ, so that the network is not the one that its config describes.
-        """
-        second = next((name for name in _HEADS if name in self.names and name not in self.unknown), None)
-        if not self.section.tied or second is None or "embed.weight" not in self._places:
-            return
-        if not torch.equal(self.read("embed.weight"), self.read_stored(second)):
-            raise ConfigError(
-                f"{self.label}: its config says tie_word_embeddings = true, and its {second} is not its "
-                f"{self.file_name('embed.weight')}: set tie_word_embeddings to false in its config.json to keep both, "
-                f"or remove {second} from the file"
-            )
 
 
 def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
@@ -161,27 +142,22 @@ def open_weights(spec: str, section: ModelSection | None = None, progress: Progr
     Raises:
         ConfigError: there is nothing that can be read; says what was expected.
     """
+    path = Path(spec).expanduser()
     if not spec.strip():
         raise ConfigError(f"{spec!r} is not a source of weights: {_EXPECTED}")
-    path = Path(spec).expanduser()
     if path.is_dir() or "://" in spec:
         saved = find_checkpoint(str(path) if path.is_dir() else spec)
         if saved is not None:
             return _from_checkpoint(saved)
     if path.is_dir():
         return _from_folder(path, spec, section)
-    if path.is_file() and path.suffix == ".gguf":
-        return _from_gguf(path)
-    if path.is_file() and path.suffix == ".safetensors":
-        return _from_safetensors(path.parent, spec, section, only=path.name)
+    if path.is_file() and path.suffix in (".gguf", ".safetensors"):
+        return _from_file(path, spec, section)
     if path.exists():
-        raise ConfigError(f"{spec}: expected a folder, a .safetensors or a .gguf file, or owner/name on a hub")
+        raise ConfigError(f"{spec}: {_EXPECTED}")
     if hub.is_hub_name(spec):
         return _from_folder(hub.fetch(spec, patterns=hub.WEIGHTS + hub.TOKENIZER, progress=progress), spec, section)
-    first, beside = spec.partition("/")[0], path.parent
-    near = nearest(path.name, os.listdir(beside), os.path.dirname(spec)) if beside.is_dir() else ""
-    if hub.reads_as_name(spec) and Path(first).is_dir():
-        raise ConfigError(f"{spec}: no such folder{near or f'; {first} is a folder here'}")
+    near = nearest(path.name, os.listdir(path.parent), os.path.dirname(spec)) if path.parent.is_dir() else ""
     raise ConfigError(f"{spec}: no such file or folder, and no owner/name on a hub{near or f'; {_EXPECTED}'}")
 
 
@@ -192,47 +168,45 @@ def _from_folder(folder: Path, label: str, section: ModelSection | None) -> Weig
             f"{label} holds an adapter (adapter_config.json), and whole weights are read: merge it into its base, "
             "with merge_and_unload() of peft, and name the folder that this is saved in"
         )
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if "model.safetensors" in files:
-        return _from_safetensors(folder, label, section, only="model.safetensors")
+    if (folder / "model.safetensors").is_file():
+        return _from_file(folder / "model.safetensors", label, section)
     if (folder / hub.INDEX).is_file():
-        return _from_safetensors(folder, label, section)
-    ggufs = list(folder.glob("*.gguf"))
-    if not files and len(ggufs) == 1:
-        return _from_gguf(ggufs[0])
+        places = _read_json(folder / hub.INDEX).get("weight_map")
+        if not isinstance(places, dict):
+            raise ConfigError(f"{folder / hub.INDEX}: weight_map is {places!r}, expected the file of each tensor")
+        return _from_safetensors(folder, places, label, section)
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
     if len(files) == 1:
-        return _from_safetensors(folder, label, section, only=files[0])
-    if files:
-        raise ConfigError(f"{label} is incomplete: {hub.INDEX} is missing, which says what {', '.join(files[:4])} hold")
-    have = sorted(path.name for path in folder.iterdir())[:6]
-    pickles = "; .bin files are pickles, which are not read: save the model again, with save_pretrained(folder)"
+        return _from_file(files[0], label, section)
+    have = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
     raise ConfigError(
-        f"{label} holds no weights that can be read: expected .safetensors files, one .gguf file, or Atoll's "
-        f"checkpoints; it has {', '.join(have) or 'nothing'}{pickles if any(folder.glob('*.bin')) else ''}"
+        f"{label} holds no weights that can be read: expected .safetensors files with their {hub.INDEX}, one .gguf "
+        f"file, or Atoll's checkpoints; it has {have}. Files that end in .bin are pickles, which are not read: save "
+        "such a model again, with save_pretrained(folder)"
     )
 
 
+def _from_file(path: Path, label: str, section: ModelSection | None) -> WeightSource:
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
+    return _from_safetensors(path.parent, dict.fromkeys(_opened(path).keys(), path.name), label, section)
+
+
 def _from_safetensors(
-    folder: Path, label: str, section: ModelSection | None, *, only: str | None = None
+    folder: Path, places: Mapping[str, str], label: str, section: ModelSection | None
 ) -> WeightSource:
-    """Open one file, or those that the folder's index names."""
-    if only is not None:
-        places = dict.fromkeys(_opened(folder / only).keys(), only)
-    else:
-        places = _weight_map(folder / hub.INDEX)
-    if missing := sorted(name for name in set(places.values()) if not (folder / name).is_file()):
-        raise ConfigError(
-            f"{label} is incomplete: {', '.join(missing)} of its index is missing; fetch or copy it again"
-        )
-    opened = {name: _opened(folder / name) for name in sorted(set(places.values()))}
-    held = {name: set(file.keys()) for name, file in opened.items()}
-    if lost := sorted(name for name, file in places.items() if name not in held[file]):
-        raise ConfigError(
-            f"{label} is incomplete: its index has {lost[0]} in {places[lost[0]]}, which lacks it; fetch or copy it "
-            "again"
-        )
-    pieces = {name: opened[file].get_slice(name) for name, file in places.items()}
-    shapes = {name: tuple(piece.get_shape()) for name, piece in pieces.items()}
+    """Open the files of tensors.
+
+    Args:
+        places: the file of each, in the folder, by its name.
+    """
+    from safetensors import SafetensorError
+
+    opened = {file: _opened(folder / file) for file in sorted(set(places.values()))}
+    try:
+        pieces = {name: opened[file].get_slice(name) for name, file in places.items()}
+    except SafetensorError as error:  # which says what is missing
+        raise ConfigError(f"{label} does not hold what its {hub.INDEX} says: {error}; fetch or copy it again") from None
     dtypes = {name: piece.get_dtype() for name, piece in pieces.items() if not _NO_WEIGHTS.search(name)}
     for name, dtype in dtypes.items():
         if dtype not in _FLOATS:
@@ -246,18 +220,27 @@ def _from_safetensors(
         section = hf.section_from_hf(config, source=f"{label}: config.json")
     if section is None:
         raise ConfigError(f"{label} has no config.json beside it, so that its network is not known")
-    kinds = set(dtypes.values())
+    if (folder / "generation_config.json").is_file():
+        config |= _read_json(folder / "generation_config.json")
     return WeightSource(
         label=label,
         section=section,
-        names=shapes,
+        names={name: tuple(piece.get_shape()) for name, piece in pieces.items()},
         read_stored=lambda name: opened[places[name]].get_tensor(name),
         stored=stored_tensors(section) if section.python is None else None,
-        dtype={("F32",): "fp32", ("F16",): "fp16"}.get(tuple(kinds), "bf16"),
-        special_ids=_special_ids(config, folder),
+        dtype={("F32",): "fp32", ("F16",): "fp16"}.get(tuple(set(dtypes.values())), "bf16"),
+        special_ids=checked(_SpecialIds, config, label).model_dump(exclude_none=True),
         write_tokenizer=partial(_copy_tokenizer, folder),
         tokenizer=str(folder),
     )
+
+
+class _SpecialIds(BaseModel):
+    """A folder's generation config, or else its config, says which tokens those are."""
+
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | list[int] | None = None
 
 
 def _opened(file: Path) -> Any:
@@ -266,7 +249,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
+        raise ConfigError(f"{file} is not a complete safetensors file: {error}; fetch or copy it again") from None
 
 
 def _from_gguf(path: Path) -> WeightSource:
@@ -287,12 +270,7 @@ def _from_gguf(path: Path) -> WeightSource:
 # -------------------------------------------------------------------------------------------- Atoll's own checkpoints
 def _from_checkpoint(saved: SavedStep) -> WeightSource:
     """The weights of a checkpoint; optimizer state and the rest are left alone."""
-    try:
-        section = ModelSection.model_validate(saved.recipe.get("model") or {})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(each) for each in first["loc"])
-        raise ConfigError(f"{saved.label}: [model] {key} of its recipe: {first['msg']}") from None
+    section = checked(ModelSection, saved.recipe.get("model") or {}, f"{saved.label}: [model] of its recipe")
     if section.vocab_size is None and "embed.weight" in saved.shapes:
         section = section.model_copy(update={"vocab_size": saved.shapes["embed.weight"][0]})
     tokenizer = None if saved.tokenizer is None else load_tokenizer(saved.tokenizer)
@@ -318,7 +296,6 @@ def _from_checkpoint(saved: SavedStep) -> WeightSource:
     )
 
 
-# ------------------------------------------------------------------------------------------------ files beside them
 def _copy_tokenizer(source: Path, folder: Path) -> str | None:
     """Copy the files of a tokenizer as they are."""
     files = {path for each in hub.TOKENIZER for path in source.glob(each) if path.is_file()}
@@ -327,34 +304,10 @@ def _copy_tokenizer(source: Path, folder: Path) -> str | None:
     return None if files else "there is no tokenizer beside the weights, and none was written"
 
 
-def _special_ids(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """``bos_token_id`` and its like, as a folder's generation config or else its config says."""
-    generation = folder / "generation_config.json"
-    merged = {**config, **(_read_json(generation) if generation.is_file() else {})}
-    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    found = {key: merged[key] for key in keys if merged.get(key) is not None}
-    for key, value in found.items():
-        numbers = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in numbers):
-            raise ConfigError(f"{folder}: {key} is {value!r}, expected a token's number, or a list of them")
-    return found
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, by the tensor's name."""
-    files = _read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise ConfigError(f"{index}: weight_map is {files!r}, expected an object that names the file of each tensor")
-    for name in files.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ConfigError(f"{index}: weight_map has {name!r}, expected the name of a file beside it")
-    return files
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {str(content)[:40]}, expected an object in braces")

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside
 from atoll.train import hub
 from atoll.train.hub import Progress
 from atoll.train.models import hf
-from atoll.train.models.family import Stored, family_of, shapes, stored_tensors
+from atoll.train.models.family import family_of, shapes, stored_tensors
 from atoll.train.models.init import copy_part
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.weight_source import WeightSource, open_weights
@@ -62,9 +63,9 @@ def load_weights(
     if "head.weight" in theirs and "head.weight" not in opened.tensors:
         theirs["head.weight"] = "embed.weight"
         notes.append(f"{opened.label} has a tied head: here the head starts as a copy of the embedding")
-    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    wanted = {theirs[name]: tuple(parameter.shape) for name, parameter in parameters.items()}
     places = parameters if section.python is not None else shapes(section)
-    _compare(opened, wanted, theirs, places, "the model", ": are family, layers and tied of [model] those of it?")
+    _compare(opened, wanted, places, "the model", ": are family, layers and tied of [model] those of it?")
     # In the file's order, so that tensors which the file holds as one are read once.
     order = {name: number for number, name in enumerate(opened.tensors)}
     for number, name in enumerate(sorted(parameters, key=lambda name: order[theirs[name]])):
@@ -109,23 +110,17 @@ def _described(section: ModelSection) -> str:
 
 
 def _compare(
-    opened: WeightSource,
-    wanted: Mapping[str, tuple[int, ...]],
-    theirs: Mapping[str, str],
-    places: Collection[str],
-    what: str,
-    hint: str = "",
+    opened: WeightSource, wanted: Mapping[str, tuple[int, ...]], places: Collection[str], what: str, hint: str = ""
 ) -> None:
     """Compare names and shapes before anything is changed.
 
     Args:
-        wanted: shapes by our names.
-        theirs: the source's name for each of ours.
+        wanted: shapes by name.
         places: all names that the network has, on this rank or another.
         what: whose they are, for messages.
     """
     have = set(opened.tensors)
-    if missing := [name for name in wanted if theirs[name] not in have]:
+    if missing := [name for name in wanted if name not in have]:
         example = f"{missing[0]} {list(wanted[missing[0]])}"
         raise ConfigError(f"{opened.label} lacks {_counted(missing)} that {what} needs, such as {example}{hint}")
     if surplus := sorted(have - set(places)) or opened.unknown:
@@ -134,12 +129,11 @@ def _compare(
             f"{opened.label} has {_counted(surplus)} that {what} has no place for, such as {example}{hint}"
         )
     for name, shape in wanted.items():
-        if (found := opened.shape(theirs[name])) != shape:
+        if (found := opened.shape(name)) != shape:
             raise ConfigError(
-                f"{opened.label}: tensor {opened.file_name(theirs[name])} ({name}) is {list(found)}, {what} has "
-                f"{list(shape)} there" + (hint and ": use the source's numbers in [model]")
+                f"{opened.label}: tensor {opened.file_name(name)} ({name}) is {list(found)}, {what} has {list(shape)} "
+                "there" + (hint and ": use the source's numbers in [model]")
             )
-    opened.check_tied()
 
 
 def _counted(names: list[str]) -> str:
@@ -178,12 +172,12 @@ def export(
     target = Path(folder).expanduser()
     if dtype is not None and dtype not in hf.DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: expected one of {', '.join(hf.DTYPES)}")
-    _refuse_taken(target, force, source if isinstance(source, str) else "")  # before hours of a download
+    _refuse_taken(target, force)  # before hours of a download
     opened = open_weights(source, None, progress) if isinstance(source, str) else source
     dtype = dtype or opened.dtype
     config = hf.hf_config(opened.section, dtype) | opened.special_ids
     wanted = shapes(opened.section)
-    _compare(opened, wanted, {name: name for name in wanted}, wanted, "its network")
+    _compare(opened, wanted, wanted, "its network")
     with _whole_folder(target) as place:
         _write_json(place / "config.json", config)
         _write_json(place / "generation_config.json", {"_from_model_config": True, **opened.special_ids})
@@ -192,65 +186,57 @@ def export(
     return opened.notes + ([] if note is None else [note])
 
 
-def _refuse_taken(target: Path, force: bool, source: str = "") -> None:
-    """Refuse a target that is more than an earlier export, or that ``source`` is read from."""
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{target} is a file: choose another folder")
-    if not target.is_dir():
+def _refuse_taken(target: Path, force: bool) -> None:
+    """Refuse a target that is more than an earlier export."""
+    if not target.exists():
         return
+    if not target.is_dir():
+        raise ConfigError(f"{target} is a file: choose another folder")
     if Path.cwd().is_relative_to(target.resolve()):
         raise ConfigError(
             f"{target} is, or holds, the folder you are in, and would be replaced: start from another one"
         )
-    found = sorted(target.iterdir())
-    if not found:
-        return
-    if not force:
+    found = sorted(path.name for path in target.iterdir())
+    if found and not force:
         raise ConfigError(f"{target} exists and is not empty: choose another folder, or give --force")
     known = [*hub.WEIGHTS, *hub.TOKENIZER]
-    others = [path for path in found if not (path.is_file() and any(path.match(pattern) for pattern in known))]
-    if others or target / "config.json" not in found:
-        wrong = f"holds {others[0].name}, which is not of an export" if others else "holds no config.json"
+    others = [name for name in found if not any(fnmatch(name, each) for each in known) or (target / name).is_dir()]
+    if found and (others or "config.json" not in found):
+        wrong = f"holds {others[0]}, which is not of an export" if others else "holds no config.json"
         raise ConfigError(f"{target} {wrong}, and --force replaces earlier exports only: choose another folder")
-    if Path(source.removeprefix("file://")).expanduser().resolve() in (target.resolve(), *map(Path.resolve, found)):
-        raise ConfigError(f"{target} holds {source}, which would be read and replaced at once: choose another folder")
 
 
 def _write_tensors(
     opened: WeightSource, place: Path, dtype: torch.dtype, max_shard_bytes: float, progress: Progress | None
 ) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     known = shapes(opened.section)
-    stored = stored_tensors(opened.section)
-    sizes = {each.name: dtype.itemsize * sum(math.prod(known[part.name]) for part in each.parts) for each in stored}
-    shards: list[list[Stored]] = []
-    room = 0.0
-    for each in stored:
-        if not shards or sizes[each.name] > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(each)
-        room -= sizes[each.name]
-    total, done, where = sum(sizes.values()), 0, {}
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+    stored = {each.name: each for each in stored_tensors(opened.section)}
+    sizes = {name: sum(math.prod(known[part.name]) for part in each.parts) for name, each in stored.items()}
+    split = split_torch_state_dict_into_shards(
+        {name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()},
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=int(max_shard_bytes),
+    )
+    done = 0
+    for file, names in split.filename_to_tensors.items():
         content = {}
-        for each in shard:
-            whole = torch.cat([opened.read(part.name).detach().to("cpu", dtype) for part in each.parts])
-            content[each.name] = whole.t().contiguous() if each.transposed else whole
-            where[each.name] = name
-            done += sizes[each.name]
+        for name in names:
+            parts = [opened.read(part.name).detach().to("cpu", dtype) for part in stored[name].parts]
+            whole = torch.cat(parts)
+            content[name] = whole.t().contiguous() if stored[name].transposed else whole
+            done += whole.nbytes
             if progress is not None:
-                progress(done, total)
+                progress(done, split.metadata["total_size"])
         try:
-            save_file(content, place / name, metadata={"format": "pt"})
+            save_file(content, place / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from None
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        _write_json(place / hub.INDEX, index)
+    if split.is_sharded:
+        _write_json(place / hub.INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
 @contextmanager
