@@ -475,6 +475,7 @@ def compiled_by_threads():
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch hides its own, which errors would forestall
 def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled):
     from atoll.train.parallel.gradients import ReplicatedWeights
+    from atoll.train.parallel.precision import NumberFormats
 
     wanted = recipe(model=model, train=train, data={"isolate_documents": False}, compile={"enabled": compiled})
     torch._dynamo.reset()
@@ -490,14 +491,8 @@ def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled):
     if compiled:
         for block in made.blocks.values():
             block.compile()
-    weights = ReplicatedWeights(
-        [made],
-        group=None,
-        compute_dtype=torch.bfloat16,
-        master_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        overlap=True,
-    )
+    formats = NumberFormats(torch.bfloat16, torch.float32, torch.float32)
+    weights = ReplicatedWeights([made], formats, group=None, overlap=True)
     optimizer = build_optimizer(weights.masters, wanted.optimizer)
     tokens = torch.randint(0, wanted.model.vocabulary, (train["micro_batch"], train["seq_len"]), device="cuda")
     positions = torch.arange(train["seq_len"], device="cuda").expand(train["micro_batch"], -1)

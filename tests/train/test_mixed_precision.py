@@ -26,6 +26,7 @@ from atoll.train.parallel.gradients import ReplicatedWeights
 from atoll.train.parallel.layout import resolve
 from atoll.train.parallel.mesh import make_mesh
 from atoll.train.parallel.plan import Plan
+from atoll.train.parallel.precision import NumberFormats
 from atoll.train.recipe.schema import Recipe
 from atoll.train.weights import load_weights
 
@@ -162,8 +163,8 @@ def test_a_pipeline_of_shards_is_not_reduced_in_bf16() -> None:
 
 def test_weights_are_freed_with_the_run() -> None:
     model = torch.nn.Linear(4, 4)
-    dtypes = {"compute_dtype": torch.bfloat16, "master_dtype": torch.float32, "reduce_dtype": torch.float32}
-    weights = ReplicatedWeights([model], group=None, overlap=True, **dtypes)
+    formats = NumberFormats(torch.bfloat16, torch.float32, torch.float32)
+    weights = ReplicatedWeights([model], formats, group=None, overlap=True)
     weights.begin()
     weights.last_micro_batch()
     model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()

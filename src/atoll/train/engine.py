@@ -18,7 +18,7 @@ from atoll.train.parallel.layout import num_stages_per_rank, stage_numbers
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.parallel.pipeline import Pipeline, cut
 from atoll.train.parallel.plan import Plan
-from atoll.train.parallel.precision import compute_dtype, master_dtype, scale_float8
+from atoll.train.parallel.precision import number_formats, scale_float8
 
 
 class Engine:
@@ -36,7 +36,7 @@ class Engine:
         Args:
             set_weights: fills the parameters of a stage, in place.
         """
-        recipe = plan.recipe
+        recipe, formats = plan.recipe, number_formats(plan.recipe, mesh.device)
         self.mesh = mesh
         self.objective = make_objective(recipe.objective)
         self._num_sums = 1 + len(self.objective.metrics)
@@ -46,7 +46,7 @@ class Engine:
         numbers = stage_numbers(recipe, mesh.place["pipeline"], mesh.layout.pipeline) if is_piped else [0]
         num_stages = mesh.layout.pipeline * num_stages_per_rank(recipe)
         for number in numbers:
-            model = build(recipe.model, device="meta", dtype=master_dtype(recipe))
+            model = build(recipe.model, device="meta", dtype=formats.master)
             use_objective(model, self.objective, recipe.objective.chunk_tokens)
             if is_piped:
                 model = cut(model, number, num_stages)  # type: ignore[arg-type]  # ``layout.check`` refuses others
@@ -62,8 +62,7 @@ class Engine:
             if name in own
         ]
         self.weights: Weights = weights_of(list(self.stages.values()), recipe, mesh)
-        dtype = compute_dtype(recipe, mesh.device)
-        self._pipeline = Pipeline(self.stages, recipe, mesh, dtype, self._num_sums) if is_piped else None
+        self._pipeline = Pipeline(self.stages, recipe, mesh, formats.compute, self._num_sums) if is_piped else None
 
     @property
     def buffers(self) -> dict[str, Tensor]:

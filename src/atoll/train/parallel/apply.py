@@ -17,7 +17,7 @@ from atoll.train.parallel.layers import layers_of
 from atoll.train.parallel.layout import reshards
 from atoll.train.parallel.mesh import Mesh
 from atoll.train.parallel.plan import Plan
-from atoll.train.parallel.precision import compute_dtype, convert_float8, master_dtype, reduce_dtype
+from atoll.train.parallel.precision import convert_float8, number_formats
 from atoll.train.parallel.recompute import checkpoint_activations
 from atoll.train.parallel.tensor import apply_tensor
 from atoll.train.recipe.schema import Recipe
@@ -48,7 +48,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 def shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
     """Shard the parameters of each block, of the embedding and of the head (FSDP), in place."""
     assert mesh.fsdp is not None
-    compute, master, reduce = compute_dtype(recipe, mesh.device), master_dtype(recipe), reduce_dtype(recipe)
+    compute, master, reduce = number_formats(recipe, mesh.device)
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != master else None,
         reduce_dtype=reduce if reduce != compute else None,
@@ -70,14 +70,8 @@ def shard(model: nn.Module, recipe: Recipe, mesh: Mesh) -> None:
 
 def weights_of(stages: Sequence[nn.Module], recipe: Recipe, mesh: Mesh) -> Weights:
     """The weights of a parallelized model, or of its stages on this rank, after they were set."""
+    formats = number_formats(recipe, mesh.device)
     if mesh.fsdp is not None:
-        once = mesh.layout.replicate > 1 and reduce_dtype(recipe) == master_dtype(recipe)
+        once = mesh.layout.replicate > 1 and formats.reduce == formats.master
         return ShardedWeights(stages, sums_replicas_once=once)
-    return ReplicatedWeights(
-        stages,
-        group=mesh.gradients,
-        compute_dtype=compute_dtype(recipe, mesh.device),
-        master_dtype=master_dtype(recipe),
-        reduce_dtype=reduce_dtype(recipe),
-        overlap=mesh.layout.pipeline == 1,
-    )
+    return ReplicatedWeights(stages, formats, group=mesh.gradients, overlap=mesh.layout.pipeline == 1)

@@ -25,7 +25,7 @@ from atoll.train.parallel.layout import (
     reshards,
     stage_numbers,
 )
-from atoll.train.parallel.precision import compute_dtype, master_dtype, reduce_dtype
+from atoll.train.parallel.precision import number_formats
 from atoll.train.parallel.recompute import Recompute, count_of, mode_of
 from atoll.train.parallel.trace import block_memory
 from atoll.train.recipe.schema import ModelSection, Recipe
@@ -95,22 +95,30 @@ def sizes(model: ModelSection) -> Sizes:
     return Sizes(tuple((matrices, others) for matrices, others in blocks.values()), ends[True], ends[False])
 
 
-@dataclass(frozen=True, slots=True)
 class _Rank:
-    """What one rank of the pipeline holds, its tensor-parallel share taken: parameters and activations in flight."""
+    """What the pipeline's rank ``place`` holds, its tensor-parallel share taken: parameters, activations in flight."""
 
-    blocks: list[int]  # parameters of each layer
-    matrices: int
-    tables: int
-    head: int  # with the norm before it; of a tied head none, but the table is used
-    vocabulary: int  # rows of the head's weight; 0 on ranks without the head
-    in_flight: float  # micro-batches whose activations are kept
-    losses_in_flight: int
-    buffers: int  # hidden states that the pipeline keeps for sending and receiving
+    def __init__(self, recipe: Recipe, layout: Layout, place: int) -> None:
+        whole, t = sizes(recipe.model), layout.tensor
+        stages = stage_numbers(recipe, place, layout.pipeline)
+        num_stages = layout.pipeline * num_stages_per_rank(recipe)
+        first, last = 0 in stages, num_stages - 1 in stages
+        layers = [each for stage in stages for each in layers_of_stage(stage, num_stages, len(whole.blocks))]
+        count = max(1, num_micro_batches(recipe, layout))
+        gpipe = layout.pipeline > 1 and recipe.parallel.pipeline_schedule == "gpipe"
 
-    @property
-    def parameters(self) -> int:
-        return sum(self.blocks) + self.tables + self.head
+        # Parameters: of each layer, of the layers' matrices, of tables, of the head with the norm before it.
+        self.blocks = [-(-whole.blocks[each][0] // t) + whole.blocks[each][1] for each in layers]
+        self.matrices = sum(-(-whole.blocks[each][0] // t) for each in layers)
+        self.tables = -(-whole.tables // t) if first else 0
+        self.head = -(-whole.head // t) if last else 0  # of a tied one none, but the table is used
+        self.parameters = sum(self.blocks) + self.tables + self.head
+        # Rows of the head's weight, micro-batches whose activations are kept, and whose losses.
+        self.vocabulary = -(-recipe.model.vocabulary // t) if last else 0
+        self.in_flight = _in_flight(recipe, layout, place, count)
+        self.losses_in_flight = count if gpipe else 1
+        # Numbers in the buffers that the pipeline receives into, and sends from, of each micro-batch.
+        self.buffers = 2 * ((not first) + (not last)) * count * recipe.model.dim
 
 
 def estimate(
@@ -122,7 +130,7 @@ def estimate(
         device_bytes: where given, the share that the allocator loses is a share of it at most.
         device: decides number formats and kernels.
     """
-    ranks = [_rank(recipe, layout, place) for place in range(layout.pipeline)]
+    ranks = [_Rank(recipe, layout, place) for place in range(layout.pipeline)]
     estimates = [_of_rank(recipe, layout, rank, recompute, device, device_bytes) for rank in ranks]
     return max(estimates, key=lambda each: each.total)
 
@@ -130,7 +138,7 @@ def estimate(
 def _of_rank(
     recipe: Recipe, layout: Layout, rank: _Rank, recompute: Recompute, device: Device, device_bytes: int | None
 ) -> Estimate:
-    c, w, r = _widths(recipe, device)
+    c, w, r = (each.itemsize for each in number_formats(recipe, torch.device(device)))
     shards = layout.shard * layout.context
     own = -(-rank.parameters // shards)
     found = Estimate({}, {})
@@ -175,21 +183,17 @@ def _of_rank(
     # Documents are apart by a mask of every query and key, which each block turns into one of additions.
     masked = recipe.data.isolate_documents and kernel_name(recipe, device) == "sdpa"
     mask = recipe.train.seq_len if masked else 0
-    again_in = count_of(recompute, len(rank.blocks))
+    layers, again_in = len(rank.blocks), count_of(recompute, len(rank.blocks))
     everything = block.none + mask * c
     per_token = everything if recompute == "none" else getattr(block, mode_of(recompute))
     # Outside of the blocks: token ids, mask, angles, the last norm, the hidden state's gradient.
     angles = 2 * recipe.model.size_of_head * max(c, 4) if family_of(recipe.model).rotary else 0
     ends = 32 + mask + angles + (block.last_norm + recipe.model.dim * c if rank.vocabulary else 0)
-    others = len(rank.blocks) - again_in if recompute != "none" else 0
-    inside = rank.in_flight * (per_token * (len(rank.blocks) - others) + everything * others)
-    how = f"{len(rank.blocks) - others} blocks × {per_token:,.0f} B, recompute {mode_of(recompute)}"
-    how += f", and {others} blocks × {everything:,.0f} B" if others else ""
-    add(
-        "activations",
-        tokens * (inside + ends * rank.losses_in_flight + rank.buffers * c),
-        f"{rank.in_flight * tokens:,.0f} tokens × {how}",
-    )
+    others = layers - again_in if recompute != "none" else 0
+    inside = rank.in_flight * (per_token * (layers - others) + everything * others)
+    how = f"{rank.in_flight * tokens:,.0f} tokens × {layers - others} blocks × {per_token:,.0f} B, recompute "
+    how += mode_of(recompute) + (f", and {others} blocks × {everything:,.0f} B" if others else "")
+    add("activations", tokens * (inside + ends * rank.losses_in_flight + rank.buffers * c), how)
     logits = min(recipe.objective.chunk_tokens, tokens)
     add("head and loss", _loss(recipe, rank, logits, c, device), f"logits of {logits:,} tokens, gradient [V, D]")
     again = everything - block.full if again_in else 0
@@ -197,27 +201,19 @@ def _of_rank(
     working = tokens * (block.working + again) - found.parts["head and loss"]
     add("temporaries", max(0, working), "of one block's backward pass" + (", computed again" if again else ""))
     gaps = (found.total if device_bytes is None else min(found.total, device_bytes)) // 20
-    if device == "cpu":
-        add("reserve", GIB * 3 // 10 + gaps, "the process, and 5 % for gaps")
-    else:
-        groups = sum(getattr(layout, axis) > 1 for axis in AXES)
-        context = GIB * 6 // 10 + groups * GIB * 3 // 10
-        add("reserve", context + gaps, "CUDA context, libraries, NCCL buffers, and 5 % for gaps")
+    groups = sum(getattr(layout, axis) > 1 for axis in AXES)
+    tenths, what = (3, "the process") if device == "cpu" else (6 + 3 * groups, "CUDA context, libraries, NCCL buffers")
+    add("reserve", GIB * tenths // 10 + gaps, f"{what}, and 5 % for gaps")
     return found
-
-
-def _widths(recipe: Recipe, device: Device) -> tuple[int, int, int]:
-    compute = compute_dtype(recipe, torch.device(device))
-    return compute.itemsize, master_dtype(recipe).itemsize, reduce_dtype(recipe).itemsize
 
 
 def _optimizer(recipe: Recipe, parameters: int, matrices: int, w: int) -> tuple[int, str]:
     """Bytes of the optimizer state, and how they come about."""
     section = recipe.optimizer
-    each = 4 if section.kind == "adamw" and section.moments == "bf16" else 2 * w
     if section.kind == "sgd":
         each = w if section.momentum else 0
         return parameters * each, f"momentum, {each} B per parameter"
+    each = 4 if section.kind == "adamw" and section.moments == "bf16" else 2 * w
     if section.kind == "muon":
         size = matrices * w + (parameters - matrices) * each
         return size, f"momentum of matrices, {w} B; two moments of the others, {each} B"
@@ -226,7 +222,7 @@ def _optimizer(recipe: Recipe, parameters: int, matrices: int, w: int) -> tuple[
 
 def state_bytes(recipe: Recipe, device: Device = "cuda") -> tuple[int, int]:
     """Bytes of the whole model's masters and of its optimizer state: what a checkpoint holds."""
-    _, w, _ = _widths(recipe, device)
+    w = number_formats(recipe, torch.device(device)).master.itemsize
     found = sizes(recipe.model)
     matrices = sum(matrices for matrices, _ in found.blocks)
     return found.whole * w, _optimizer(recipe, found.whole, matrices, w)[0]
@@ -252,29 +248,6 @@ def _loss(recipe: Recipe, rank: _Rank, tokens: int, c: int, device: Device) -> i
 
 
 # ------------------------------------------------------------------------------------------------------- pipeline
-def _rank(recipe: Recipe, layout: Layout, place: int) -> _Rank:
-    """What the pipeline's rank ``place`` holds."""
-    whole, t = sizes(recipe.model), layout.tensor
-    stages = stage_numbers(recipe, place, layout.pipeline)
-    num_stages = layout.pipeline * num_stages_per_rank(recipe)
-    first, last = 0 in stages, num_stages - 1 in stages
-    layers = [each for stage in stages for each in layers_of_stage(stage, num_stages, len(whole.blocks))]
-    count = max(1, num_micro_batches(recipe, layout))
-    gpipe = layout.pipeline > 1 and recipe.parallel.pipeline_schedule == "gpipe"
-    ends = int(not first) + int(not last)
-    return _Rank(
-        blocks=[-(-whole.blocks[each][0] // t) + whole.blocks[each][1] for each in layers],
-        matrices=sum(-(-whole.blocks[each][0] // t) for each in layers),
-        tables=-(-whole.tables // t) if first else 0,
-        head=-(-whole.head // t) if last else 0,
-        vocabulary=-(-recipe.model.vocabulary // t) if last else 0,
-        in_flight=_in_flight(recipe, layout, place, count),
-        losses_in_flight=count if gpipe else 1,
-        # The pipeline receives into, and sends from, buffers of each micro-batch.
-        buffers=2 * ends * count * recipe.model.dim,
-    )
-
-
 def _in_flight(recipe: Recipe, layout: Layout, place: int, num_micro_batches: int) -> float:
     """Micro-batches whose activations rank ``place`` keeps, all of its layers counted (Narayanan et al., "Efficient
     large-scale language model training on GPU clusters", 2021; Qi et al., "Zero bubble pipeline parallelism", 2024).

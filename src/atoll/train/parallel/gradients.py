@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from atoll.train.dtensor import as_sharded, local, whole_of
+from atoll.train.parallel.precision import NumberFormats
 
 _BUCKET_BYTES = 32 * 2**20
 
@@ -76,16 +77,14 @@ class ReplicatedWeights(Weights):
     def __init__(
         self,
         stages: Iterable[nn.Module],
+        formats: NumberFormats,
         *,
         group: dist.ProcessGroup | None,
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
         overlap: bool,
     ) -> None:
         everything = {name: p for stage in stages for name, p in stage.named_parameters()}
         self._parameters = {name: p for name, p in everything.items() if p.requires_grad}
-        self._own_masters = compute_dtype != master_dtype
+        self._own_masters = formats.compute != formats.master
         # Frozen ones are saved and loaded with the others, in the format that they compute in.
         self.masters = everything
         if self._own_masters:
@@ -93,9 +92,9 @@ class ReplicatedWeights(Weights):
             for master in self.masters.values():
                 master.grad_dtype = None  # may also have a gradient in the compute format
             for stage in stages:
-                stage.to(compute_dtype)
+                stage.to(formats.compute)
         self._group = group
-        self._reduce_dtype = reduce_dtype
+        self._formats = formats
         self._overlap = overlap
         self._summing = False
         self._alone = False
@@ -107,15 +106,15 @@ class ReplicatedWeights(Weights):
         size = 0
         for name in reversed(self._parameters):  # the backward pass reaches the last first
             names.append(name)
-            size += local(self._parameters[name]).numel() * master_dtype.itemsize
+            size += local(self._parameters[name]).numel() * formats.master.itemsize
             if size >= _BUCKET_BYTES:
-                self._add_bucket(names, master_dtype)
+                self._add_bucket(names)
                 names, size = [], 0
         if names:
-            self._add_bucket(names, master_dtype)
+            self._add_bucket(names)
 
-    def _add_bucket(self, names: list[str], dtype: torch.dtype) -> None:
-        bucket = _Bucket([local(self._parameters[name]) for name in names], dtype)
+    def _add_bucket(self, names: list[str]) -> None:
+        bucket = _Bucket([local(self._parameters[name]) for name in names], self._formats.master)
         self._buckets.append(bucket)
         owner = weakref.ref(self)  # Python's collector does not see what hooks hold: no model would ever be freed
         for place, name in enumerate(names):
@@ -152,7 +151,7 @@ class ReplicatedWeights(Weights):
             if bucket.missing and not all_of_them:
                 return
             bucket.fill()
-            sent = bucket.flat.to(self._reduce_dtype)
+            sent = bucket.flat.to(self._formats.reduce)
             work = dist.all_reduce(sent, group=self._group, async_op=True)
             assert work is not None
             self._sent.append((work, sent))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,32 +14,29 @@ from atoll.core.errors import ConfigError
 from atoll.train.recipe.schema import Recipe
 
 _FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The number format of matrix products."""
-    wanted = recipe.precision.compute
-    if wanted == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _DTYPES[wanted]
+class NumberFormats(NamedTuple):
+    """Of matrix products, of the weights that the optimizer moves, and of gradients as they are summed over ranks."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+
+
+def number_formats(recipe: Recipe, device: torch.device) -> NumberFormats:
+    """The number formats that a recipe asks for on a device."""
+    wanted = recipe.precision
+    if wanted.compute == "fp64":
+        return NumberFormats(torch.float64, torch.float64, torch.float64)
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return NumberFormats(_DTYPES.get(wanted.compute, automatic), torch.float32, _DTYPES[wanted.reduce])
 
 
 def fastest_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The number format of most matrix products: float8 where the recipe asks for it."""
-    return torch.float8_e4m3fn if recipe.precision.float8 != "none" else compute_dtype(recipe, device)
-
-
-def master_dtype(recipe: Recipe) -> torch.dtype:
-    """The number format that weights are kept in."""
-    return torch.float64 if recipe.precision.compute == "fp64" else torch.float32
-
-
-def reduce_dtype(recipe: Recipe) -> torch.dtype:
-    """The number format that gradients are summed over the ranks in."""
-    if recipe.precision.compute == "fp64":
-        return torch.float64
-    return _DTYPES[recipe.precision.reduce]
+    return torch.float8_e4m3fn if recipe.precision.float8 != "none" else number_formats(recipe, device).compute
 
 
 def check_float8(recipe: Recipe, device: torch.device) -> None:
@@ -55,18 +53,14 @@ def check_float8(recipe: Recipe, device: torch.device) -> None:
         raise ConfigError(f'{what} needs torchao: pip install "atoll[float8]", or set float8 = "none"')
     if wanted.float8_emulate:
         return
-    if device.type != "cuda":
-        raise ConfigError(
-            f"{what} needs an NVIDIA GPU of compute capability 8.9 or newer, and this rank runs on {device.type}: set "
-            'float8 = "none" (float8_emulate = true is for tests)'
-        )
     if wanted.compute not in ("auto", "bf16"):
         raise ConfigError(f"{what} with compute = {wanted.compute!r}: float8 products go with compute = 'bf16'")
-    found = torch.cuda.get_device_capability(device)
-    if found < _FIRST_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
+    has_gpu = device.type == "cuda"
+    if not has_gpu or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         raise ConfigError(
-            f"{what} needs compute capability 8.9 or newer, {name} has {found[0]}.{found[1]}: set it to 'none'"
+            f"{what} needs an NVIDIA GPU of compute capability 8.9 or newer, and this rank runs on "
+            f"{torch.cuda.get_device_name(device) if has_gpu else device.type}: set float8 = 'none' (float8_emulate = "
+            "true is for tests)"
         )
 
 
