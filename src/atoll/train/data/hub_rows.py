@@ -9,8 +9,8 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.validation import nearest
-from atoll.train.data.formats import missing_key, text_of
-from atoll.train.data.source_files import SourceFile, find_files, reading
+from atoll.train.data.formats import Piece, text_of
+from atoll.train.data.source_files import find_files, reading
 from atoll.train.recipe.schema import DataSection
 
 PREFIX = "hf://"
@@ -48,96 +48,77 @@ class HubRows:
 
     def identity(self) -> list[Any]:
         """What tells this content from any other."""
-        if self._saved:
-            files: list[SourceFile] = find_files(str(self._saved))
-            return ["saved", [(file.path, file.num_bytes, file.stamp) for file in files], self._section.split]
-        assert self._builder is not None
-        return ["hub", self.name, self._section.subset, self._section.split, str(self._builder.hash)]
+        section = self._section
+        if self._builder is None:
+            files = find_files(str(self._saved), [])
+            return ["saved", [(file.path, file.num_bytes, file.stamp) for file in files], section.split]
+        return ["hub", self.name, section.subset, section.split, str(self._builder.hash)]
 
     def token_bytes(self) -> int:
         """None: the rows are text."""
         return 0
 
-    def documents(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[str]:
+    def pieces(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[Piece]:
         """The texts, in the data set's order.
 
         Raises:
             ConfigError: no such split or column, or the hub cannot be reached.
         """
-        with _hub_errors(self.name):
-            rows = self._rows()
         key = self._section.text_key
-        columns = rows.column_names
-        if columns is not None:
-            if key not in columns:
-                texts = [name for name in columns if getattr((rows.features or {}).get(name), "dtype", "") == "string"]
-                raise missing_key(list(columns), texts, key, self.name)
-            rows = rows.select_columns([key])
         self.done = 0
         with _hub_errors(self.name):
+            rows = self._rows()
+            if key in (rows.column_names or ()):  # a stream may tell its columns with its first rows only
+                rows = rows.select_columns([key])
             for batch in rows.iter(batch_size=_ROWS_AT_A_TIME):
-                if key not in batch:  # a stream tells its columns with its first rows
-                    texts = [name for name, values in batch.items() if isinstance(values[0], str)]
-                    raise missing_key(list(batch), texts, key, self.name)
-                for text in batch[key]:
-                    yield text_of({key: text}, key, f"{self.name}, row {self.done}")
+                for values in zip(*batch.values(), strict=True):
+                    row = dict(zip(batch, values, strict=True))
+                    yield text_of(row, key, f"{self.name}, row {self.done}"), True
                     self.done += 1
 
     def _load_builder(self, path: str) -> Any:
-        datasets = _datasets(path)
         name, _, revision = path.removeprefix(PREFIX).removeprefix("datasets/").partition("@")
         if not name.strip("/"):
             raise ConfigError(f"[data] path = {path!r} is not a data set: expected hf://owner/name")
         with _hub_errors(path):
-            return datasets.load_dataset_builder(name, self._section.subset, revision=revision or None)
+            return _datasets(path).load_dataset_builder(name, self._section.subset, revision=revision or None)
 
     def _rows(self) -> Any:
         split = self._section.split
-        if self._saved:
-            loaded = _datasets(self.name).load_from_disk(str(self._saved))
-            if isinstance(loaded, dict):
-                self._check_split(loaded)
-                loaded = loaded[split]
-            self.total = len(loaded)
-            return loaded
-        assert self._builder is not None
-        if self._builder.info.splits and not any(mark in split for mark in "[+"):
-            self._check_split(self._builder.info.splits)
-            self.total = self._builder.info.splits[split].num_examples or None
+        if self._builder is None:
+            rows = _datasets(self.name).load_from_disk(str(self._saved))
+            if isinstance(rows, dict):
+                if split not in rows:
+                    there = ", ".join(map(repr, rows))
+                    raise ConfigError(f"{self.name} has no split {split!r}{nearest(split, rows)}; there are {there}")
+                rows = rows[split]
+            self.total = len(rows)
+            return rows
+        if not self._section.streaming:
+            self._builder.download_and_prepare()
+        if (known := (self._builder.info.splits or {}).get(split)) is not None:
+            self.total = known.num_examples or None
         if self._section.streaming:
             return self._builder.as_streaming_dataset(split=split)
-        self._builder.download_and_prepare()
-        rows = self._builder.as_dataset(split=split)
-        self.total = len(rows)
-        return rows
-
-    def _check_split(self, splits: Any) -> None:
-        split = self._section.split
-        if split not in splits:
-            there = ", ".join(map(repr, splits))
-            raise ConfigError(
-                f"{self.name} has no split {split!r}{nearest(split, splits)}; [data] split is one of {there}"
-            )
+        return self._builder.as_dataset(split=split)
 
 
 def _datasets(path: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"{path}: Hugging Face data sets need the datasets package: pip install datasets") from None
+        raise ConfigError(f'{path}: Hugging Face data sets need datasets: pip install "atoll[data]"') from None
     return datasets
 
 
 @contextlib.contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
     """What ``datasets`` and the hub raise, told as ``ConfigError``."""
-    errors = _datasets(name).exceptions
     try:
         with reading(name):
             yield
-    except errors.DatasetsError as error:
-        raise ConfigError(f"{name}: {error}") from error
     except ConfigError:
         raise
-    except ValueError as error:  # an unknown subset or split; the text lists those there are
+    # An unknown subset or split, where the text lists those there are; and the root of the library's own errors.
+    except (ValueError, _datasets(name).exceptions.DatasetsError) as error:
         raise ConfigError(f"{name}: {error}. Look at [data] subset and split") from error

@@ -12,34 +12,31 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import atoll_home
-from atoll.train.data.formats import LongText
+from atoll.train.data.formats import Piece, Tokens
 from atoll.train.data.once import build_once
 from atoll.train.data.order import GOLDEN, mixed
 from atoll.train.data.shards import FORMAT_VERSION, ShardWriter, TokenShards, damage
-from atoll.train.data.sources import Document, Files, Source, open_source
-from atoll.train.data.tokenizer import Tokenizer, load_tokenizer
+from atoll.train.data.sources import Files, Source, open_source
+from atoll.train.data.tokenizer import Tokenizer, bpe_size, cut, load_tokenizer, train_bpe
 from atoll.train.events import Progress
 from atoll.train.recipe.schema import DataSection
 
 FEW_DOCUMENTS = 20  # with fewer the end of each document is held out, instead of whole documents
 
 _BATCH_CHARACTERS = 1 << 22
-_BATCH_DOCUMENTS = 4096
+_BATCH_PIECES = 4096
 _PROGRESS_EVERY_S = 0.2
 
 # What is held out, in meta.json
 TAILS, WHOLE = "the end of each document", "whole documents"
 
 Report = Callable[[Progress], None]
-Tokens = NDArray[Any]
-T = TypeVar("T")
 
 
 @dataclass
@@ -87,9 +84,9 @@ def prepare(
         for source, weight in preparation.parts:
             folder = preparation.shards(source, preparation.fraction)
             train.append((TokenShards.open(folder / "train"), weight))
-            _check_length(source, train[-1][0], seq_len, preparation.fraction)
             if empty := train[-1][0].meta[0]["empty_documents"]:
                 preparation.tell(f"data: {empty:,} empty documents of {source.name} are left out")
+            _check_length(source, train[-1][0], seq_len, preparation.fraction)
         validation = preparation.open_validation(seq_len)
         preparation.tell(_summary([shards for shards, _ in train], validation, preparation.root))
     except BaseException:
@@ -167,16 +164,13 @@ class _Preparation:
 
     def _note_overlap(self) -> None:
         """Say where what is trained on is what validates."""
-        if not isinstance(self._own, Files):
-            return
         trained = {file.path for part, _ in self.parts if isinstance(part, Files) for file, _ in part.files}
-        both = [file for file, _ in self._own.files if file.path in trained]
-        if both:
-            more = f" and {len(both) - 1} more" if len(both) > 1 else ""
-            self.tell(
-                f"data: {both[0].name}{more} of [data] validation is trained on too, so the validation loss tells "
-                "nothing about new text"
-            )
+        for file, _ in self._own.files if isinstance(self._own, Files) else ():
+            if file.path in trained:
+                self.tell(
+                    f"data: {file.name} of [data] validation is trained on too, so the validation loss tells nothing "
+                    "about new text"
+                )
 
     def _load_tokenizer(self) -> Tokenizer | None:
         spec = self.section.tokenizer
@@ -195,7 +189,7 @@ class _Preparation:
 
         def learn(aside: Path) -> None:
             texts = (text for source in sources for text in _texts(source, self.progress))
-            load_tokenizer(spec, texts=lambda: texts, cache=aside)
+            train_bpe(texts, bpe_size(spec)).save(aside)
 
         build_once(
             folder,
@@ -204,7 +198,9 @@ class _Preparation:
             progress=self.progress,
             note=self.tell,
         )
-        return load_tokenizer(spec, cache=folder)
+        learnt = load_tokenizer(str(folder))
+        learnt.name = spec
+        return learnt
 
 
 def _parts(section: DataSection) -> list[tuple[str | list[str], float]]:
@@ -225,32 +221,22 @@ def _digest(content: list[Any]) -> str:
 
 
 def _texts(source: Source, progress: Report) -> Iterator[str]:
-    for document in _watched(source, source.documents(), "learning the tokenizer", progress):
-        if isinstance(document, LongText):
-            yield from document.blocks
-        elif not isinstance(document, str):
+    for content, _ in cut(_watched(source, source.pieces(), "learning the tokenizer", progress)):
+        if not isinstance(content, str):
             raise ConfigError(
                 f"{source.name} holds tokens, which no tokenizer can learn from: name the one that made them"
             )
-        else:
-            yield document
+        yield content
 
 
-def _watched(source: Source, documents: Iterator[Document], phase: str, progress: Report) -> Iterator[Document]:
-    """The documents, with the progress of their reading told now and then."""
+def _watched(source: Source, pieces: Iterator[Piece], phase: str, progress: Report) -> Iterator[Piece]:
+    """The pieces, with the progress of their reading told now and then."""
     last = 0.0
-
-    def watched(items: Iterator[T]) -> Iterator[T]:
-        nonlocal last
-        for item in items:
-            if isinstance(item, LongText):
-                item.blocks = watched(item.blocks)
-            yield item
-            if time.monotonic() - last >= _PROGRESS_EVERY_S:
-                last = time.monotonic()
-                progress(Progress(phase, source.done, source.total, source.unit))
-
-    yield from watched(documents)
+    for piece in pieces:
+        yield piece
+        if time.monotonic() - last >= _PROGRESS_EVERY_S:
+            last = time.monotonic()
+            progress(Progress(phase, source.done, source.total, source.unit))
     progress(Progress(phase, source.done, source.total, source.unit))
 
 
@@ -301,24 +287,19 @@ class _Build:
     _fraction: float
     _progress: Report
     _empty: int = 0
-    _num_texts: int = 0
+    _begins: bool = True  # whether the next piece is the first of its document
 
     def into(self, folder: Path) -> None:
         """Write ``folder/train`` and, where a fraction is held out, ``folder/validation``."""
         by = self._tokenizer
         vocab_size = by.vocab_size if by else 1 << 8 * self._source.token_bytes()
+        names = ["train", "validation"] if self._fraction else ["train"]
         with contextlib.ExitStack() as stack:
-            train = stack.enter_context(ShardWriter(folder / "train", vocab_size=vocab_size))
-            writers, held_out = [train], None
-            documents = stack.enter_context(contextlib.closing(self._tokenised(folder)))
-            if self._fraction:
-                held = stack.enter_context(ShardWriter(folder / "validation", vocab_size=vocab_size))
-                writers.append(held)
-                held_out = self._divide(documents, train, held)
-            for document in documents:
-                train.add(document)
-            if train.num_tokens == 0:
-                raise ConfigError(self._why_nothing(sum(writer.num_tokens for writer in writers)))
+            writers = [stack.enter_context(ShardWriter(folder / name, vocab_size=vocab_size)) for name in names]
+            documents = stack.enter_context(contextlib.closing(self._documents(folder)))
+            held_out = self._divide(documents, *writers) if self._fraction else None
+            for document in documents:  # all that is not divided
+                writers[0].add(document)
             about = {
                 "tokenizer": None if by is None else {"name": by.name, "fingerprint": by.fingerprint},
                 "source": self._source.name,
@@ -328,106 +309,81 @@ class _Build:
             for writer in writers:
                 writer.finish(**about)
 
-    def _why_nothing(self, num_held: int) -> str:
-        """Why there is nothing to train on."""
-        name, end = self._source.name, self._section.document_end
-        if num_held:
-            return (
-                f"[data] validation = {self._fraction} holds out all {num_held:,} tokens of {name}, and leaves none to "
-                "train on: lower it"
-            )
-        if self._num_texts:
-            assert self._tokenizer is not None  # text without one was refused
-            return f"[data] tokenizer = {self._tokenizer.name!r} makes no token of the text in {name}: name another one"
-        if end is not None and self._empty > 1:
-            return (
-                f"{name} has no text between the lines that equal [data] document_end = {end!r}: "
-                "set it to a line that only ends documents"
-            )
-        return f"{name} is empty: no document in it has a character"
-
     def _divide(self, documents: Iterator[Tokens], train: ShardWriter, held: ShardWriter) -> str:
         """Write each document where it belongs; returns what is held out."""
         first = list(itertools.islice(documents, FEW_DOCUMENTS))
         if len(first) < FEW_DOCUMENTS:
             for document in first:
-                cut = len(document) - round(len(document) * self._fraction)
-                train.add(document[:cut])
-                if cut < len(document):
-                    held.add(document[cut:])
+                kept = len(document) - round(len(document) * self._fraction)
+                train.add(document[:kept])
+                if kept < len(document):
+                    held.add(document[kept:])
             return TAILS
-        for index, document in enumerate(_chain(first, documents)):
+        for index, document in enumerate(itertools.chain(first, documents)):
             (held if is_held_out(index, self._fraction) else train).add(document)
         return WHOLE
 
-    def _tokenised(self, folder: Path) -> Generator[Tokens, None, None]:
-        """Documents as tokens with their borders, in order; a batch is encoded while the next one is read."""
-        with ThreadPoolExecutor(1) as thread:
-            running: Future[list[Tokens]] | None = None
-            with contextlib.closing(self._batches()) as batches:
-                for batch in batches:
-                    following = thread.submit(self._encode, batch) if isinstance(batch, list) else None
-                    yield from running.result() if running else ()
-                    running = following
-                    if isinstance(batch, LongText):
-                        yield self._encode_long(batch, folder)
-                    elif not isinstance(batch, list):
-                        yield batch
+    def _documents(self, folder: Path) -> Generator[Tokens, None, None]:
+        """Documents as tokens; one of several pieces is a file without a name, as no memory may hold it."""
+        with contextlib.closing(self._tokenised()) as pieces:
+            for tokens, ends in pieces:
+                if ends:
+                    yield tokens
+                    continue
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    file.write(tokens.tobytes())
+                    is_last = False
+                    while not is_last:
+                        following, is_last = next(pieces)
+                        file.write(following.tobytes())
+                    file.flush()
+                    yield np.memmap(file, dtype=tokens.dtype, mode="r") if file.tell() else tokens
+
+    def _tokenised(self) -> Generator[tuple[Tokens, bool], None, None]:
+        """Tokens of each piece, in order; a batch is encoded while the next one is read."""
+        with ThreadPoolExecutor(1) as thread, contextlib.closing(self._batches()) as batches:
+            running: Future[list[tuple[Tokens, bool]]] | None = None
+            for batch in batches:
+                following = thread.submit(self._encode, batch)
+                yield from running.result() if running else ()
+                running = following
             yield from running.result() if running else ()
 
-    def _batches(self) -> Generator[list[str] | LongText | Tokens, None, None]:
-        """Texts, many at a time; documents that are long, or are tokens, one at a time."""
-        eos_id = self._tokenizer.eos_id if self._tokenizer else None
-        documents = self._source.documents(
-            eos_id=eos_id, vocab_size=self._tokenizer.vocab_size if self._tokenizer else None
-        )
-        texts: list[str] = []
-        characters = 0
-        for document in _watched(self._source, documents, "tokenising", self._progress):
-            is_text = isinstance(document, str)
-            if texts and (not is_text or characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS):
-                yield texts
-                texts, characters = [], 0
-            if not isinstance(document, str):
-                self._num_texts += isinstance(document, LongText)
-                yield document
-            elif document:
-                texts.append(document)
-                self._num_texts += 1
-                characters += len(document)
-            else:
+    def _batches(self) -> Generator[list[Piece], None, None]:
+        """The pieces of documents that are not empty, many at a time."""
+        by = self._tokenizer
+        read = self._source.pieces(eos_id=by.eos_id if by else None, vocab_size=by.vocab_size if by else None)
+        watched = _watched(self._source, read, "tokenising", self._progress)
+        batch: list[Piece] = []
+        size, begins = 0, True
+        for content, ends in cut(watched, can_cut=by is None or by.can_cut):
+            if begins and ends and not len(content):
                 self._empty += 1
-        if texts:
-            yield texts
+                continue
+            batch.append((content, ends))
+            begins = ends
+            size += len(content)
+            if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
+                yield batch
+                batch, size = [], 0
+        yield batch
 
-    def _encode(self, texts: list[str]) -> list[Tokens]:
-        tokenizer, before, after = self._borders()
-        found = tokenizer.encode_arrays(texts, workers=self._section.workers)
-        return [np.concatenate((before, each, after), dtype=before.dtype, casting="unsafe") for each in found]
-
-    def _encode_long(self, document: LongText, folder: Path) -> Tokens:
-        """Its tokens in a file without a name, as no memory may hold them."""
-        tokenizer, before, after = self._borders()
-        encoded = tokenizer.encode_blocks(document.blocks, workers=self._section.workers)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            for part in itertools.chain([before], encoded, [after]):
-                file.write(part.astype(before.dtype).tobytes())
-            file.flush()
-            size = file.tell()
-            return np.memmap(file, dtype=before.dtype, mode="r") if size else np.empty(0, dtype=before.dtype)
-
-    def _borders(self) -> tuple[Tokenizer, Tokens, Tokens]:
-        """The tokenizer, and the tokens before and after each document."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
+    def _encode(self, batch: list[Piece]) -> list[tuple[Tokens, bool]]:
+        """The batch as tokens, with those that begin and end a text."""
+        by = self._tokenizer
+        texts = [content for content, _ in batch if isinstance(content, str)]
+        if by is None and texts:
             raise ConfigError(f"{self._source.name} holds text beside tokens: set [data] tokenizer")
-        start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
-        end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        return tokenizer, np.array(start, dtype=dtype), np.array(end, dtype=dtype)
-
-
-def _chain(first: list[Tokens], rest: Iterator[Tokens]) -> Iterator[Tokens]:
-    while first:
-        yield first.pop(0)  # let go of each, as they may be large
-    yield from rest
+        encoded = iter(by.encode_arrays(texts, workers=self._section.workers) if by and texts else ())
+        bos = [by.bos_id] if by and by.adds_bos and by.bos_id is not None else []
+        eos = [by.eos_id] if by and by.eos_id is not None else []
+        dtype = np.uint16 if by and by.vocab_size <= 1 << 16 else np.uint32
+        out: list[tuple[Tokens, bool]] = []
+        for content, ends in batch:
+            if isinstance(content, str):
+                parts = (bos if self._begins else [], next(encoded), eos if ends else [])
+                out.append((np.concatenate(parts, dtype=dtype, casting="unsafe"), ends))
+            else:
+                out.append((content, ends))
+            self._begins = ends
+        return out

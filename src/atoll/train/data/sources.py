@@ -7,18 +7,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from numpy.typing import NDArray
+from typing import IO, Any, Protocol
 
 from atoll.core.errors import ConfigError
 from atoll.core.secrets import redact
 from atoll.train.data import formats
+from atoll.train.data.formats import Piece
 from atoll.train.data.hub_rows import PREFIX, HubRows, is_saved_dataset
 from atoll.train.data.source_files import SourceFile, find_files, is_url
 from atoll.train.recipe.schema import DataSection
-
-Document = str | formats.LongText | NDArray[Any]  # text, or tokens as they are
 
 _BY_EXTENSION = {
     ".txt": "text",
@@ -60,8 +57,11 @@ class Source(Protocol):
     def token_bytes(self) -> int:
         """Bytes of the widest tokens in files; 0 where none holds tokens."""
 
-    def documents(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[Document]:
-        """Every document in order. Both arguments are for token files only: where a document ends, and the limit."""
+    def pieces(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[Piece]:
+        """Every document in order, a long text in several pieces.
+
+        Both arguments are for token files only: where a document ends, and the limit of its tokens.
+        """
 
 
 def open_source(section: DataSection, paths: str | Sequence[str]) -> Source:
@@ -73,23 +73,21 @@ def open_source(section: DataSection, paths: str | Sequence[str]) -> Source:
     asked = [paths] if isinstance(paths, str) else list(paths)
     if not asked:
         raise ConfigError("[data] path is an empty list: name at least one file")
-    if len(asked) == 1 and _is_hub(section, asked[0]):
+    of_hub = [path for path in asked if _is_hub(section, path)]
+    if not of_hub:
+        return Files(section, asked)
+    if len(asked) == 1:
         return HubRows(section, asked[0])
-    for path in asked:
-        if _is_hub(section, path):
-            raise ConfigError(
-                f"[data] path: {path!r} is a Hugging Face data set and cannot stand in a list of files; "
-                "make it a part of a mixture: path = [{path = …, weight = 1}, …]"
-            )
-    return Files(section, asked)
+    raise ConfigError(
+        f"[data] path: {of_hub[0]!r} is a Hugging Face data set and cannot stand in a list of files; "
+        "make it a part of a mixture: path = [{path = …, weight = 1}, …]"
+    )
 
 
 def _is_hub(section: DataSection, path: str) -> bool:
-    if path.startswith(PREFIX):
+    if path.startswith(PREFIX) or section.format == "hf":
         return True
-    if is_url(path):
-        return False
-    return section.format == "hf" or (section.format == "auto" and is_saved_dataset(Path(path).expanduser()))
+    return section.format == "auto" and not is_url(path) and is_saved_dataset(Path(path).expanduser())
 
 
 class Files:
@@ -116,10 +114,8 @@ class Files:
         self._sniffed = [
             (file, kind) for file, kind in self.files if section.format == "auto" and not _by_extension(file)
         ]
-        if self._sniffed and len({kind for _, kind in self.files}) > 1:
-            raise ConfigError(
-                f"[data] path = {self.name!r} has several formats: {_by_kind(self.files)}: set [data] format"
-            )
+        if self._sniffed:
+            _check_one_format(self.name, self.files)
         sizes = [file.num_bytes for file, _ in self.files]
         self.total = None if None in sizes else sum(size or 0 for size in sizes)
         self.done = 0
@@ -131,10 +127,9 @@ class Files:
         counts = Counter(kind for _, kind in self.files)
         found = " and ".join(f"{n} {_NAMES[kind]} file{'s' if n > 1 else ''}" for kind, n in counts.items())
         size = "" if self.total is None else f", {self.total / 1e6:,.1f} MB"
+        end = self._section.document_end
         per = {
-            "text": "one document per file"
-            if self._section.document_end is None
-            else f"documents end at lines {self._section.document_end!r}",
+            "text": "one document per file" if end is None else f"documents end at lines {end!r}",
             "jsonl": f"one document a line, under {self._section.text_key!r}",
             "parquet": f"one document a row, in column {self._section.text_key!r}",
             "bin": "tokens as they are",
@@ -153,56 +148,60 @@ class Files:
 
     def token_bytes(self) -> int:
         """Bytes of the widest tokens in the files; 0 where none holds tokens."""
-        dtype = self._section.bin_dtype
-        return max((formats.bin_token_bytes(file, dtype) for file, kind in self.files if kind == "bin"), default=0)
+        sizes = [0]
+        for file in (file for file, kind in self.files if kind == "bin"):
+            with file.open() as (content, _):
+                start = content.read(formats.HEADER_BYTES)
+            sizes.append(formats.bin_dtype(start, self._section.bin_dtype).itemsize)
+        return max(sizes)
 
-    def documents(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[Document]:
+    def pieces(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[Piece]:
         """Every document of every file."""
-        section = self._section
         before = 0
-
-        def at(position: int) -> None:
-            self.done = before + position
-
         for file, kind in self.files:
-            if kind == "text":
-                yield from formats.read_text(file, section.document_end, at)
-            elif kind == "jsonl":
-                yield from formats.read_jsonl(file, section.text_key, at)
-            elif kind == "parquet":
-                yield from formats.read_parquet(file, section.text_key, at)
+            if kind == "bin":
+                dtype = self._section.bin_dtype
+                for tokens in formats.read_bin(file.read(), file.name, dtype, eos_id, vocab_size):
+                    yield tokens, True
+                    self.done += tokens.nbytes
             else:
-                yield from formats.read_bin(file, section.bin_dtype, eos_id, vocab_size, at)
+                with file.open(seekable=kind == "parquet") as (content, raw):
+                    for piece in self._read(kind, content, file.name):
+                        self.done = before + raw.tell()
+                        yield piece
             before += file.num_bytes or 0
+            self.done = before
+
+    def _read(self, kind: str, content: IO[bytes], name: str) -> Iterator[Piece]:
+        if kind == "text":
+            return formats.read_text(content, name, self._section.document_end)
+        read = formats.read_jsonl if kind == "jsonl" else formats.read_parquet
+        return ((text, True) for text in read(content, name, self._section.text_key))
 
     def _with_format(self, path: str, files: list[SourceFile]) -> list[tuple[SourceFile, str]]:
         """Each file with its format; of a folder only those that are data."""
-        asked = self._section.format
-        is_named = len(files) == 1 and (is_url(path) or Path(path).expanduser().is_file())
-        if is_named:
-            return [(files[0], _sniff(files[0]) if asked == "auto" else asked)]
+        asked: str = self._section.format
         if asked != "auto":
             fitting = [file for file in files if _by_extension(file) == asked]
-            self._leave_out(files, fitting or files)
-            return [(file, asked) for file in fitting or files]
-        strong = [file for file in files if file.extensions and file.extensions[0] not in _WEAK_EXTENSIONS]
-        strong = [file for file in strong if _by_extension(file) is not None]
-        known = [(file, _by_extension(file) or _looks_like(file)) for file in strong or files]
-        data = [(file, kind) for file, kind in known if kind != "unknown"]
-        if not data:
-            raise ConfigError(
-                f"[data] path = {redact(path)!r}: none of its {len(files)} files is text or a known format"
-            )
-        if len({kind for _, kind in data}) > 1:
-            raise ConfigError(
-                f"[data] path = {redact(path)!r} has several formats: {_by_kind(data)}: set [data] format"
-            )
-        self._leave_out(files, [file for file, _ in data])
+            data = [(file, asked) for file in fitting or files]
+        else:
+            strong = [file for file in files if _by_extension(file) and file.endings[0] not in _WEAK_EXTENSIONS]
+            known = [(file, _by_extension(file) or _looks_like(file)) for file in strong or files]
+            data = [(file, kind) for file, kind in known if kind != "unknown"]
+            if not data:
+                raise ConfigError(
+                    f"[data] path = {redact(path)!r}: none of its {len(files)} files is text or a known format (text, "
+                    "JSONL, Parquet, .bin): set [data] format"
+                )
+            _check_one_format(redact(path), data)
+        kept = {file.path for file, _ in data}
+        self._skipped += [Path(file.name).name for file in files if file.path not in kept]
         return data
 
-    def _leave_out(self, files: list[SourceFile], kept: list[SourceFile]) -> None:
-        names = {file.path for file in kept}
-        self._skipped += [Path(file.name).name for file in files if file.path not in names]
+
+def _check_one_format(path: str, files: Sequence[tuple[SourceFile, str]]) -> None:
+    if len({kind for _, kind in files}) > 1:
+        raise ConfigError(f"[data] path = {path!r} has several formats: {_by_kind(files)}: set [data] format")
 
 
 def _by_kind(files: Sequence[tuple[SourceFile, str]]) -> str:
@@ -218,18 +217,9 @@ def _by_kind(files: Sequence[tuple[SourceFile, str]]) -> str:
 
 
 def _by_extension(file: SourceFile) -> str | None:
-    return _BY_EXTENSION.get(file.extensions[0]) if file.extensions else None
+    return _BY_EXTENSION.get(file.endings[0])
 
 
 def _looks_like(file: SourceFile) -> str:
     with file.open() as (content, _):
         return formats.looks_like(content)
-
-
-def _sniff(file: SourceFile) -> str:
-    kind = _by_extension(file) or _looks_like(file)
-    if kind == "unknown":
-        raise ConfigError(
-            f"{file.name} is neither text nor a known format (text, JSONL, Parquet, .bin): set [data] format"
-        )
-    return kind

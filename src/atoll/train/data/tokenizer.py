@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from atoll.core.errors import ConfigError
 from atoll.core.paths import write_atomic
 from atoll.core.validation import nearest
+from atoll.train.data.formats import Piece
 
 TRAINING_CHARACTERS = 1 << 29  # of text that "bpe:N" learns from, at most
 _MOST_DIGITS = 8  # of the N of "bpe:N"
@@ -35,7 +35,6 @@ _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
 # After a line's end where a letter follows: no token of a byte-level vocabulary crosses that place.
 _SAFE_CUT = re.compile(r"(?<=\S\n)(?=[^\W\d_])")
 _PIECE_CHARACTERS = 1 << 15
-_GROUP_CHARACTERS = 1 << 22
 
 
 class Tokenizer(Protocol):
@@ -45,6 +44,7 @@ class Tokenizer(Protocol):
         vocab_size: the largest token id + 1, added tokens included.
         bos_id, eos_id: the tokens that begin and end a text, where it has them.
         adds_bos: whether a text begins with ``bos_id`` for this tokenizer; it is for the caller to add.
+        can_cut: whether the pieces of ``cut`` have the tokens of the whole text.
         fingerprint: digest of all that decides which tokens come out.
     """
 
@@ -53,6 +53,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_id: int | None
     adds_bos: bool
+    can_cut: bool
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
@@ -60,9 +61,6 @@ class Tokenizer(Protocol):
 
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
         """Tokens of each text as unsigned integers, on ``workers`` cores (0: on all)."""
-
-    def encode_blocks(self, blocks: Iterable[str], *, workers: int = 0) -> Iterator[NDArray[Any]]:
-        """Tokens of one text that comes in blocks, without holding all of it where no token changes by that."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; special ones are left out, and broken UTF-8 is replaced."""
@@ -79,6 +77,7 @@ class ByteTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 257
     adds_bos = False
+    can_cut = True
     fingerprint = "bytes-260"
 
     def encode(self, text: str) -> list[int]:
@@ -86,10 +85,6 @@ class ByteTokenizer:
 
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-
-    def encode_blocks(self, blocks: Iterable[str], *, workers: int = 0) -> Iterator[NDArray[Any]]:
-        for block in blocks:
-            yield from self.encode_arrays([block])
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
@@ -103,6 +98,9 @@ class FastTokenizer:
 
     Args:
         companions: files that lay beside it, by name: they tell its special tokens and are saved with it.
+
+    Raises:
+        ConfigError: they give a token another number than its vocabulary.
     """
 
     def __init__(self, engine: tokenizers.Tokenizer, name: str, companions: dict[str, bytes]) -> None:
@@ -116,61 +114,29 @@ class FastTokenizer:
         splits = config.get("split_special_tokens") is True
         engine.encode_special_tokens = splits  # as text: "</s>" in a document ends none
         vocabulary = engine.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise ConfigError(f"[data] tokenizer = {name!r} has no tokens: train it first, or name another one")
-        largest = max(vocabulary, key=lambda token: vocabulary[token])
-        self.vocab_size = vocabulary[largest] + 1
-        if self.vocab_size > _MOST_TOKENS:
-            raise ConfigError(
-                f"[data] tokenizer = {name!r} gives {largest!r} the number {vocabulary[largest]}: a vocabulary ends at "
-                f"{_MOST_TOKENS}"
-            )
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.bos_id = _special_id("bos", config, vocabulary, _KNOWN_BOS)
         self.eos_id = _special_id("eos", config, vocabulary, _KNOWN_EOS)
         self.adds_bos = self._adds_bos(config.get("add_bos_token"))
         content = json.dumps([engine.to_str(), self.bos_id, self.eos_id, self.adds_bos, *([splits] if splits else [])])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
-        self._cuts = _is_cuttable(json.loads(engine.to_str()))
+        self.can_cut = _can_cut(json.loads(engine.to_str()))
 
     def encode(self, text: str) -> list[int]:
         with self._encoding():
             return list(self._engine.encode(text, add_special_tokens=False).ids)
 
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
-        # Where that cannot change a token, a long text is cut into pieces first: all cores work on it, and the
-        # library's objects, some hundred bytes a token, exist for a few pieces at a time.
-        pieces = [list(_pieces(text)) if self._cuts else [text] for text in texts]
-        encoded = self._encode_flat([piece for each in pieces for piece in each], workers)
-        out = []
-        for each in pieces:
-            parts = list(itertools.islice(encoded, len(each)))
-            out.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        return out
-
-    def encode_blocks(self, blocks: Iterable[str], *, workers: int = 0) -> Iterator[NDArray[Any]]:
-        waiting = ""
-        for block in blocks:
-            waiting += block
-            cut = _last_cut(waiting) if self._cuts and len(waiting) >= _GROUP_CHARACTERS else 0
-            if cut:
-                yield from self.encode_arrays([waiting[:cut]], workers=workers)
-                waiting = waiting[cut:]
-        yield from self.encode_arrays([waiting], workers=workers)
-
-    def _encode_flat(self, pieces: list[str], workers: int) -> Iterator[NDArray[Any]]:
         def encode(some: list[str]) -> list[NDArray[Any]]:
             with self._encoding():
                 found = self._engine.encode_batch_fast(some, add_special_tokens=False)
             return [np.array(each.ids, dtype=np.uint32) for each in found]
 
         if workers == 0:  # the library's own threads divide a batch
-            for some in _groups(pieces):
-                yield from encode(some)
-            return
+            return encode(texts)
         # They have no limit of their own: with so many batches of one text at a time no more of them have work.
         with ThreadPoolExecutor(workers) as threads:
-            for one in threads.map(encode, ([piece] for piece in pieces)):
-                yield from one
+            return [tokens for one in threads.map(encode, ([text] for text in texts)) for tokens in one]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._engine.decode(list(ids), skip_special_tokens=True))
@@ -207,16 +173,12 @@ class FastTokenizer:
             ) from error
 
 
-def load_tokenizer(
-    spec: str, *, texts: Callable[[], Iterable[str]] | None = None, cache: Path | None = None
-) -> Tokenizer:
+def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer behind ``[data] tokenizer``.
 
     Args:
-        spec: ``"bytes"``, ``"bpe:N"`` (N tokens, learnt from ``texts``), a ``tokenizer.json``, a folder that holds one
-            (or ``vocab.json`` with ``merges.txt``, or ``encoder.json`` with ``vocab.bpe``), or a name on the hub.
-        texts: what ``"bpe:N"`` learns from; the same texts give the same tokenizer.
-        cache: folder that keeps what was learnt from these texts.
+        spec: ``"bytes"``, a ``tokenizer.json``, a folder that holds one (or ``vocab.json`` with ``merges.txt``), or a
+            name on the hub.
 
     Raises:
         ConfigError: there is no such tokenizer, or its files cannot be read.
@@ -224,12 +186,12 @@ def load_tokenizer(
     if spec == "bytes":
         return ByteTokenizer()
     if spec.startswith("bpe:"):
-        return _load_or_train(spec, texts, cache)
+        raise ConfigError(f"[data] tokenizer = {spec!r} is learnt from the data, and there is none: set [data] path")
     path = Path(spec).expanduser()
     if path.is_dir():
         return _from_folder(path, spec)
     if path.is_file():
-        return _from_file(path, spec)
+        return _from_folder(path.parent, spec, path.name)
     from atoll.train.hub import fetch, is_hub_name
 
     if not is_hub_name(spec):
@@ -264,7 +226,7 @@ def _first_characters(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         if room <= 0:
             return
-        yield from _pieces(text[:room])
+        yield text[:room]
         room -= len(text)
 
 
@@ -284,67 +246,54 @@ def bpe_size(spec: str) -> int:
     return size
 
 
-def _load_or_train(spec: str, texts: Callable[[], Iterable[str]] | None, cache: Path | None) -> Tokenizer:
-    num_tokens = bpe_size(spec)
-    if cache is not None and (cache / "tokenizer.json").is_file():
-        return _from_folder(cache, spec)
-    if texts is None:
-        raise ConfigError(f"[data] tokenizer = {spec!r} is learnt from the data, and there is none: set [data] path")
-    trained = train_bpe(texts(), num_tokens)
-    if cache is not None:
-        trained.save(cache)
-    return trained
+def cut(pieces: Iterable[Piece], *, can_cut: bool = True) -> Iterator[Piece]:
+    """The same documents with their texts in short pieces that can be encoded one by one.
+
+    Args:
+        can_cut: of the tokenizer; where it cannot, each text is one piece.
+    """
+    text, searched = "", 0  # what is left of a document, and how much of that has no place for a cut
+    for content, ends in pieces:
+        if not isinstance(content, str):
+            yield content, ends
+            continue
+        text += content
+        start = 0
+        while can_cut and (found := _SAFE_CUT.search(text, max(start + _PIECE_CHARACTERS, searched))):
+            yield text[start : found.start()], False
+            start = found.start()
+        text = text[start:]
+        searched = len(text)
+        if ends:
+            yield text, True
+            text, searched = "", 0
 
 
-def _from_folder(folder: Path, spec: str) -> Tokenizer:
-    companions = {name: (folder / name).read_bytes() for name in _COMPANIONS if (folder / name).is_file()}
-    if _merged(companions).get("tokenizer_class") == _BYTES_CLASS:
-        return ByteTokenizer()
-    if (folder / "tokenizer.json").is_file():
-        return FastTokenizer(_read_engine(folder / "tokenizer.json"), spec, companions)
-    for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
-        if (folder / vocabulary).is_file() and (folder / merges).is_file():
-            return FastTokenizer(_gpt2_engine(folder / vocabulary, folder / merges, companions), spec, companions)
-    models = sorted(each.name for each in folder.glob("*.model"))
-    if models:
-        raise _sentencepiece(str(folder / models[0]))
-    raise ConfigError(
-        f"[data] tokenizer = {spec!r}: {folder} holds no tokenizer.json, nor vocab.json with merges.txt; "
-        "save one there, with tokenizer.save_pretrained(folder) of transformers"
-    )
-
-
-def _from_file(path: Path, spec: str) -> Tokenizer:
-    if path.suffix == ".model":
-        raise _sentencepiece(spec)
-    companions = {each: (path.parent / each).read_bytes() for each in _COMPANIONS if (path.parent / each).is_file()}
-    return FastTokenizer(_read_engine(path), spec, companions)
-
-
-def _sentencepiece(path: str) -> ConfigError:
-    return ConfigError(
-        f"[data] tokenizer: {path} is a SentencePiece model, and tokenizer.json is what is read here. Convert it once, "
-        "with transformers and sentencepiece: AutoTokenizer.from_pretrained(folder).save_pretrained(new_folder)"
-    )
-
-
-def _read_engine(path: Path) -> tokenizers.Tokenizer:
-    text = path.read_bytes()
+def _from_folder(folder: Path, spec: str, name: str = "tokenizer.json") -> Tokenizer:
+    companions = {each: (folder / each).read_bytes() for each in _COMPANIONS if (folder / each).is_file()}
     try:
-        return tokenizers.Tokenizer.from_buffer(text)
-    # The library raises bare Exception and ValueError for what it cannot read, and nothing narrower.
-    except Exception as error:
-        raise ConfigError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from error
+        if _merged(companions).get("tokenizer_class") == _BYTES_CLASS:
+            return ByteTokenizer()
+        if (folder / name).is_file():
+            engine = tokenizers.Tokenizer.from_buffer((folder / name).read_bytes())
+        else:
+            engine = _gpt2_engine(folder, bool(_merged(companions).get("add_prefix_space", False)))
+        return FastTokenizer(engine, spec, companions)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(
+            f"[data] tokenizer = {spec!r}: {folder} has no {name} (or vocab.json with merges.txt) that can be read "
+            f"({error}). Save one, also of a SentencePiece model, with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(new_folder) of transformers"
+        ) from error
 
 
-def _gpt2_engine(vocabulary: Path, merges: Path, companions: dict[str, bytes]) -> tokenizers.Tokenizer:
-    try:
-        model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
-    except Exception as error:  # as above
-        raise ConfigError(f"{vocabulary} and {merges.name} are no BPE vocabulary: {error}") from error
-    engine = tokenizers.Tokenizer(model)
-    prefix = bool(_merged(companions).get("add_prefix_space", False))
-    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+def _gpt2_engine(folder: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
+    engine = tokenizers.Tokenizer(
+        tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    )
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     engine.decoder = tokenizers.decoders.ByteLevel()
     known = engine.get_vocab()
     engine.add_special_tokens([each for each in (*_KNOWN_EOS, *_KNOWN_BOS) if each in known])
@@ -355,35 +304,22 @@ def _merged(companions: dict[str, bytes]) -> dict[str, Any]:
     """All keys of the companions; those of the tokenizer's own configuration come first."""
     out: dict[str, Any] = {}
     for name in reversed(_SETTINGS):
-        out |= {key: value for key, value in _companion(companions, name).items() if value is not None}
+        out |= {key: value for key, value in json.loads(companions.get(name, b"{}")).items() if value is not None}
     return out
-
-
-def _companion(companions: dict[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(companions.get(name, b"{}")).items())
-    except (ValueError, AttributeError):
-        raise ConfigError(f"{name} beside the tokenizer is not a JSON object: get it again") from None
 
 
 def _add_declared(
     engine: tokenizers.Tokenizer, config: dict[str, Any], companions: dict[str, bytes], name: str
 ) -> None:
-    """Add the tokens that only the files beside ``tokenizer.json`` have, as ``transformers`` does.
-
-    Raises:
-        ConfigError: one would get another number than they say.
-    """
+    """Add the tokens that only the files beside ``tokenizer.json`` have, as ``transformers`` does."""
     declared = config.get("added_tokens_decoder")
     if declared is None:  # how it was written before
-        legacy = _companion(companions, "added_tokens.json")
+        legacy = json.loads(companions.get("added_tokens.json", b"{}"))
         declared = {number: {"content": token} for token, number in legacy.items()}
-    try:
-        tokens = [(int(number), _added_token(**entry)) for number, entry in declared.items()]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"[data] tokenizer = {name!r}: its added tokens cannot be read: {error}") from None
     known = engine.get_added_tokens_decoder()
-    for number, token in sorted(tokens, key=lambda each: each[0]):
+    for number, entry in sorted(((int(number), entry) for number, entry in declared.items()), key=lambda each: each[0]):
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        token = tokenizers.AddedToken(entry["content"], **{key: entry[key] for key in flags if key in entry})
         if number not in known or known[number].content != token.content or known[number].special != token.special:
             engine.add_tokens([token])
         if (found := engine.token_to_id(token.content)) != number:
@@ -391,11 +327,6 @@ def _add_declared(
                 f"[data] tokenizer = {name!r}: its configuration says that token {token.content!r} is number {number}, "
                 f"and its vocabulary makes it {found}: get its files again"
             )
-
-
-def _added_token(content: str, **properties: Any) -> tokenizers.AddedToken:
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return tokenizers.AddedToken(content, **{key: properties[key] for key in flags if key in properties})
 
 
 def _special_id(which: str, config: dict[str, Any], vocabulary: dict[str, int], known: Sequence[str]) -> int | None:
@@ -410,7 +341,7 @@ def _special_id(which: str, config: dict[str, Any], vocabulary: dict[str, int], 
     return next((vocabulary[each] for each in known if each in vocabulary), None)
 
 
-def _is_cuttable(config: dict[str, Any]) -> bool:
+def _can_cut(config: dict[str, Any]) -> bool:
     """Whether cutting at ``_SAFE_CUT`` leaves the tokens as they are: byte-level, and nothing looks across lines."""
     first = config.get("pre_tokenizer") or {}
     steps = first.get("pretokenizers", [first])
@@ -426,38 +357,6 @@ def _is_cuttable(config: dict[str, Any]) -> bool:
             for token in config.get("added_tokens", [])
         )
     )
-
-
-def _pieces(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > 2 * _PIECE_CHARACTERS:
-        found = _SAFE_CUT.search(text, start + _PIECE_CHARACTERS)
-        if found is None:
-            break
-        yield text[start : found.start()]
-        start = found.start()
-    yield text[start:] if start else text
-
-
-def _last_cut(text: str) -> int:
-    """The last place where ``text`` can be cut, near its end if there is one; 0: there is none."""
-    for start in (max(0, len(text) - 2 * _PIECE_CHARACTERS), 0):
-        cut = max((found.start() for found in _SAFE_CUT.finditer(text, start)), default=0)
-        if cut:
-            return cut
-    return 0
-
-
-def _groups(pieces: list[str]) -> Iterator[list[str]]:
-    group: list[str] = []
-    characters = 0
-    for piece in pieces:
-        group.append(piece)
-        characters += len(piece)
-        if characters >= _GROUP_CHARACTERS:
-            yield group
-            group, characters = [], 0
-    yield group
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
