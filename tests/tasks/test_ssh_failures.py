@@ -487,4 +487,4 @@ def test_nodes_that_share_an_address_are_told_apart(bed: Testbed, tmp_path: Path
 def test_a_warmup_longer_than_the_run_is_refused_before_hosts_are_asked() -> None:
     words = ("--infra", "ssh/nowhere", "--train.steps", "4", "--schedule.warmup", "6")
     words = (*words, "--data.path", "x.txt", "--data.tokenizer", "bytes")
-    assert "is 6 steps, longer than the run of 4" in atoll("train", "llama3_debug", *words, code=2)
+    assert "6 + 0 steps, longer than the run of 4" in atoll("train", "llama3_debug", *words, code=2)

@@ -85,7 +85,7 @@ def test_steps_after_the_last_are_as_the_last():
 
 
 def test_a_warmup_longer_than_the_run_is_refused():
-    with pytest.raises(ConfigError, match=r"warmup = 2ep is 20 steps, longer than the run of 15"):
+    with pytest.raises(ConfigError, match=r"20 \+ 0 steps, longer than the run of 15"):
         resolve(ScheduleSection(warmup="2ep"), 15, 10.0, 100.0)
     with pytest.raises(ConfigError, match=r"10 \+ 8 steps, longer than the run of 15"):
         resolve(ScheduleSection(kind="wsd", warmup=10, decay=8), 15, 10.0, 100.0)

@@ -130,8 +130,7 @@ class ChunkedLogProbs:
             return losses, softmax_gradient_(logits, columns, normalizers.where(trained, torch.inf))
         exponentials *= ((own - largest).exp() / sums).where(trained, 0.0)[:, None]
         column, here = _own(columns, logits.shape[1])
-        if logits.shape[1]:
-            exponentials.scatter_add_(1, column, -here.to(exponentials.dtype))
+        exponentials.scatter_add_(1, column, -here.to(exponentials.dtype))
         return losses, exponentials.to(logits.dtype)
 
 
@@ -200,9 +199,6 @@ class _Tokens(torch.autograd.Function):
 def _exponentiate_(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As ``softmax.softmax_sums`` on any device; ``logits`` become their exponentials beside the largest."""
     column, here = _own(columns, logits.shape[1])
-    if not logits.shape[1]:  # more ranks than the vocabulary has slices
-        nothing = logits.new_zeros(len(logits))
-        return torch.full_like(nothing, -torch.inf), nothing, nothing
     largest, target = logits.amax(dim=1, keepdim=True), logits.gather(1, column)
     sums = logits.sub_(largest).exp_().sum(dim=1)
     return largest[:, 0], sums, target.where(here, 0.0)[:, 0]
@@ -215,7 +211,7 @@ def _own(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernels(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype != torch.float64 and logits.shape[1] > 0
+    return logits.is_cuda and logits.dtype != torch.float64
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -228,13 +228,13 @@ class Decoder(nn.Module):
             documents: [B, S], each token's document; None lets tokens see all before them.
             labels: [B, S], the token to predict at each place, -100 where none is.
             batch: what the objective sees, where the arguments above are this rank's part of it.
-            others: further fields of the batch.
+            others: further fields of the batch, ``tokens`` among them where ``x`` is a hidden state.
 
         Returns:
             the summed loss and metrics, [1 + number of metrics], in float32 or wider; without labels the logits
             [B, S, V]; on stages without the head the hidden state [B, S, D].
         """
-        fields = {"tokens": x, "positions": positions, **others}
+        tokens = others.pop("tokens", x)
         if self.embed is not None:
             x = self.embed(x)
             if self.learned_positions is not None:
@@ -247,7 +247,6 @@ class Decoder(nn.Module):
             return x
         weight = self.embed.weight if self.config.tied and self.embed is not None else None
         if labels is not None and batch is None:
-            fields |= {} if documents is None else {"documents": documents}
-            batch = Batch.of({**fields, "labels": labels})
+            batch = Batch(tokens, labels, positions, documents, others)
         out: Tensor = self.head(self.norm(x), weight, labels, batch)
         return out

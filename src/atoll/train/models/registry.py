@@ -57,12 +57,9 @@ class UserModel(nn.Module):
                 f"[model] python = {self.config.python!r}: its forward takes no documents, so that it cannot keep them "
                 "apart; add the parameter, or set [data] isolate_documents = false"
             )
-        fields = {"tokens": x, "positions": positions, **others}
-        if documents is not None:
-            fields["documents"] = documents
-        elif "documents" in self._names:
-            documents = torch.zeros_like(positions)  # one document: its forward need not know of two cases
-        offered = {"positions": positions, "position_ids": positions, "documents": documents, "labels": labels}
+        # One document where none are told apart: its forward need not know of two cases.
+        apart = torch.zeros_like(positions) if documents is None else documents
+        offered = {"positions": positions, "position_ids": positions, "documents": apart, "labels": labels}
         out = self.inner(x, **{name: offered[name] for name in self._names})
         out = getattr(out, "logits", out)
         own_loss = labels is not None and "labels" in self._names
@@ -77,7 +74,8 @@ class UserModel(nn.Module):
             )
         if labels is None or own_loss:
             return out.reshape(1) if own_loss else out
-        return sums_of(self.objective, LogitsLogProbs(out, labels), Batch.of({**fields, "labels": labels}))
+        batch = Batch(others.pop("tokens", x), labels, positions, documents, others)
+        return sums_of(self.objective, LogitsLogProbs(out, labels), batch)
 
 
 def build(

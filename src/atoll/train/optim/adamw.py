@@ -69,14 +69,14 @@ def move_adamw(parts: LocalParts, group: dict[str, Any], scaling: Scaling, *, ke
     if fused and all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
         from atoll.train.optim.kernels import adamw_step
 
-        divisor, found_inf = scaling.for_triton(weights[0].device)
-        first = 0  # of a tensor, in the stream of chance
+        divisor, first = scaling.grad_scale.float(), 0  # of a tensor, in the stream of chance
         for weight, gradient, mean, square, step in zip(
             weights, parts.gradients(narrow=True), states["exp_avg"], states["exp_avg_sq"], steps, strict=True
         ):
             adamw_step(
-                weight, gradient.contiguous(), mean, square, group, divisor, found_inf, first=first, key=key, step=step
-            )
+                weight, gradient.contiguous(), mean, square, group, divisor, scaling.found_inf,
+                first=first, key=key, step=step,
+            )  # fmt: skip
             first += weight.numel()
     elif not scaling.skips():
         _move_plainly(parts, group, scaling, steps, key)

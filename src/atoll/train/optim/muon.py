@@ -66,7 +66,7 @@ class Muon(LocalOptimizer):
         if fused:
             from atoll.train.optim.kernels import decay_and_add, nesterov
 
-            divisor, found_inf = scaling.for_triton(weights[0].device)
+            divisor, found_inf = scaling.grad_scale.float(), scaling.found_inf
             for momentum, gradient, out in zip(momenta, parts.gradients(narrow=True), ahead, strict=True):
                 nesterov(momentum, gradient.contiguous(), out, group["momentum"], divisor, found_inf)
         elif scaling.skips():

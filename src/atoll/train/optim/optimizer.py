@@ -17,37 +17,27 @@ class Scaling(NamedTuple):
     """What happens to gradients before they move anything, known to the device alone. Named as torch's kernels do.
 
     Attributes:
-        grad_scale: [] fp64, what gradients are divided by; None divides by nothing.
-        found_inf: [] fp32, 1 where loss or gradients are not finite, so that nothing may move; None where they are.
+        grad_scale: [] fp64, what gradients are divided by.
+        found_inf: [] fp32, 1 where loss or gradients are not finite, so that nothing may move.
     """
 
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+    grad_scale: Tensor
+    found_inf: Tensor
 
     def divide(self, gradients: list[Tensor]) -> None:
         """Divide in place, in a pass of its own."""
-        if self.grad_scale is not None:
-            torch._foreach_div_(gradients, self.grad_scale)
+        torch._foreach_div_(gradients, self.grad_scale)
 
     def skips(self) -> bool:
         """Whether nothing may move; waits for the device."""
-        return self.found_inf is not None and bool(self.found_inf)
+        return bool(self.found_inf)
 
     def for_torch(self, gradients: list[Tensor]) -> dict[str, Any]:
         """Arguments of torch's fused kernels; their scale is fp32, so gradients in fp64 are divided here."""
-        scale = self.grad_scale
-        if scale is not None and gradients[0].dtype == torch.float64:
+        if gradients[0].dtype == torch.float64:
             self.divide(gradients)
-            scale = None
-        return {"grad_scale": None if scale is None else scale.float(), "found_inf": self.found_inf}
-
-    def for_triton(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Divisor and flag as Atoll's kernels read them, both fp32."""
-        scale, found = self.grad_scale, self.found_inf
-        return (
-            torch.ones((), device=device) if scale is None else scale.float(),
-            torch.zeros((), device=device) if found is None else found,
-        )
+            return {"grad_scale": None, "found_inf": self.found_inf}
+        return {"grad_scale": self.grad_scale.float(), "found_inf": self.found_inf}
 
 
 @dataclass(frozen=True)
@@ -100,13 +90,17 @@ class LocalOptimizer(torch.optim.Optimizer, abc.ABC):
         """Move every parameter that has a gradient. Nothing waits for the device; gradients hold anything afterwards.
 
         Args:
-            grad_scale: [] fp64 on the parameters' device, what gradients are divided by before.
-            found_inf: [] fp32 on it, 1 where nothing may move.
+            grad_scale, found_inf: of ``Scaling``, on the parameters' device; left out, nothing is divided or skipped.
         """
+        device = self.param_groups[0]["params"][0].device
+        scaling = Scaling(
+            torch.ones((), dtype=torch.float64, device=device) if grad_scale is None else grad_scale,
+            torch.zeros((), device=device) if found_inf is None else found_inf,
+        )
         for group in self.param_groups:
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
             if moving:
-                self.move(moving, group, Scaling(grad_scale, found_inf))
+                self.move(moving, group, scaling)
 
     def parts(self, parameters: list[nn.Parameter]) -> LocalParts:
         """The local parts of parameters whose states have the same names, found once: they stay where they are.

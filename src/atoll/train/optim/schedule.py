@@ -53,27 +53,20 @@ def resolve(section: ScheduleSection, total_steps: int, steps_per_epoch: float, 
         steps_per_epoch: steps, with a fraction where an epoch is not a whole number of them.
 
     Raises:
-        ConfigError: warmup, or warmup and decay, are longer than the run.
+        ConfigError: warmup and decay are longer than the run.
     """
 
     def steps(length: Duration) -> int:
         return length.in_steps(steps_per_epoch=steps_per_epoch, tokens_per_step=tokens_per_step)
 
     warmup = min(2000, total_steps // 20) if section.warmup is None else steps(section.warmup)
-    if warmup > total_steps:
-        raise ConfigError(
-            f"[schedule] warmup = {section.warmup} is {warmup} steps, longer than the run of {total_steps}: "
-            f"shorten it, as --schedule.warmup {total_steps // 10}"
-        )
     decay = 0
     if section.kind == "wsd":
-        if section.decay is None:
-            decay = min(-(-total_steps // 10), total_steps - warmup)
-        else:
-            decay = steps(section.decay)
-        if warmup + decay > total_steps:
-            raise ConfigError(
-                f"[schedule] warmup = {section.warmup} and decay = {section.decay} are {warmup} + {decay} steps, "
-                f"longer than the run of {total_steps}; shorten one, or raise [train] steps"
-            )
+        by_default = max(0, min(-(-total_steps // 10), total_steps - warmup))
+        decay = by_default if section.decay is None else steps(section.decay)
+    if warmup + decay > total_steps:
+        raise ConfigError(
+            f"[schedule] warmup and decay are {warmup} + {decay} steps, longer than the run of {total_steps}: shorten "
+            f"them, as --schedule.warmup {total_steps // 10}, or raise [train] steps"
+        )
     return Schedule(section, total_steps, warmup, decay, tokens_per_step)

@@ -13,6 +13,8 @@ from atoll.train.models.family import Family
 from atoll.train.models.parts import Attention, Decoder, PreNormBlock, SwiGLU
 from atoll.train.recipe.schema import ModelSection
 
+_ROPE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
+
 
 class Llama(Family):
     """Llama; its kin override what they do differently, ``block`` and ``attention`` among it."""
@@ -88,21 +90,14 @@ class Llama(Family):
 
     def write_config(self, config: ModelSection) -> dict[str, Any]:
         found = super().write_config(config)
-        found["rope_theta"] = config.rope_theta
-        found["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+        rope: dict[str, Any] = {"rope_type": "default"}
         if (scaling := config.rope_scaling) is not None:
-            rope: dict[str, Any] = {
-                "rope_type": scaling.kind,
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-            }
-            if scaling.kind == "llama3":
-                rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-            else:
-                rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-                rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
-            found["rope_scaling"] = rope
-            found["rope_parameters"] = {**rope, "rope_theta": config.rope_theta}
+            rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+            rope["original_max_position_embeddings"] = scaling.original_max_seq_len
+            rope |= {key: value for key in _ROPE[scaling.kind] if (value := getattr(scaling, key)) is not None}
+            found["rope_scaling"] = rope  # of transformers 4; 5 reads rope_parameters
+        found["rope_theta"] = config.rope_theta
+        found["rope_parameters"] = {**rope, "rope_theta": config.rope_theta}
         return found
 
 
