@@ -26,12 +26,13 @@ SECRET = "hunter2"
 RECIPE = Recipe(
     name="tiny",
     data=DataSection(path=[f"s3://me:{SECRET}@bucket/a", f"https://host/b.txt?X-Signature={SECRET}"]),
-    metrics=MetricsSection(notify=f"https://hooks.example/{SECRET}"),
-).model_dump(mode="json")
+    metrics=MetricsSection(project="atoll-test", notify=f"https://hooks.example/{SECRET}"),
+)
 
 
 def opened(names: list[str], output_dir: Path) -> list[Reporter]:
-    return open_trackers(names, output_dir=str(output_dir), name="tiny", project="atoll-test", recipe=RECIPE)
+    metrics = RECIPE.metrics.model_copy(update={"trackers": names})
+    return open_trackers(RECIPE.model_copy(update={"metrics": metrics}), str(output_dir))
 
 
 def session(first_step: int, last: int, lr: float) -> list[Event]:
@@ -248,11 +249,12 @@ def test_one_that_is_not_installed_names_its_extra(
 
 
 def test_secrets_are_taken_out_of_a_recipe() -> None:
-    cleaned = public(RECIPE)
+    recipe = RECIPE.model_dump(mode="json")
+    cleaned = public(recipe)
     assert SECRET not in json.dumps(cleaned)
     assert cleaned["data"]["path"] == ["s3://****@bucket/a", "https://host/b.txt?****"]
     assert "notify" not in cleaned["metrics"]
-    assert cleaned["train"] == RECIPE["train"]
+    assert cleaned["train"] == recipe["train"]
 
 
 def test_a_full_disk_under_a_tracker_costs_one_note(tmp_path: Path) -> None:

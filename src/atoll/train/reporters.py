@@ -49,13 +49,7 @@ def open_reporters(recipe: Recipe, folder: Path, report: Callable[[Event], None]
     Raises:
         ConfigError: a tracker is not installed or not configured, or ``[metrics] notify`` is a URL that is none.
     """
-    found = open_trackers(
-        recipe.metrics.trackers,
-        output_dir=str(folder),
-        name=recipe.name,
-        project=recipe.metrics.project,
-        recipe=recipe.model_dump(mode="json"),
-    )
+    found = open_trackers(recipe, str(folder))
     if recipe.metrics.plot:
         found.append(LossCurve(folder, recipe.name))
     found.append(SummaryFile(folder, recipe.metrics.notify))

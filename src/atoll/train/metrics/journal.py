@@ -93,20 +93,17 @@ def read(path: str | os.PathLike[str], at_most: int | None = None) -> list[dict[
         at_most: about so many rows, evenly spaced, and the last one; no others are parsed, but for those not finite.
     """
     found: list[dict[str, Any]] = []
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below, where there is one
-    except FileNotFoundError:
+    if not os.path.exists(path):
         return found
-    with file:
+    with open(path, "rb") as file:
         line = file.readline()
         apart = 1 if at_most is None else max(1, os.fstat(file.fileno()).st_size // (len(line) or 1) // at_most)
         file.seek(0)
         for number, line in enumerate(file):
             if number % apart == 0 or b'"nonfinite"' in line:
                 found += _parsed(line)
-        if found[-1:] != (last := _parsed(line)):
-            found += last
-    return found
+    last = _parsed(line)
+    return found if found[-1:] == last else found + last
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
@@ -120,18 +117,13 @@ def _parsed(line: bytes) -> list[dict[str, Any]]:
 
 def _forget_after(path: Path, step: int) -> None:
     """Cut off lines about later steps, and torn ones, from the end: the steps of a journal rise."""
-    try:
-        file = open(path, "r+b")  # noqa: SIM115 - closed below
-    except FileNotFoundError:
+    if not path.exists() or not path.stat().st_size:
         return
-    with file:
-        end = file.seek(0, os.SEEK_END)
-        if not end:
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            while end:
-                start = content.rfind(b"\n", 0, end - 1) + 1
-                if any(values["step"] <= step for values in _parsed(content[start:end])):
-                    break
-                end = start
-        file.truncate(end)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = len(content)
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            if any(values["step"] <= step for values in _parsed(content[start:end])):
+                break
+            end = start
+    os.truncate(path, end)

@@ -1,12 +1,15 @@
-"""MLflow, whose client talks to its server in the caller's thread: here a thread of its own does that."""
+"""MLflow, whose client talks to its server in the caller's thread: here a thread of its own does that.
+
+(MLflow's own asynchronous logging waits at the end without a limit, and keeps steps that are done again twice.)
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.secrets import redact
@@ -15,14 +18,9 @@ from atoll.train.metrics.reporter import Reporter, ReporterFailed
 from atoll.train.metrics.tracked_run import TrackedRun, figures
 from atoll.train.recipe.keys import flat
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric
-
 _BATCH = 900  # metrics a request; servers take 1,000
 _PAUSE_S = 1.0  # between two requests
 _CLOSE_TIMEOUT_S = 30.0
-_HELD_BACK = 500_000  # figures, then the server counts as gone
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 
 
@@ -32,21 +30,19 @@ class MLflow(Reporter):
     The training never waits for the server. One that stays away, or refuses, is told of at the next event.
     """
 
-    def __init__(self, run: TrackedRun) -> None:
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-
+    def __init__(self, library: ModuleType, run: TrackedRun) -> None:
+        self._mlflow: Any = library
         self._about = run
-        self._waiting: deque[tuple[str, float, int, int]] = deque()  # name, value, time in ms, step
+        self._waiting: deque[tuple[int, Event]] = deque()  # with the time in ms
         self._ended = threading.Event()
         self._failure: str | None = None
         self._status = "FAILED"
         self._thread: threading.Thread | None = None
         try:
-            self._client: MlflowClient = MlflowClient()
+            self._client = self._mlflow.MlflowClient()
             if not self._client.tracking_uri.startswith(("http", "databricks")):
                 self._client.get_experiment_by_name(run.project)  # a folder or database: known at once whether it opens
-        except MlflowException as error:
+        except self._mlflow.exceptions.MlflowException as error:
             raise ConfigError(
                 f'[metrics] trackers = ["mlflow"]: {redact(str(error))} (MLFLOW_TRACKING_URI says where it writes)'
             ) from None
@@ -59,12 +55,8 @@ class MLflow(Reporter):
             self._thread.start()
         elif isinstance(event, RunEnded):
             self._status = _STATUS.get(event.status, "FAILED")
-        elif self._thread is not None:
-            now_ms = int(time.time() * 1000)
-            for name, value in figures(event).items():
-                self._waiting.append((name, value, now_ms, getattr(event, "step", 0)))
-            if len(self._waiting) > _HELD_BACK:
-                raise ReporterFailed(f"MLflow is off from here on: {len(self._waiting)} figures wait for its server")
+        else:
+            self._waiting.append((int(time.time() * 1000), event))
 
     def close(self) -> None:
         """Send what is left and end the run.
@@ -83,54 +75,40 @@ class MLflow(Reporter):
             raise ReporterFailed(self._failure)
 
     def _send(self, started: RunStarted) -> None:
-        """The thread: opens the run, sends figures in batches, ends the run."""
-        from mlflow.exceptions import MlflowException
-
+        """The thread: opens the run, sends what waits once a second, ends the run."""
         try:
             run_id, known = self._open(started)
-            for batch in self._batches(known):
-                self._client.log_batch(run_id, metrics=batch)
+            ended = False
+            while not ended:
+                ended = self._ended.wait(_PAUSE_S)
+                batch = []
+                while self._waiting:
+                    at_ms, event = self._waiting.popleft()
+                    step = getattr(event, "step", 0)
+                    new = {name: value for name, value in figures(event).items() if step > known.get(name, -1)}
+                    batch += [self._mlflow.entities.Metric(name, value, at_ms, step) for name, value in new.items()]
+                for i in range(0, len(batch), _BATCH):
+                    self._client.log_batch(run_id, metrics=batch[i : i + _BATCH])
             self._client.set_terminated(run_id, status=self._status)
-        except (MlflowException, OSError, ValueError) as error:
-            reason = " ".join(redact(str(error)).split())
-            self._failure = f"MLflow is off from here on: {reason}"
+        except (self._mlflow.exceptions.MlflowException, OSError, ValueError) as error:
+            self._failure = f"MLflow is off from here on: {' '.join(redact(str(error)).split())}"
 
     def _open(self, started: RunStarted) -> tuple[str, dict[str, int]]:
         """The run's id, and the last step that it has of each figure."""
+        client, project = self._client, self._about.project
         run_id = self._about.identity("mlflow")
         if run_id is not None:
-            run = self._client.get_run(run_id)
-            self._client.update_run(run_id, status="RUNNING")
-            histories = {name: self._client.get_metric_history(run_id, name) for name in run.data.metrics}
+            run = client.get_run(run_id)
+            client.update_run(run_id, status="RUNNING")
+            histories = {name: client.get_metric_history(run_id, name) for name in run.data.metrics}
             return run_id, {name: max(each.step for each in found) for name, found in histories.items() if found}
-        project = self._about.project
-        experiment = self._client.get_experiment_by_name(project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        run_id = self._client.create_run(experiment_id, run_name=self._about.name).info.run_id
+        experiment = client.get_experiment_by_name(project)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
+        run_id = client.create_run(experiment_id, run_name=self._about.name).info.run_id
         self._about.keep_identity("mlflow", run_id)
-        self._log_parameters(run_id, started)
-        return run_id, {}
-
-    def _log_parameters(self, run_id: str, started: RunStarted) -> None:
-        from mlflow.entities import Param
-
         values = {".".join(path): value for path, value in flat(self._about.recipe) if value is not None}
-        values |= {"parameters": started.parameters, "layout": started.layout, "device": started.device}
-        values["world_size"] = started.world_size
-        params = [Param(key, str(value)[:500]) for key, value in values.items()]
-        for i in range(0, len(params), 100):
-            self._client.log_batch(run_id, params=params[i : i + 100])
-
-    def _batches(self, known: Mapping[str, int]) -> Iterator[list[Metric]]:
-        """What waits, once a second, without steps that the run has; ends with what was there at ``close``."""
-        from mlflow.entities import Metric
-
-        ended = False
-        while not ended:
-            ended = self._ended.wait(_PAUSE_S)
-            batch: list[Metric] = []
-            while self._waiting:
-                name, value, at_ms, step = self._waiting.popleft()
-                if step > known.get(name, -1):
-                    batch.append(Metric(name, value, at_ms, step))
-            yield from (batch[i : i + _BATCH] for i in range(0, len(batch), _BATCH))
+        values |= self._about.facts(started)
+        params = [self._mlflow.entities.Param(key, str(value)[:500]) for key, value in values.items()]
+        for i in range(0, len(params), 100):  # what servers take at a time
+            client.log_batch(run_id, params=params[i : i + 100])
+        return run_id, {}

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-_TRAIN, _VALIDATION, _LR, _INK = "#2563a8", "#d1495b", "#7a8794", "#3a4450"
+_TRAIN, _VALIDATION, _LR = "#2563a8", "#d1495b", "#7a8794"
+_STYLE: dict[Any, Any] = {
+    "axes.edgecolor": "#b8c0c8",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "grid.alpha": 0.22,
+    "legend.frameon": False,
+}
 
 
 def save_curve(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -32,34 +42,26 @@ def save_curve(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], 
     Raises:
         ImportError: matplotlib is not there.
     """
+    import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     steps = sorted((row for row in rows if "loss" in row), key=lambda row: row["step"])
     points = sorted((row for row in rows if "validation_loss" in row), key=lambda row: row["step"])
-    figure = Figure(figsize=(8.0, 5.0), dpi=140, layout="constrained", facecolor="white")
-    grid = figure.add_gridspec(2, 1, height_ratios=(5, 1), hspace=0.04)
-    axes = figure.add_subplot(grid[0])
-    below = figure.add_subplot(grid[1], sharex=axes)
-    _draw_loss(axes, steps, points)
-    _draw_tokens(axes, steps)
-    below.plot(_column(steps, "step"), _column(steps, "lr"), "." if len(steps) == 1 else "-", color=_LR, linewidth=1.3)
-    below.set(xlabel="step", ylabel="lr")
-    below.set_ylim(bottom=0.0)
-    below.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-    below.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    below.yaxis.set_major_formatter(lambda lr, _: f"{lr:g}".replace("e-0", "e-"))
-    for each in (axes, below):
-        each.grid(alpha=0.22, linewidth=0.6)
-        each.spines[["top", "right"]].set_visible(False)
-        each.spines[["left", "bottom"]].set_color("#b8c0c8")
-        each.tick_params(colors=_INK, labelsize=8.5, length=3)
-        for label in (each.xaxis.label, each.yaxis.label):
-            label.set(fontsize=9.5, color=_INK)
-    axes.tick_params(labelbottom=False)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, parse_math=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8.0, 5.0), dpi=140, layout="constrained", facecolor="white")
+        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+        _draw_loss(axes, steps, points)
+        _draw_tokens(axes, steps)
+        below.plot(_column(steps, "step"), _column(steps, "lr"), "." if len(steps) == 1 else "-", color=_LR)
+        below.set(xlabel="step", ylabel="lr")
+        below.set_ylim(bottom=0.0)
+        below.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        below.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+        below.yaxis.set_major_formatter(lambda lr, _: f"{lr:g}".replace("e-0", "e-"))
+        axes.set_title(title, parse_math=False)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
     write_atomic(path, picture.getvalue(), mode=0o644)
 
 
@@ -88,7 +90,7 @@ def _draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]], points: Sequence[
         axes.set_ylim(low - margin, high + margin)
     axes.set_ylabel("loss (nats per token)")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, loc="upper right", labelcolor=_INK)
+        axes.legend(loc="upper right")
 
 
 def _draw_tokens(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -99,9 +101,7 @@ def _draw_tokens(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     each = last["tokens"] / last["step"]
     top = axes.secondary_xaxis("top", functions=(lambda step: step * each, lambda tokens: tokens / each))
     top.xaxis.set_major_formatter(lambda tokens, _: count(tokens).replace(".00 ", " ").replace(".0 ", " "))
-    top.set_xlabel("tokens", fontsize=9.5, color=_INK)
-    top.tick_params(colors=_INK, labelsize=8.5, length=3)
-    top.spines["top"].set_visible(False)
+    top.set_xlabel("tokens")
 
 
 def smooth(values: Array, reach: int) -> Array:

@@ -11,8 +11,9 @@ from typing import Any
 
 from atoll.core.paths import write_atomic
 from atoll.core.secrets import redact
-from atoll.train.events import Event, StepDone, Validated
+from atoll.train.events import Event, RunStarted, StepDone, Validated
 
+_FILE = "trackers.json"
 _QUERY = re.compile(r"(?<=[a-z0-9]://)([^\s?]+)\?\S+")
 
 
@@ -58,25 +59,24 @@ class TrackedRun:
 
     output_dir: str
     name: str
-    project: str
+    project: str  # W&B's project, MLflow's experiment
     recipe: Mapping[str, Any]  # without its secrets
 
-    @property
-    def _path(self) -> Path:
-        return Path(self.output_dir) / "trackers.json"
+    @staticmethod
+    def facts(started: RunStarted) -> dict[str, Any]:
+        """What a tracker notes of the run beside its recipe."""
+        return {key: getattr(started, key) for key in ("parameters", "layout", "device", "world_size")}
 
     def identity(self, tracker: str) -> str | None:
         """The run's identity there, or None where it has none yet."""
-        found = self._read().get(tracker)
-        return found if isinstance(found, str) else None
+        return self._known().get(tracker)
 
     def keep_identity(self, tracker: str, identity: str) -> None:
         """Keep it for the next start."""
-        write_atomic(self._path, json.dumps({**self._read(), tracker: identity}, indent=2).encode() + b"\n", mode=0o644)
+        text = json.dumps({**self._known(), tracker: identity}, indent=2)
+        write_atomic(Path(self.output_dir) / _FILE, text.encode() + b"\n", mode=0o644)
 
-    def _read(self) -> dict[str, Any]:
-        try:
-            known = json.loads(self._path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return {}
-        return known if isinstance(known, dict) else {}
+    def _known(self) -> dict[str, str]:
+        path = Path(self.output_dir) / _FILE
+        known: dict[str, str] = json.loads(path.read_bytes()) if path.exists() else {}
+        return known

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,42 +20,30 @@ from atoll.train.events import Event, RunEnded, RunStarted
 from atoll.train.metrics.mlflow import MLflow
 from atoll.train.metrics.reporter import Reporter, ReporterFailed
 from atoll.train.metrics.tracked_run import TrackedRun, figures, public
+from atoll.train.recipe.schema import Recipe
 
-_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _FINISH_TIMEOUT_S = 60.0
 
 
-def open_trackers(
-    names: Sequence[str], *, output_dir: str, name: str, project: str, recipe: Mapping[str, Any]
-) -> list[Reporter]:
+def open_trackers(recipe: Recipe, output_dir: str) -> list[Reporter]:
     """The trackers of ``[metrics] trackers``. Each opens its run when the training starts.
-
-    Args:
-        project: W&B's project, MLflow's experiment.
-        recipe: as plain values; ``public`` takes its secrets out.
 
     Raises:
         ConfigError: one is not installed, has no credentials, or does not know its address; the text says what to do.
     """
-    run = TrackedRun(output_dir, name, project, public(recipe))
+    run = TrackedRun(output_dir, recipe.name, recipe.metrics.project, public(recipe.model_dump(mode="json")))
     opened: list[Reporter] = []
-    for each in dict.fromkeys(names):
-        library = _load(each)
-        if each == "mlflow":
-            opened.append(MLflow(run))
-        else:
-            opened.append((TensorBoard if each == "tensorboard" else WeightsAndBiases)(library, run))
+    for each in dict.fromkeys(recipe.metrics.trackers):
+        module, tracker = _TRACKERS[each]
+        try:
+            library = importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f'[metrics] trackers = ["{each}"], but it cannot be imported here ({error}): '
+                f'pip install "atoll[{each}]", or take it out of the list'
+            ) from None
+        opened.append(tracker(library, run))
     return opened
-
-
-def _load(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(_MODULES[name])
-    except ImportError as error:
-        raise ConfigError(
-            f'[metrics] trackers = ["{name}"], but it cannot be imported here ({error}): '
-            f'pip install "atoll[{name}]", or take it out of the list'
-        ) from None
 
 
 class TensorBoard(Reporter):
@@ -75,8 +63,7 @@ class TensorBoard(Reporter):
             text = json.dumps(self._recipe, indent=2, ensure_ascii=False).replace("\n", "\n    ")
             self._writer.add_text("recipe", f"    {text}", global_step=event.first_step + 1)
         elif self._writer is not None:
-            values = figures(event)
-            for name, value in values.items():
+            for name, value in figures(event).items():
                 self._writer.add_scalar(name, value, getattr(event, "step", 0))
             if isinstance(event, RunEnded):
                 self._writer.flush()
@@ -132,7 +119,6 @@ class WeightsAndBiases(Reporter):
             finish_timeout=_FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
         )
-        about = {"parameters": event.parameters, "layout": event.layout, "device": event.device}
         try:
             self._run = self._wandb.init(
                 project=self._about.project,
@@ -140,7 +126,7 @@ class WeightsAndBiases(Reporter):
                 id=identity,
                 resume="allow",
                 dir=self._about.output_dir,
-                config={**self._about.recipe, **about, "world_size": event.world_size},
+                config={**self._about.recipe, **self._about.facts(event)},
                 allow_val_change=True,
                 reinit="create_new",  # beside a run that the process may have open
                 settings=settings,
@@ -160,3 +146,10 @@ class WeightsAndBiases(Reporter):
             raise ReporterFailed(
                 f"W&B did not take the last figures ({error}): `wandb sync` sends them from {folder}"
             ) from None
+
+
+_TRACKERS: dict[str, tuple[str, Callable[[ModuleType, TrackedRun], Reporter]]] = {
+    "tensorboard": ("torch.utils.tensorboard", TensorBoard),
+    "wandb": ("wandb", WeightsAndBiases),
+    "mlflow": ("mlflow", MLflow),
+}
