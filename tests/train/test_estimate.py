@@ -7,13 +7,13 @@ import torch
 
 import ranks
 from atoll.core.errors import ConfigError
-from atoll.train.dryrun import dryrun, requirements
+from atoll.train.dryrun import dryrun, parse_gpus, requirements
 from atoll.train.models.registry import build, parameter_count
 from atoll.train.optim.build import build_optimizer
 from atoll.train.parallel import recompute
 from atoll.train.parallel.estimate import GIB, estimate, sizes, state_bytes
-from atoll.train.parallel.fit import choose, device_bytes, first_fix, fits, fits_replicated, parse_gpus
 from atoll.train.parallel.layout import Layout, resolve
+from atoll.train.parallel.plan import choose, device_bytes, first_fix, fits, fits_replicated
 from atoll.train.recipe.schema import Recipe
 from live import LiveBytes
 

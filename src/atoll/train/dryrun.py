@@ -9,16 +9,32 @@ from typing import Any, NamedTuple
 import torch
 
 from atoll.core.errors import ConfigError
+from atoll.core.validation import nearest
 from atoll.train.corpus import with_vocabulary
 from atoll.train.data.tokenizer import bpe_size, load_tokenizer
 from atoll.train.metrics.figures import count, size
 from atoll.train.models.registry import flops_per_token, parameter_count
 from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.parallel.estimate import GIB, Device, state_bytes
-from atoll.train.parallel.fit import device_bytes, first_fix, parse_gpus
-from atoll.train.parallel.plan import decide
+from atoll.train.parallel.plan import decide, device_bytes, first_fix
 from atoll.train.parallel.recompute import describe
 from atoll.train.recipe.schema import Recipe
+
+# GiB that CUDA reports for a card, less than what is printed on it.
+_CARDS = {
+    "B200": 178.3,
+    "H200": 139.8,
+    "H100": 79.1,
+    "A100": 39.4,
+    "A100-80GB": 79.1,
+    "L40S": 44.4,
+    "A10": 22.0,
+    "A10G": 22.0,
+    "L4": 22.0,
+    "V100": 15.7,
+    "V100-32GB": 31.7,
+    "RTX4090": 23.5,
+}
 
 
 class Requirements(NamedTuple):
@@ -57,6 +73,24 @@ def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: st
         device, nproc = "cpu", nproc or 1
         name, memory = "a share of this machine", device_bytes(torch.device("cpu"), nproc)
     return requirements(_with_vocabulary(recipe), nodes * nproc, nproc, memory, name, device=device)
+
+
+def parse_gpus(text: str) -> tuple[str, int, int]:
+    """Name, count and bytes a card of ``"H100:8"`` or ``"H100"``.
+
+    Raises:
+        ConfigError: no such card is known, or the count is no number.
+    """
+    name, _, count = text.strip().partition(":")
+    known = {card.upper(): card for card in _CARDS}
+    card = known.get(name.upper().replace("_", "-").replace(" ", ""))
+    if card is None:
+        raise ConfigError(
+            f"{name!r} is not a card whose memory is known{nearest(name.upper(), _CARDS)}; known: {', '.join(_CARDS)}"
+        )
+    if count and not (count.isdecimal() and int(count)):
+        raise ConfigError(f"{text!r}: expected for instance '{card}:8', a card and how many")
+    return card, int(count or 1), int(_CARDS[card] * GIB)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

@@ -36,10 +36,9 @@ from atoll.train.optim.build import build_optimizer
 from atoll.train.optim.schedule import resolve as resolve_schedule
 from atoll.train.outer import Counter, OuterSync, SampleSource
 from atoll.train.parallel.compile import compile_refusal
-from atoll.train.parallel.fit import device_bytes
 from atoll.train.parallel.mesh import Mesh, make_mesh
 from atoll.train.parallel.norm import GradientNorm
-from atoll.train.parallel.plan import plan
+from atoll.train.parallel.plan import device_bytes, plan
 from atoll.train.parallel.precision import fastest_dtype
 from atoll.train.prompt import continue_prompt
 from atoll.train.recipe.load import load_recipe, require_complete

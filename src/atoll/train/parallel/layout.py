@@ -38,18 +38,6 @@ class Layout:
         """Whether parameters are sharded (FSDP): over the ranks of shard × context, as TorchTitan does."""
         return self.shard * self.context > 1
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank on each axis."""
-        place = {}
-        for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return place
-
-    def data_rank(self, rank: int) -> int:
-        """Which share of the sequences a rank reads, of ``data``."""
-        place = self.coordinates(rank)
-        return place["replicate"] * self.shard + place["shard"]
-
     def __str__(self) -> str:
         names = {"pipeline": "pipeline", "replicate": "DDP", "shard": "FSDP", "context": "context", "tensor": "tensor"}
         if self.shard == 1:

@@ -31,7 +31,9 @@ class Mesh:
     @property
     def place(self) -> dict[str, int]:
         """This rank's coordinate on each axis."""
-        return self.layout.coordinates(dist.get_rank())
+        own = self.whole.get_coordinate()
+        assert own is not None
+        return dict(zip(AXES, own, strict=True))
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on ``axis`` alone."""
@@ -40,7 +42,8 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which share of the sequences this rank reads."""
-        return self.layout.data_rank(dist.get_rank())
+        place = self.place
+        return place["replicate"] * self.layout.shard + place["shard"]
 
 
 def make_mesh(layout: Layout, device: torch.device) -> Mesh:
