@@ -369,20 +369,20 @@ def test_a_network_that_is_another(changes: dict[str, Any], message: str, tmp_pa
 LLAMA_CONFIG = hf.hf_config(section_for("llama"), "fp32")
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size = 32 .* num_attention_heads = 5"),
-    ({"num_attention_heads": 0}, r"num_attention_heads is 0, expected a whole number above 0"),
+    ({"num_attention_heads": 0}, r"num_attention_heads = 0: Input should be greater than or equal to 1"),
     ({"num_key_value_heads": 3}, r"num_attention_heads = 4 .* num_key_value_heads = 3"),
     ({"head_dim": 7}, r"head_dim = 7 is odd"),
-    ({"head_dim": "q"}, r"head_dim is 'q', expected a whole number"),
-    ({"num_hidden_layers": True}, r"num_hidden_layers is True, expected a whole number"),
-    ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, expected a whole number"),
-    ({"rms_norm_eps": -1}, r"rms_norm_eps is -1, expected a number above 0"),
-    ({"rms_norm_eps": "x"}, r"rms_norm_eps is 'x', expected a number above 0"),
-    ({"max_position_embeddings": -1}, r"max_position_embeddings is -1, expected a whole number"),
-    ({"max_position_embeddings": "x"}, r"max_position_embeddings is 'x', expected a whole number"),
-    ({"rope_parameters": None, "rope_theta": -3}, r"rope_theta is -3, expected a number above 0"),
-    ({"rope_parameters": {"rope_theta": "x"}}, r"rope_theta is 'x', expected a number above 0"),
-    ({"rope_parameters": [1]}, r"rope_parameters is \[1\], expected an object"),
-    ({"rope_parameters": "x"}, r"rope_parameters is 'x', expected an object"),
+    ({"head_dim": "q"}, r"head_dim = 'q': Input should be a valid integer"),
+    ({"num_hidden_layers": True}, r"num_hidden_layers = True: Input should be a valid integer"),
+    ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1000000000: Input should be less than"),
+    ({"rms_norm_eps": -1}, r"rms_norm_eps = -1: Input should be greater than 0"),
+    ({"rms_norm_eps": "x"}, r"rms_norm_eps = 'x': Input should be a valid number"),
+    ({"max_position_embeddings": -1}, r"max_position_embeddings = -1: Input should be greater"),
+    ({"max_position_embeddings": "x"}, r"max_position_embeddings = 'x': Input should be a valid integer"),
+    ({"rope_parameters": None, "rope_theta": -3}, r"rope_theta = -3: Input should be greater than 0"),
+    ({"rope_parameters": {"rope_theta": "x"}}, r"rope_theta = 'x': Input should be a valid number"),
+    ({"rope_parameters": [1]}, r"rope_parameters = \[1\]: Input should be a valid dictionary"),
+    ({"rope_parameters": "x"}, r"rope_parameters = 'x': Input should be a valid dictionary"),
     ({"rope_parameters": {"rope_type": ["x"]}}, r"rope_type = \['x'\] is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 0.5}}, r"factor = 0\.5"),
     (
@@ -391,13 +391,13 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rope_parameters": {"rope_type": "yarn", "factor": 8, "mscale": "a", "mscale_all_dim": 1}},
-        r"mscale is 'a', expected a number",
+        r"mscale = 'a': Input should be a valid number",
     ),
-    ({"initializer_range": "x"}, r"initializer_range is 'x', expected a number above 0"),
-    ({"sliding_window": "x"}, r"sliding_window is 'x', expected a whole number"),
-    ({"layer_types": 5}, r"layer_types is 5, expected a list"),
+    ({"initializer_range": "x"}, r"initializer_range = 'x': Input should be a valid number"),
+    ({"sliding_window": "x"}, r"sliding_window = 'x': Input should be a valid integer"),
+    ({"layer_types": 5}, r"layer_types = 5: Input should be a valid list"),
     ({"model_type": ["x"]}, r"model_type is \['x'\]; known are"),
-    ({"tie_word_embeddings": "x"}, r"tie_word_embeddings is 'x', expected true or false"),
+    ({"tie_word_embeddings": "x"}, r"tie_word_embeddings = 'x': Input should be a valid boolean"),
     ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config .*'gptq'.* quantised"),
 ]
 
@@ -408,7 +408,7 @@ def test_values_of_a_config_that_cannot_be(changes: dict[str, Any], message: str
         hf.section_from_hf({**LLAMA_CONFIG, **changes}, source="x/config.json")
     gpt2 = hf.hf_config(section_for("gpt2"), "fp32")
     for key in ("n_inner", "n_positions", "layer_norm_epsilon"):
-        with pytest.raises(ConfigError, match=rf"^x/config\.json: {key} is 'x', expected"):
+        with pytest.raises(ConfigError, match=rf"^x/config\.json: {key} = 'x': Input should be a valid"):
             hf.section_from_hf({**gpt2, key: "x"}, source="x/config.json")
 
 
@@ -464,7 +464,7 @@ def test_tensors_of_another_form(tensor: Tensor, message: str, tmp_path: Path) -
         ({"model_type": "bert"}, r"model_type is 'bert'; known are gpt2, llama, mistral, olmo2, phi3, qwen3"),
         ({"attention_bias": True}, r"attention_bias = True is not supported here"),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported here, only 'silu'"),
-        ({"hidden_size": None}, r"hidden_size is None, expected a whole number above 0"),
+        ({"hidden_size": None}, r"hidden_size = None: Input should be a valid integer"),
         ({"partial_rotary_factor": 0.75}, r"partial_rotary_factor = 0.75 is not supported here, only 1"),
         ({"rope_scaling": {"type": "longrope", "factor": 4}}, r"rope_type = 'longrope' is not supported here"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": None}}, r"factor = None"),
@@ -710,7 +710,12 @@ def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
 
 
 def test_a_gguf_with_values_that_cannot_be(tmp_path: Path) -> None:
-    for number, (count, message) in enumerate([(0, "is 0, expected a whole number"), (3, "not divisible by kv_heads")]):
+    for number, (count, message) in enumerate(
+        [
+            (0, "head_count = 0: Input should be greater"),
+            (3, r"head_count = 4 is not divisible by llama\.attention\.head_count_kv = 3"),
+        ]
+    ):
         path = tmp_path / f"{number}.gguf"
         writer = GGUFWriter(path, "llama")
         writer.add_block_count(1)

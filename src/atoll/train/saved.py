@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import load  # type: ignore[attr-defined]  # its __init__ has no __all__
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.train.checkpoint.files import Reader
@@ -75,10 +74,9 @@ class SavedStep:
         """One tensor of the model, on CPU, in the type it was saved in."""
         entry = self._tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        with warnings.catch_warnings():
-            # It says that one process is enough, which is what was asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load({_WEIGHTS + name: tensor}, storage_reader=self._reader, no_dist=True)
+        folder = f"{self.label}/{self.manifest.folder}".rstrip("/")
+        reader = Reader(self.store.files(), folder, self._metadata)
+        _load_state_dict({_WEIGHTS + name: tensor}, reader, no_dist=True)
         return tensor
 
     @cached_property
@@ -93,11 +91,6 @@ class SavedStep:
     @cached_property
     def _metadata(self) -> Metadata:
         return read_index(self.store, self.manifest)
-
-    @property
-    def _reader(self) -> Reader:
-        folder = f"{self.label}/{self.manifest.folder}".rstrip("/")
-        return Reader(self.store.files(), folder, self._metadata)
 
 
 def find_checkpoint(spec: str, *, verify: bool = True) -> SavedStep | None:

@@ -258,7 +258,7 @@ def _from_gguf(path: Path) -> WeightSource:
     return WeightSource(
         label=str(path),
         section=section,
-        names={name: file.shape(name) for name in file.names},
+        names=file.shapes,
         read_stored=file.read,
         stored=gguf.layout(section),
         dtype=file.dtype,

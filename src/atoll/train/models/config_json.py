@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from atoll.core.errors import ConfigError
 from atoll.train.recipe.schema import RopeScaling
 
-_MOST = 10**9  # of anything that is counted; more is a damaged file
+Count = Annotated[int, Field(ge=1, lt=10**9)]  # more is a damaged file
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _S = TypeVar("_S", bound=BaseModel)
-_V = TypeVar("_V")
 
 
 def checked(kind: type[_S], fields: Mapping[str, Any], source: str, names: Mapping[str, str] = {}) -> _S:
@@ -51,34 +51,14 @@ class ConfigJson:
         """Whether the key is there and not null."""
         return self.values.get(key) is not None
 
-    def _value(self, key: str, default: _V | None, fits: Callable[[Any], bool], expected: str) -> _V:
-        """Where it is absent or null the default, without which it must be there."""
-        value = self.values.get(key)
-        if value is None and default is not None:
+    def get(self, key: str, kind: Any, default: Any = None) -> Any:
+        """A value of that type; where it is absent or null the default, without which it must be there."""
+        if not self.has(key) and default is not None:
             return default
-        if not fits(value):
-            raise ConfigError(f"{self.source}: {key} is {value!r}, expected {expected}")
-        return cast(_V, value)
-
-    def number(self, key: str, default: int | None = None) -> int:
-        """A count."""
-        return self._value(
-            key, default, lambda value: type(value) is int and 1 <= value < _MOST, "a whole number above 0"
-        )
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
-        return self._value(
-            key, default, lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
-        )
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
-
-    def table(self, key: str) -> dict[str, Any]:
-        """An object; empty where there is none."""
-        return self._value(key, {}, lambda value: isinstance(value, dict), "an object")
+        try:
+            return TypeAdapter(kind).validate_python(self.values.get(key), strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"{self.source}: {key} = {self.values.get(key)!r}: {error.errors()[0]['msg']}") from None
 
     def must(self, key: str, allowed: tuple[Any, ...]) -> None:
         """Refuse a key whose value means another computation than ours; one that is absent is fine."""
@@ -93,11 +73,10 @@ class ConfigJson:
         Args:
             by_default: whether ``sliding_window`` counts where ``use_sliding_window`` is not given.
         """
-        used = self.flag("use_sliding_window", by_default) and self.has("sliding_window")
-        window = self.number("sliding_window") if used else None
-        layer_types: list[Any] = self._value("layer_types", [], lambda value: isinstance(value, list), "a list")
-        if "sliding_attention" in layer_types and window is None:
+        used = self.get("use_sliding_window", bool, by_default) and self.has("sliding_window")
+        if not used and "sliding_attention" in self.get("layer_types", list, []):
             raise ConfigError(f"{self.source}: layer_types has sliding_attention, which is not supported here")
+        window: int | None = self.get("sliding_window", Count) if used else None
         return window
 
     def rope(self, length: int) -> tuple[float, RopeScaling | None]:
@@ -106,37 +85,35 @@ class ConfigJson:
         Args:
             length: positions that the model was made for.
         """
-        rope = self.table("rope_scaling") or self.table("rope_parameters")
-        if isinstance(rope.get("full_attention"), Mapping):
-            rope = dict(rope["full_attention"])
-        inner = ConfigJson(rope, self.source)
-        theta = inner.positive("rope_theta", self.positive("rope_theta", 10_000.0))
-        partial = rope.get("partial_rotary_factor", self.values.get("partial_rotary_factor"))
-        if partial not in (None, 1):
-            raise ConfigError(f"{self.source}: partial_rotary_factor = {partial} is not supported here, only 1")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
+        table = self.get("rope_scaling", dict, {}) or self.get("rope_parameters", dict, {})
+        table = table.get("full_attention", table)
+        # Some keys are in the table or beside it.
+        rope = ConfigJson(
+            {**self.values, **{key: each for key, each in table.items() if each is not None}}, self.source
+        )
+        theta = rope.get("rope_theta", Positive, 10_000.0)
+        rope.must("partial_rotary_factor", (1, None))
+        kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
         if kind == "default":
             return theta, None
         if kind not in ("llama3", "yarn"):
             raise ConfigError(f"{self.source}: rope_type = {kind!r} is not supported here, only 'llama3' and 'yarn'")
-        if rope.get("truncate") is False:
-            raise ConfigError(f"{self.source}: yarn with truncate = false is not supported here")
+        rope.must("truncate", (True, None))
         original = "original_max_position_embeddings"
-        fields: dict[str, Any] = {"kind": kind, "factor": rope.get("factor")}
-        fields["original_max_seq_len"] = rope.get(original) or self.values.get(original) or length
-        if kind == "llama3":
-            fields |= {key: rope[key] for key in ("low_freq_factor", "high_freq_factor") if key in rope}
-        else:
-            fields |= {key: rope[key] for key in ("beta_fast", "beta_slow") if rope.get(key) is not None}
-            fields["attention_factor"] = rope.get("attention_factor") or inner.mscale()
+        fields: dict[str, Any] = {"kind": kind, "factor": rope.values.get("factor")}
+        fields["original_max_seq_len"] = rope.values.get(original) or length
+        optional = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_fast", "beta_slow")
+        fields |= {key: rope.values[key] for key in optional if rope.has(key)}
+        if kind == "yarn":
+            fields["attention_factor"] = rope.values.get("attention_factor") or rope.mscale()
         names = {"original_max_seq_len": original}
         return theta, checked(RopeScaling, fields, f"{self.source}: rope scaling {kind!r}", names)
 
     def mscale(self) -> float | None:
         """YaRN's attention factor of DeepSeek's two scales; None where they are not given."""
-        factor = self.positive("factor", 1.0)
+        factor = self.get("factor", Positive, 1.0)
         if not self.has("mscale") or not self.has("mscale_all_dim") or factor <= 1:
             return None
-        above, below = self.positive("mscale", 1.0), self.positive("mscale_all_dim", 1.0)
+        above, below = self.get("mscale", Positive), self.get("mscale_all_dim", Positive)
         stretch = 0.1 * math.log(factor)
         return float((above * stretch + 1) / (below * stretch + 1))

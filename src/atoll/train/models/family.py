@@ -13,7 +13,7 @@ import torch
 
 from atoll.core.errors import ConfigError
 from atoll.train.models import families
-from atoll.train.models.config_json import ConfigJson
+from atoll.train.models.config_json import ConfigJson, Count, Positive
 from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection
 
@@ -96,12 +96,12 @@ class Family(ABC):
         """The fields of ``[model]`` that a config.json describes, ``family`` and ``init_std`` not among them."""
         for key, allowed in self.computes.items():
             config.must(key, allowed)
-        fields: dict[str, Any] = {"tied": config.flag("tie_word_embeddings", self.defaults["tied"])}
+        fields: dict[str, Any] = {"tied": config.get("tie_word_embeddings", bool, self.defaults["tied"])}
         for ours, theirs in {**self.config_keys, "vocab_size": "vocab_size"}.items():
             if ours in self.defaults and not config.has(theirs):
                 fields[ours] = self.defaults[ours]
             else:
-                fields[ours] = config.positive(theirs) if ours == "norm_eps" else config.number(theirs)
+                fields[ours] = config.get(theirs, Positive if ours == "norm_eps" else Count)
         return {"kv_heads": fields["heads"], **{ours: value for ours, value in fields.items() if value is not None}}
 
     def write_config(self, config: ModelSection) -> dict[str, Any]:

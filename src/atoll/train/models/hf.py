@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.train.models import families
-from atoll.train.models.config_json import ConfigJson, checked, renamed
+from atoll.train.models.config_json import ConfigJson, Positive, checked, renamed
 from atoll.train.models.family import family, family_of
 from atoll.train.recipe.schema import ModelSection
 
@@ -33,7 +33,7 @@ def section_from_hf(values: Mapping[str, Any], *, source: str = "config.json") -
     found, config = family(known[kind]), ConfigJson(values, source)
     fields = found.read_config(config)
     # 0 says no more than that it is unknown.
-    std = config.positive("initializer_range", 0.02) if values.get("initializer_range") != 0 else 0.02
+    std = config.get("initializer_range", Positive, 0.02) if values.get("initializer_range") != 0 else 0.02
     section = checked(ModelSection, {**fields, "family": known[kind], "init_std": std}, source, found.config_keys)
     try:
         found.check(section)
