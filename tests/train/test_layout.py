@@ -81,7 +81,7 @@ def test_a_dry_run_needs_no_data_and_counts_the_nodes():
     tiny = "\n".join(dryrun(recipe_of(), nproc=1).lines)
     assert "checkpoint: " in tiny
     assert "0.00 GiB" not in tiny.split("checkpoint: ")[1]
-    with pytest.raises(ConfigError, match=r"--gpus 8: .* write H100:8"):
+    with pytest.raises(ConfigError, match=r"--gpus 8: .* with a count: H100:8"):
         dryrun(recipe_of(), gpus="8")
     with pytest.raises(ConfigError, match=r"vocab_size is not set, and there is no tokenizer .* --model\.vocab_size N"):
         dryrun(Recipe())

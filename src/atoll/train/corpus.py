@@ -171,20 +171,5 @@ class Length:
         """How often something happens that a recipe wants once a duration; None: never."""
         if duration is None or duration.value == 0:
             return None
-        return Interval(
-            duration.exact_steps(steps_per_epoch=self.steps_per_epoch, tokens_per_step=self.tokens_per_step)
-        )
-
-    def roundings(self, recipe: Recipe) -> list[str]:
-        """A line for each interval of the recipe that is no whole number of steps."""
-        wanted = {
-            "[train] validate_every": recipe.train.validate_every,
-            "[checkpoint] every": recipe.checkpoint.every,
-            "[checkpoint] keep_every": recipe.checkpoint.keep_every,
-        }
-        found = {key: (duration, self.interval(duration)) for key, duration in wanted.items()}
-        return [
-            f"{key} = {duration} is {interval}"
-            for key, (duration, interval) in found.items()
-            if interval is not None and interval.steps != int(interval.steps)
-        ]
+        lengths = {"steps_per_epoch": self.steps_per_epoch, "tokens_per_step": self.tokens_per_step}
+        return Interval(duration.exact_steps(**lengths))

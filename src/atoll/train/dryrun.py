@@ -62,8 +62,6 @@ def dryrun(recipe: Recipe, *, nodes: int = 1, nproc: int | None = None, gpus: st
     """
     device: Device = "cuda"
     if gpus is not None:
-        if gpus.strip().isdecimal():
-            raise ConfigError(f"--gpus {gpus}: a dry run has to know the card too: write H100:{gpus.strip()}")
         name, per_node, memory = parse_gpus(gpus)
         nproc = nproc or per_node
     elif torch.cuda.is_available():
@@ -86,7 +84,8 @@ def parse_gpus(text: str) -> tuple[str, int, int]:
     card = known.get(name.upper().replace("_", "-").replace(" ", ""))
     if card is None:
         raise ConfigError(
-            f"{name!r} is not a card whose memory is known{nearest(name.upper(), _CARDS)}; known: {', '.join(_CARDS)}"
+            f"--gpus {text}: {name!r} is not a card whose memory is known{nearest(name.upper(), _CARDS)}; known: "
+            f"{', '.join(_CARDS)}; with a count: H100:8"
         )
     if count and not (count.isdecimal() and int(count)):
         raise ConfigError(f"{text!r}: expected for instance '{card}:8', a card and how many")

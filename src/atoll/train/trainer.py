@@ -233,8 +233,6 @@ class _Trainer:
                 "[checkpoint] keep_best = true keeps the lowest validation loss, and nothing is held out: set [data] "
                 "validation, or leave keep_best out"
             )
-        for line in length.roundings(recipe):
-            self._note(line)
         checkpointer = open_checkpointer(root, recipe, world, self._note, self.cleanup)
         found = checkpointer.latest()
 

@@ -66,14 +66,6 @@ class Interval:
         nearest = round(exact)
         return nearest if abs(exact - nearest) <= 1e-12 * max(1.0, exact) else math.floor(exact)
 
-    def __str__(self) -> str:
-        if self.steps <= 1:
-            return "every step"
-        if self.steps == int(self.steps):
-            return f"every {int(self.steps)} steps"
-        first = ", ".join(str(math.ceil(n * self.steps - 1e-9)) for n in (1, 2, 3))
-        return f"every {self.steps:.2f} steps, rounded up: steps {first}, ..."
-
 
 def parse_duration(value: Any) -> Duration:
     """Read ``100``, ``"500step"``, ``"2ep"``, ``"0.5ep"`` or ``"1e9tok"``.
