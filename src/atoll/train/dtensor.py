@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -39,3 +40,27 @@ def whole_of(part: Tensor, like: Tensor, placements: Sequence[Placement] | None 
     return DTensor.from_local(
         part, like.device_mesh, placements or like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def part_of(tensor: Tensor, whole: Tensor, dim: int | None = None) -> Tensor:
+    """What this rank holds of ``whole``, where that is spread as ``tensor`` is; it shares its memory.
+
+    Args:
+        dim: ``whole`` has this one of the dimensions alone.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    cuts = list(zip(tensor.placements, mesh.get_coordinate() or (), mesh.shape, strict=True))
+    # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
+    for place, number, count in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+        if isinstance(place, Shard | _StridedShard) and dim in (None, place.dim):
+            along = place.dim if dim is None else 0
+            pieces = whole.chunk(count, along)  # fewer than ``count`` where there are fewer places
+            whole = pieces[number] if number < len(pieces) else whole.narrow(along, 0, 0)
+    return whole
+
+
+def copy_part(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Set and return what this rank holds of ``tensor`` from the whole of it, of which only that part is read."""
+    return local(tensor).copy_(part_of(tensor, whole))

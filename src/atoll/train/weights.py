@@ -17,10 +17,10 @@ from torch import nn
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside
 from atoll.train import hub
+from atoll.train.dtensor import copy_part
 from atoll.train.hub import Progress
 from atoll.train.models import hf
 from atoll.train.models.family import family_of, shapes, stored_tensors
-from atoll.train.models.init import copy_part
 from atoll.train.recipe.schema import ModelSection
 from atoll.train.weight_source import WeightSource, open_weights
 

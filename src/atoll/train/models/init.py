@@ -11,9 +11,8 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from atoll.train.dtensor import copy_part, local, part_of
 from atoll.train.models.family import family_of, shapes
 from atoll.train.models.parts import Decoder
 from atoll.train.recipe.schema import ModelSection
@@ -65,13 +64,12 @@ def initialize(model: nn.Module, seed: int) -> list[str]:
 
 
 def _draw(parameter: Tensor, name: str, config: ModelSection, seed: int) -> None:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
     if name.endswith("bias"):
-        local.zero_()
+        local(parameter).zero_()
     elif parameter.ndim == 1:
-        local.fill_(1.0)
+        local(parameter).fill_(1.0)
     else:
-        _fill_normal(local, parameter, key(seed, name), std_of(name, config))
+        _fill_normal(parameter, key(seed, name), std_of(name, config))
 
 
 def std_of(name: str, config: ModelSection) -> float:
@@ -101,50 +99,27 @@ def std_of(name: str, config: ModelSection) -> float:
     return std
 
 
-def _part_of(tensor: Tensor, whole: Tensor, dim: int | None = None) -> Tensor:
-    """What this rank holds of ``whole``, where that is cut as ``tensor`` is.
-
-    Args:
-        dim: ``whole`` has this one of the dimensions alone.
-    """
-    if not isinstance(tensor, DTensor):
-        return whole
-    mesh = tensor.device_mesh
-    cuts = list(zip(tensor.placements, mesh.get_coordinate() or (), mesh.shape, strict=True))
-    # FSDP over tensor parallelism: the outer mesh dimension splits what the inner one left, and says so.
-    for place, number, count in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
-        if isinstance(place, Shard | _StridedShard) and dim in (None, place.dim):
-            along = place.dim if dim is None else 0
-            pieces = whole.chunk(count, along)  # fewer than ``count`` where there are fewer places
-            whole = pieces[number] if number < len(pieces) else whole.narrow(along, 0, 0)
-    return whole
-
-
-def copy_part(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Set and return what this rank holds of ``tensor`` from the whole of it, of which only that part is read."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).copy_(_part_of(tensor, whole))
-
-
 def key(seed: int, name: str) -> int:
     """64 bits that are a function of a seed and a name: what numbers drawn for that name start from."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _fill_normal(local: Tensor, parameter: Tensor, key: int, std: float) -> None:
-    """Fill ``local``, what this rank holds of ``parameter``, with its part of a normal tensor, some rows at a time."""
-    shape, places = parameter.shape, []  # of each dimension: what its indices add to the place of an element
+def _fill_normal(parameter: Tensor, key: int, std: float) -> None:
+    """Fill what this rank holds of ``parameter`` with its part of a normal tensor, some rows at a time."""
+    part, shape = local(parameter), parameter.shape
+    places = []  # of each dimension: what its indices add to the place of an element
     for dim, size in enumerate(shape):
         indices = torch.arange(size, device="cpu") * math.prod(shape[dim + 1 :])
-        places.append(_part_of(parameter, indices, dim).to(local.device))
-    inner = torch.zeros((), dtype=torch.int64, device=local.device)
+        places.append(part_of(parameter, indices, dim).to(part.device))
+    inner = torch.zeros((), dtype=torch.int64, device=part.device)
     for offset in places[1:]:
         inner = inner[..., None] + offset
-    rows = max(1, _SLICE.get(local.device.type, 1 << 20) // max(1, inner.numel()))
-    for start in range(0, local.shape[0], rows):
+    rows = max(1, _SLICE.get(part.device.type, 1 << 20) // max(1, inner.numel()))
+    for start in range(0, len(part), rows):
         outer = places[0][start : start + rows]
         values = _normal(outer.reshape(-1, *[1] * inner.ndim) + inner, key) * std
-        local[start : start + rows].copy_(values if local.dtype == torch.float64 else values.float())
+        part[start : start + rows].copy_(values if part.dtype == torch.float64 else values.float())
 
 
 def _normal(places: Tensor, key: int) -> Tensor:

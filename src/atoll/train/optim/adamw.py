@@ -69,7 +69,8 @@ def move_adamw(parts: LocalParts, group: dict[str, Any], scaling: Scaling, *, ke
     if fused and all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
         from atoll.train.optim.kernels import adamw_step
 
-        divisor, first = scaling.grad_scale.float(), 0  # of a tensor, in the stream of chance
+        divisor = scaling.grad_scale.float()
+        first = 0  # of a tensor, in the stream of chance
         for weight, gradient, mean, square, step in zip(
             weights, parts.gradients(narrow=True), states["exp_avg"], states["exp_avg_sq"], steps, strict=True
         ):
