@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
@@ -21,16 +21,15 @@ Documents = list[list[int]]
 
 
 @contextmanager
-def shards_of(*parts: Documents, masked: bool = False) -> Iterator[list[TokenShards]]:
-    """Real shards of each part, in small files so that reads cross borders; masked: multiples of 3 are untrained."""
+def shards_of(*parts: Documents) -> Iterator[list[TokenShards]]:
+    """Real shards of each part, in small files so that reads cross borders."""
     opened: list[TokenShards] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, documents in enumerate(parts):
             path = Path(folder, str(number))
-            with ShardWriter(path, vocab_size=1 << 16, masked=masked, file_tokens=16) as writer:
+            with ShardWriter(path, vocab_size=1 << 16, file_tokens=16) as writer:
                 for document in documents:
-                    tokens = np.array(document, dtype=np.int64)
-                    writer.add(tokens, tokens % 3 > 0 if masked else None)
+                    writer.add(np.array(document, dtype=np.int64))
                 writer.finish()
             opened.append(TokenShards.open(path))
         try:
@@ -81,25 +80,14 @@ def test_sequences_equal_those_made_token_by_token(documents: Documents, seq_len
             assert sample.num_trained == sum(label != UNTRAINED for label in rows[1])
 
 
-@given(
-    documents=documents_of,
-    seq_len=st.integers(1, 40),
-    isolate=st.booleans(),
-    epoch=st.integers(0, 5),
-    masked=st.booleans(),
-)
+@given(documents=documents_of, seq_len=st.integers(1, 40), isolate=st.booleans(), epoch=st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
-def test_an_epoch_trains_each_label_once(
-    documents: Documents, seq_len: int, isolate: bool, epoch: int, masked: bool
-) -> None:
-    assume(not masked or any(token % 3 for document in documents for token in document[1:]))
-    with shards_of(documents, masked=masked) as (shards,):
+def test_an_epoch_trains_each_label_once(documents: Documents, seq_len: int, isolate: bool, epoch: int) -> None:
+    with shards_of(documents) as (shards,):
         dataset = PackedDataset([(shards, 1.0)], seq_len, isolate=isolate, shuffle=True, seed=3)
         samples = dataset.samples(np.arange(epoch * len(dataset), (epoch + 1) * len(dataset)))
         labels = Counter(int(label) for sample in samples for label in sample.labels if label != UNTRAINED)
-        if masked:
-            assert labels == Counter(token for document in documents for token in document[1:] if token % 3)
-        elif isolate:
+        if isolate:
             assert labels == Counter(token for document in documents for token in document[1:])
         else:
             assert labels == Counter([token for document in documents for token in document][1:])
@@ -185,11 +173,6 @@ def test_filler_trains_nothing() -> None:
 def test_data_without_anything_to_learn_is_refused(documents: Documents, isolate: bool) -> None:
     with shards_of(documents) as (shards,), pytest.raises(ConfigError, match=r"no token to learn.*look at"):
         PackedDataset([(shards, 1.0)], 4, isolate=isolate)
-
-
-def test_no_data_is_refused() -> None:
-    with pytest.raises(ConfigError, match="set path"):
-        PackedDataset([], 4)
 
 
 def test_a_sequence_longer_than_all_documents_is_filled_up() -> None:

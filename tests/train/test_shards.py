@@ -12,17 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.train.data.packing import PackedDataset
 from atoll.train.data.shards import ShardWriter, TokenShards, damage
 
 
-def write(
-    folder: Path, documents: list[list[int]], vocab_size: int = 300, file_tokens: int = 7, masked: bool = False
-) -> Path:
-    with ShardWriter(folder, vocab_size=vocab_size, file_tokens=file_tokens, masked=masked) as writer:
+def write(folder: Path, documents: list[list[int]], vocab_size: int = 300, file_tokens: int = 7) -> Path:
+    with ShardWriter(folder, vocab_size=vocab_size, file_tokens=file_tokens) as writer:
         for document in documents:
-            tokens = np.array(document, dtype=np.int64)
-            writer.add(tokens, tokens % 3 > 0 if masked else None)
+            writer.add(np.array(document, dtype=np.int64))
         writer.finish(source="test")
     return folder
 
@@ -58,18 +54,6 @@ def test_several_folders_read_as_one(tmp_path: Path) -> None:
         assert shards.read(2, 8).tolist() == [3, 4, 5, 6, 7, 8]
 
 
-def test_a_mask_is_read_beside_folders_that_have_none(tmp_path: Path) -> None:
-    plain = write(tmp_path / "a", [[1, 2, 3], [4]], file_tokens=3)
-    masked = write(tmp_path / "b", [[5, 6], [7, 8, 9]], file_tokens=3, masked=True)
-    with TokenShards.open(plain, masked) as shards, TokenShards.open(masked) as alone:
-        assert shards.trained(1, 9).tolist() == [True, True, True, False, False, False, True, False]
-        assert PackedDataset([(shards, 1.0)], 16).samples([0])[0].labels.tolist()[:8] == [2, 3, *[-100] * 4, 8, -100]
-        assert PackedDataset([(shards, 1.0)], 16).mean_trained == 3
-        assert PackedDataset([(shards, 1.0)], 16, isolate=False).mean_trained == 4
-        with TokenShards.open(write(tmp_path / "c", [[5, 6], [7, 8, 9]])) as without:
-            assert alone.fingerprint != without.fingerprint
-
-
 def test_the_fingerprint_is_that_of_tokens_and_borders(tmp_path: Path) -> None:
     with (
         TokenShards.open(write(tmp_path / "a", [[1, 2], [3]])) as one,
@@ -96,10 +80,10 @@ def test_a_range_outside_is_refused(tmp_path: Path) -> None:
                 shards.read(start, stop)
 
 
-@pytest.mark.parametrize("name", ["tokens-00001.bin", "trained-00001.bin", "documents.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["tokens-00001.bin", "documents.npy", "meta.json"])
 @pytest.mark.parametrize("how", ["cut", "gone"])
 def test_a_torn_file_is_known(tmp_path: Path, name: str, how: str) -> None:
-    folder = write(tmp_path, [list(range(20))], masked=True)
+    folder = write(tmp_path, [list(range(20))])
     assert damage(folder) is None
     if how == "cut":
         os.truncate(folder / name, (folder / name).stat().st_size - 2)

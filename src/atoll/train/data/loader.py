@@ -8,31 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
 
 from atoll.train.batch import Batch
-from atoll.train.data.packing import Integers, Sample
+from atoll.train.data.packing import PackedDataset, Sample
 from atoll.train.objective import Objective
 from atoll.train.outer import SampleSource
-
-
-class Sequences(Protocol):
-    """What a loader reads: ``PackedDataset``, or the data set of another objective."""
-
-    def __len__(self) -> int:
-        """Sequences of an epoch."""
-
-    def samples(self, numbers: Sequence[int] | Integers) -> list[Sample]:
-        """The sequences of sample numbers, which count over epochs."""
-
-    def window(self, index: int) -> Sample:
-        """One of the ``len(self)`` sequences, unshuffled."""
-
-    def filler(self) -> Sample:
-        """A sequence that trains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +66,7 @@ class Loader:
         wait_s: how long the last ``__next__`` waited for the thread, in seconds.
     """
 
-    dataset: Sequences
+    dataset: PackedDataset
     objective: Objective
     source: SampleSource
     _: KW_ONLY
@@ -155,7 +139,7 @@ class Loader:
 
 
 def validation_batches(
-    dataset: Sequences,
+    dataset: PackedDataset,
     objective: Objective,
     data_rank: int,
     data_size: int,

@@ -75,8 +75,6 @@ class PackedDataset:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        if not parts:
-            raise ConfigError("[data] has no part to read; set path")
         self._num_trainable = [_num_trainable(shards, isolate) for shards, _ in parts]
         for number, (shards, _) in enumerate(parts):
             if not self._num_trainable[number]:
@@ -133,8 +131,7 @@ class PackedDataset:
         tokens = np.zeros(size, dtype=np.int64)
         labels = np.full(size, UNTRAINED, dtype=np.int64)
         tokens[: len(read)] = read[:size]
-        trained = shards.trained(start + 1, start + len(read))
-        labels[: len(read) - 1] = np.where(trained, read[1:], UNTRAINED)
+        labels[: len(read) - 1] = read[1:]
         places = np.arange(size, dtype=np.int64)
         if not self.isolate:
             return Sample(tokens, labels, places, None)
@@ -161,18 +158,13 @@ class PackedDataset:
 
 
 def _num_trainable(shards: TokenShards, isolate: bool) -> int:
-    """Tokens of a part that are a label: those of the mask, or all but the first, of each document where apart."""
-    total = first = 0
-    for meta in shards.meta:
-        last = first + meta["num_documents"]
-        total += meta.get("num_trained", meta["num_tokens"])
-        if isolate and "num_trained" not in meta:
-            # In pieces, for a part may have more documents than fit memory. Empty documents have no first token.
-            step = 1 << 20
-            pieces = (shards.offsets[at : min(at + step, last) + 1] for at in range(first, last, step))
-            total -= sum(int(np.count_nonzero(np.diff(piece))) for piece in pieces)
-        first = last
-    return max(0, total - (not isolate and "num_trained" not in shards.meta[0]))
+    """Tokens of a part that are a label: all but the first, of each document where documents are apart."""
+    if not isolate:
+        return max(0, shards.num_tokens - 1)
+    # In pieces, for a part may have more documents than fit memory. Empty documents have no first token.
+    step = 1 << 20
+    pieces = (shards.offsets[at : at + step + 1] for at in range(0, shards.num_documents, step))
+    return shards.num_tokens - sum(int(np.count_nonzero(np.diff(piece))) for piece in pieces)
 
 
 def _starts(shards: TokenShards, first: int, last: int) -> Integers:
