@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib
 import json
 import re
 import threading
@@ -17,6 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import huggingface_hub.constants
+import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -50,6 +54,21 @@ class Hub:
         files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         self.repositories[name] = repository = Repository(files, **kwargs)
         return repository
+
+
+@contextlib.contextmanager
+def used(home: Path) -> Iterator[Hub]:
+    """A running hub that huggingface_hub uses, which reads its settings when it is imported."""
+    with serve() as hub, pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
+            patch.delenv(name, raising=False)
+        # Large files go over LFS: Xet is a service of its own.
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}.items():
+            patch.setenv(name, value)
+        importlib.reload(huggingface_hub.constants)
+        yield hub
+        huggingface_hub.close_session()
+    importlib.reload(huggingface_hub.constants)
 
 
 @contextlib.contextmanager

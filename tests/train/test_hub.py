@@ -31,19 +31,10 @@ BIG = b"0123456789abcdef" * 200_000  # 3.2 MB
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
-    with hub_server.serve() as running:
+def server(tmp_path: Path) -> Iterator[hub_server.Hub]:
+    with hub_server.used(tmp_path / "hf") as running:
         running.repositories[NAME] = hub_server.Repository({"config.json": b"{}", "model.safetensors": BIG})
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        # huggingface_hub reads these when it is imported, which was under the tests' own settings. Large files go over
-        # LFS: Xet is a service of its own.
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         yield running
-        huggingface_hub.close_session()
 
 
 def _until(holds: Callable[[], bool]) -> None:
@@ -134,23 +125,17 @@ def test_a_killed_transfer_leaves_a_cache_that_works(server: hub_server.Hub) -> 
     assert (fetch() / "model.safetensors").read_bytes() == BIG
 
 
-def test_gated_without_a_token(server: hub_server.Hub) -> None:
+@pytest.mark.parametrize("token", [None, "hf_stranger"])
+def test_gated_without_access(server: hub_server.Hub, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     server.repositories[NAME].gated = True
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ConfigError) as caught:
         fetch()
     assert str(caught.value) == (
-        f"{NAME} is gated: accept its licence at {server.url}/{NAME}, make a token there, and set HF_TOKEN to it"
+        f"{NAME} is gated: accept its licence at {server.url}/{NAME}, and set HF_TOKEN to a token of the account that "
+        "did"
     )
-
-
-def test_gated_with_a_token_of_somebody_else(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.repositories[NAME].gated = True
-    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
-    with pytest.raises(
-        ConfigError, match="the account of this HF_TOKEN has no access: accept its licence at"
-    ) as caught:
-        fetch()
-    assert "hf_stranger" not in str(caught.value)
 
 
 def test_gated_with_the_right_token(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +148,7 @@ def test_gated_with_the_right_token(server: hub_server.Hub, monkeypatch: pytest.
 def test_the_stored_token_is_used(server: hub_server.Hub, tmp_path: Path) -> None:
     server.repositories[NAME].private = True
     server.repositories[NAME].allowed = ("hf_friend",)
-    with pytest.raises(ConfigError, match=r"there is no model reef/tiny at .*it is private: set HF_TOKEN"):
+    with pytest.raises(ConfigError, match=r"has no model reef/tiny, or not for this HF_TOKEN: check the spelling"):
         fetch()
     (tmp_path / "hf").mkdir(exist_ok=True)
     (tmp_path / "hf" / "token").write_text("hf_friend\n")
@@ -171,7 +156,7 @@ def test_the_stored_token_is_used(server: hub_server.Hub, tmp_path: Path) -> Non
 
 
 def test_no_such_repository(server: hub_server.Hub) -> None:
-    with pytest.raises(ConfigError, match=f"there is no model reef/tinny at {server.url}: check the spelling"):
+    with pytest.raises(ConfigError, match=f"{server.url} has no model reef/tinny, .*check the spelling"):
         fetch("reef/tinny")
 
 
@@ -187,30 +172,36 @@ def test_no_file_of_that_kind(server: hub_server.Hub) -> None:
         fetch()
 
 
-def test_offline_uses_the_copy_and_says_where_it_looked(
-    server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_uses_the_copy_and_says_where_it_looked(server: hub_server.Hub, tmp_path: Path) -> None:
     folder = fetch()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert fetch() == folder
-    with pytest.raises(ConfigError) as caught:
-        fetch("reef/other")
-    assert str(caught.value) == (
-        f"HF_HUB_OFFLINE is set, and reef/other is not complete in {tmp_path / 'hf' / 'hub'}: unset it once to fetch "
-        "it, or give a local folder instead"
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert fetch() == folder
+        with pytest.raises(ConfigError) as caught:
+            fetch("reef/other")
+        assert str(caught.value) == (
+            f"HF_HUB_OFFLINE is set, and reef/other is not complete in {tmp_path / 'hf' / 'hub'}: unset it once to "
+            f"reach {server.url}, or give a local folder"
+        )
 
 
-def test_a_hub_that_does_not_answer(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"could not reach http://127.0.0.1:9 for reef/tiny.*run the same again"):
-        fetch()
+def test_a_hub_that_does_not_answer(tmp_path: Path) -> None:
+    with hub_server.used(tmp_path / "hf") as gone:
+        url = gone.url
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+                found = getattr(huggingface_hub.constants, name)
+                patch.setattr(huggingface_hub.constants, name, found.replace(url, "http://127.0.0.1:9"))
+            with pytest.raises(ConfigError, match=r"reef/tiny could not be .* http://127.0.0.1:9: .*again"):
+                fetch()
+            with pytest.raises(ConfigError, match=r"reef/mine could not be .* http://127.0.0.1:9: .*again"):
+                hub.push(tmp_path, "reef/mine")
 
 
 def test_a_name_that_cannot_be(server: hub_server.Hub) -> None:
-    with pytest.raises(ConfigError, match="'reef/ti ny' is not a valid model name"):
+    with pytest.raises(ConfigError, match="'reef/ti ny'"):
         fetch("reef/ti ny")
-    with pytest.raises(ConfigError, match="there is no model tiny at"):
+    with pytest.raises(ConfigError, match="has no model tiny"):
         fetch("tiny")
 
 
@@ -252,17 +243,9 @@ def test_what_is_pushed_comes_back(server: hub_server.Hub, tmp_path: Path, monke
 
 
 def test_pushing_without_leave(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="pushing to reef/mine needs a token that may write: set HF_TOKEN"):
-        hub.push(tmp_path, "reef/mine")
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     server.readers = ("hf_reader",)
-    with pytest.raises(ConfigError, match="refuses to write reef/mine: is HF_TOKEN valid, and may it write"):
+    with pytest.raises(ConfigError, match=r"has no model reef/mine, or not for this HF_TOKEN: .* may write"):
         hub.push(tmp_path, "reef/mine")
     with pytest.raises(ConfigError, match="expected owner/name"):
         hub.push(tmp_path, "mine")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"pushing .* to http://127.0.0.1:9/reef/mine failed"):
-        hub.push(tmp_path, "reef/mine")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set, and pushing to reef/mine needs"):
-        hub.push(tmp_path, "reef/mine")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import subprocess
@@ -88,18 +87,10 @@ def test_a_saved_one_loads_here_and_in_transformers(learnt: FastTokenizer, tmp_p
     assert theirs.eos_token_id == ours.eos_id
 
 
-def test_one_from_a_hub(learnt: FastTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
+def test_one_from_a_hub(learnt: FastTokenizer, tmp_path: Path) -> None:
     learnt.save(tmp_path / "served")
-    # It reads this when it is imported, which was under the tests' own settings.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with hub_server.serve() as hub, contextlib.ExitStack() as stack:
-        stack.callback(huggingface_hub.close_session)
+    with hub_server.used(tmp_path / "home") as hub:
         hub.add("jane/austen", tmp_path / "served").files["model.safetensors"] = b"heavy"
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.delenv("HF_HUB_OFFLINE")
         tokenizer = load_tokenizer("jane/austen")
         assert (tokenizer.fingerprint, tokenizer.name) == (learnt.fingerprint, "jane/austen")
         assert not any("safetensors" in each for each in hub.transfers)

@@ -1,16 +1,18 @@
 """Files of a Hugging Face hub: fetched once a node however many ranks ask, and every refusal told with what to do.
 
-``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, ``HF_HOME`` and ``HF_HUB_CACHE`` are read at each call.
+``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, ``HF_HOME`` and ``HF_HUB_CACHE`` are read by ``huggingface_hub``.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import huggingface_hub
+from huggingface_hub import constants, errors
 
 from atoll.core.errors import ConfigError
 
@@ -19,8 +21,6 @@ Progress = Callable[[float, float | None], None]  # bytes done, bytes in all whe
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ["*.safetensors", INDEX, "config.json", "generation_config.json"]
 TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja"]
-
-_DEFAULT_ENDPOINT = "https://huggingface.co"
 
 
 def is_hub_name(spec: str) -> bool:
@@ -34,24 +34,6 @@ def reads_as_name(spec: str) -> bool:
     if len(parts) != 2 or not all(parts) or spec.startswith((".", "~")):
         return False
     return not spec.endswith((".safetensors", ".gguf", ".json"))
-
-
-def endpoint() -> str:
-    """The hub's address: ``HF_ENDPOINT``, else the public one."""
-    return (os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
-
-
-def is_offline() -> bool:
-    """Whether ``HF_HUB_OFFLINE`` asks to use what is on this machine only."""
-    return (os.environ.get("HF_HUB_OFFLINE") or "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def token() -> str | None:
-    """``HF_TOKEN``, else what ``hf auth login`` stored; None where there is neither."""
-    if given := os.environ.get("HF_TOKEN"):
-        return given.strip()
-    stored = Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token")
-    return stored.read_text().strip() or None if stored.is_file() else None
 
 
 def fetch(name: str, *, patterns: list[str], progress: Progress | None = None) -> Path:
@@ -70,22 +52,14 @@ def fetch(name: str, *, patterns: list[str], progress: Progress | None = None) -
             matches, the hub cannot be reached, or this machine is offline and has no copy; says what to do.
     """
     name, _, revision = name.partition("@")
-    at = f"revision {revision!r} of " if revision else ""
-    with _explained(name, at):
-        folder = _library(name).snapshot_download(
-            name,
-            revision=revision or None,
-            cache_dir=_cache(),
-            allow_patterns=patterns,
-            endpoint=endpoint(),
-            token=token() or False,
-            local_files_only=is_offline(),
-            tqdm_class=_bar(progress),
+    with _explained(name, revision):
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=patterns, tqdm_class=_bar(progress)
         )
     found = Path(folder)
     if not any(any(found.glob(pattern)) for pattern in patterns):
         raise ConfigError(
-            f"{at}{name} at {endpoint()} has no file like {', '.join(patterns)}: is it a model of another format?"
+            f"{name} at {constants.ENDPOINT} has no file like {', '.join(patterns)}: is it a model of another format?"
         )
     return found
 
@@ -98,95 +72,51 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
     """
     if not reads_as_name(name):
         raise ConfigError(f"--push {name}: expected owner/name")
-    if is_offline():
-        raise ConfigError(f"HF_HUB_OFFLINE is set, and pushing to {name} needs {endpoint()}: unset it")
-    if token() is None:
-        raise ConfigError(f"pushing to {name} needs a token that may write: set HF_TOKEN")
-    with _explained(name, pushed=folder), _without_bars():
-        api = _library(name).HfApi(endpoint=endpoint(), token=token())
+    with _explained(name):
+        api = huggingface_hub.HfApi()
         api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from Atoll")
-    return f"{endpoint()}/{name}"
-
-
-# --------------------------------------------------------------------------------------------------- transfer
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """No bars of the library's own: who calls shows what there is to show."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
-def _library(name: str) -> Any:
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise ConfigError(
-            f"{name} is a name on a hub, which needs huggingface_hub: pip install huggingface_hub"
-        ) from None
-    return huggingface_hub
+    return f"{constants.ENDPOINT}/{name}"
 
 
 @contextmanager
-def _explained(name: str, at: str = "", *, pushed: Path | None = None) -> Iterator[None]:
+def _explained(name: str, revision: str = "") -> Iterator[None]:
     """Turn what a transfer can raise into a ``ConfigError`` that says what to do.
 
     That is OSError; RuntimeError, from Xet, and around what went wrong with one file; and the root of the errors of the
     HTTP library, which differs between versions of huggingface_hub.
     """
-    _library(name)
-    from huggingface_hub import errors
-
     roots = tuple(each for each in errors.HfHubHTTPError.__mro__ if each.__name__ == "HTTPError")
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError, errors.HFValidationError, *roots)
     try:
         yield
     except failures as error:
-        raise ConfigError(_reason(name, at, pushed, error)) from None
+        raise ConfigError(_reason(name, revision, error)) from None
 
 
-def _reason(name: str, at: str, pushed: Path | None, error: Exception) -> str:
-    from huggingface_hub import errors
-
-    page, status = f"{endpoint()}/{name}", getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.HFValidationError):
-        return f"{name!r} is not a valid model name: {error}"
-    if pushed is not None and status in (401, 403):
-        return f"{endpoint()} refuses to write {name}: is HF_TOKEN valid, and may it write?"
+def _reason(name: str, revision: str, error: Exception) -> str:
+    hub = constants.ENDPOINT
+    at = f"{name}@{revision}" if revision else name
     if isinstance(error, errors.GatedRepoError):
-        if token() is None:
-            return f"{name} is gated: accept its licence at {page}, make a token there, and set HF_TOKEN to it"
-        return f"{name} is gated, and the account of this HF_TOKEN has no access: accept its licence at {page}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name} has no {at.removesuffix(' of ')} at {endpoint()}: see {page}"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        hint = "HF_TOKEN is not allowed to see it" if token() else "it is private: set HF_TOKEN"
-        return f"there is no model {name} at {endpoint()}: check the spelling, or {hint}"
-    if status in (401, 403):
-        hint = "HF_TOKEN is not valid there, or has no access" if token() else "set HF_TOKEN"
-        return f"{endpoint()} refuses {name}: {hint}; see {page}"
-    if isinstance(error, errors.LocalEntryNotFoundError) and is_offline():
         return (
-            f"HF_HUB_OFFLINE is set, and {at}{name} is not complete in {_cache()}: unset it once to fetch it, or give "
-            "a local folder instead"
+            f"{name} is gated: accept its licence at {hub}/{name}, and set HF_TOKEN to a token of the account that did"
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"cannot write to {_cache()} ({error.strerror}): free space, or set HF_HOME to a folder elsewhere"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {revision!r} at {hub}: see {hub}/{name}"
+    refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+    if refused or isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{hub} has no model {name}, or not for this HF_TOKEN: check the spelling, or set HF_TOKEN to a token that "
+            "may read it (to push: that may write)"
+        )
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"HF_HUB_OFFLINE is set, and {at} is not complete in {constants.HF_HUB_CACHE}: unset it once to reach "
+            f"{hub}, or give a local folder"
+        )
     cause = error.__cause__ or error
     what = f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0]
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        how = f"could not reach {endpoint()} for {name}"
-    else:
-        how = f"fetching {name} from {endpoint()} failed" if pushed is None else f"pushing {pushed} to {page} failed"
-    return f"{how}: {what}. What is complete is kept: run the same again when the network is back"
+    return f"{at} could not be transferred with {hub}: {what}. What is complete is kept: run the same again"
 
 
 def _bar(progress: Progress | None) -> Any:
@@ -205,13 +135,3 @@ def _bar(progress: Progress | None) -> Any:
                 progress(self.done, self.total or None)
 
     return Bar
-
-
-# ----------------------------------------------------------------------------------------------------- folders
-def _home() -> Path:
-    base = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(base).expanduser()
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("HF_HUB_CACHE") or _home() / "hub").expanduser()

@@ -8,9 +8,7 @@ involved: building may take longer than any of their timeouts.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -23,11 +21,6 @@ from atoll.core.paths import fsync_folder, sweep_temporary, temporary_beside, vi
 from atoll.train.events import Progress
 
 _POLL_S = 0.1
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota is used up",
-    errno.EFBIG: "a file may not get larger",
-}
 
 
 def build_once(
@@ -47,9 +40,9 @@ def build_once(
         note: told where a damaged folder is made again.
 
     Raises:
-        ConfigError: the cache cannot be written to, or its disk is full.
+        ConfigError: the cache cannot be written to, its disk is full, or its file system has no locks.
     """
-    with _told(folder.parent):
+    try:
         if damage(folder) is None:  # then a cache that may only be read is enough
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +54,11 @@ def build_once(
                 note(f"data: the cached {folder} is damaged ({wrong}): it is made again")
                 shutil.rmtree(folder)
             _build(folder, build)
+    except OSError as error:
+        raise ConfigError(
+            f"the data cache {folder.parent} cannot be used: {error.strerror or error}. Make room, or set [data] "
+            "cache, or ATOLL_HOME, to a folder on another disk that can be written to"
+        ) from error
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
@@ -76,14 +74,15 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
 def _locked(path: Path, progress: Callable[[Progress], None]) -> Iterator[None]:
     """Hold the lock file; while another process holds it, tell which."""
     started = told = time.monotonic()
-    with path.open("a+b") as file:
+    with path.open("a+") as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() - told >= 1.0 or told == started:
                 told = time.monotonic()
-                progress(Progress(f"waiting for {_holder(path)} to prepare the data", told - started, None, "s"))
+                holder = path.read_text() or "another process"  # which has not written its name yet
+                progress(Progress(f"waiting for {holder} to prepare the data", told - started, None, "s"))
             time.sleep(_POLL_S)
         file.truncate(0)
-        file.write(json.dumps({"pid": visible_pid(), "host": socket.gethostname()}).encode())
+        file.write(f"pid {visible_pid()} on host {socket.gethostname()}")
         file.flush()
         try:
             yield
@@ -97,36 +96,4 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise ConfigError(
-                f"the file system of the data cache has no file locks ({error.strerror}): "
-                "set [data] cache, or ATOLL_HOME, to a folder on one that has"
-            ) from None
-        raise
     return True
-
-
-def _holder(path: Path) -> str:
-    try:
-        facts = json.loads(path.read_bytes())
-        return f"pid {facts['pid']} on host {facts['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has the lock, and has not written its name yet
-        return "another process"
-
-
-@contextlib.contextmanager
-def _told(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        why = _FULL.get(error.errno or 0)
-        if why:
-            raise ConfigError(
-                f"the data cache {root} could not be written: {why} ({error.strerror}). "
-                "Make room, or set [data] cache to a folder on another disk"
-            ) from error
-        raise ConfigError(
-            f"the data cache {root} cannot be used: {error.strerror or error}. "
-            "Set [data] cache, or ATOLL_HOME, to a folder that can be written to"
-        ) from error
