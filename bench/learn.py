@@ -323,14 +323,14 @@ def report(found: dict[str, Any]) -> bool:
 def draw(results: list[dict[str, Any]], path: str) -> None:
     from matplotlib.figure import Figure
 
-    from atoll.train.metrics.plot import smooth
+    from atoll.train.metrics.plot import averaged
 
     figure = Figure(figsize=(5.2 * len(results), 4.0), dpi=140, layout="constrained", facecolor="white")
     for place, found in enumerate(results):
         axes = figure.add_subplot(1, len(results), place + 1)
         for (who, rows), color in zip(found["curves"].items(), ("#2563a8", "#d1495b"), strict=True):
-            curves = np.array([smooth(np.array(row), max(1, len(row) // 40)) for row in rows])
-            steps = np.arange(1, curves.shape[1] + 1)
+            means = [averaged(np.arange(1.0, len(row) + 1), np.array(row), 40) for row in rows]
+            steps, curves = means[0][0], np.array([losses for _, losses in means])
             axes.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.2, linewidth=0)
             label = "bf16" if who == "atoll" and found["peer"] == "float8" else who
             label += f", {len(rows)} seeds" if len(rows) > 1 else ""

@@ -18,7 +18,7 @@ import torch
 from atoll.train.events import Event, Note, RunEnded, RunStarted, StepDone
 from atoll.train.metrics.flops import formula_line, mfu, peak_flops
 from atoll.train.metrics.memory import peak_memory_bytes
-from atoll.train.metrics.plot import save_curve, smooth
+from atoll.train.metrics.plot import averaged, save_curve
 from atoll.train.metrics.profile import StepProfiler
 from atoll.train.metrics.reporter import ReporterFailed, Reporters
 from atoll.train.metrics.summary import SummaryFile, next_steps
@@ -196,14 +196,13 @@ def test_a_picture_is_drawn_of_whatever_there_is(tmp_path: Path, rows: list[dict
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_smoothing_keeps_lines_and_skips_gaps() -> None:
-    line = np.arange(100, dtype=np.float64)
-    smoothed = smooth(line, 5)
-    assert smoothed[:94] == pytest.approx(line[:94]), "a straight line stays where it is: no lag"
-    line[50] = math.nan
-    assert np.isfinite(smooth(line, 5)).all()
-    assert np.isnan(smooth(np.array([math.nan]), 3)).all()
-    assert smooth(np.array([]), 3).size == 0
+def test_averages_stand_where_their_values_do_and_skip_gaps() -> None:
+    steps = np.arange(100, dtype=np.float64)
+    x, y = averaged(steps, 2 * steps, 10)
+    assert x == pytest.approx(np.arange(4.5, 100, 10))
+    assert y == pytest.approx(2 * x)
+    assert np.isfinite(averaged(steps, np.where(steps == 50, math.nan, steps), 10)[1]).all()
+    assert [len(each) for each in averaged(steps[:1], np.array([math.nan]), 10)] == [0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------- summaries

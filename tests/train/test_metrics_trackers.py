@@ -18,8 +18,7 @@ import leaks
 from atoll.core.errors import ConfigError
 from atoll.train.events import Event, Note, RunEnded, RunStarted, StepDone, Validated
 from atoll.train.metrics.reporter import Reporter, ReporterFailed, Reporters
-from atoll.train.metrics.tracked_run import public
-from atoll.train.metrics.trackers import open_trackers
+from atoll.train.metrics.trackers import open_trackers, public
 from atoll.train.recipe.schema import DataSection, MetricsSection, Recipe
 
 SECRET = "hunter2"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from atoll.train.events import CheckpointSaved, Event, Note, Progress, RunEnded, RunStarted, StepDone, Validated
 from atoll.train.metrics.figures import span
-from atoll.train.metrics.panel import Phase, about, end_page, end_rows, phase_line, plain_step, run_panel, visible
+from atoll.train.metrics.panel import Phase, about, end_rows, phase_line, plain_step, run_panel, visible
 from atoll.train.metrics.reporter import Reporter
 from atoll.train.metrics.session import Session
 
@@ -118,15 +118,12 @@ class Console(Reporter):
     def _end(self, event: RunEnded) -> None:
         self._end_phases()
         self.close()
-        if self._redraws:
-            self._console.print(end_page(event, self._session))
-            return
         rows = end_rows(event, self._session)
         trained = self._session.last is not None or event.status != "finished"  # else a note said "already finished"
         for label, value in rows if trained else rows[1:]:
             self._say(f"{label}: {value}")
         if event.sample:
-            self._say(f"sample:\n{visible(event.sample)}")
+            self._say(f"sample:\n{event.sample}")
 
     def _say(self, line: str) -> None:
         # As Text: a file name or a sample with [brackets] is no markup.

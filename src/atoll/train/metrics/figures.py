@@ -33,16 +33,11 @@ def span(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = round(seconds / 60)
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24:02d} h"
+    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if (parts := round(seconds / part_s)) * part_s >= unit_s:
+            whole, rest = divmod(parts, unit_s // part_s)
+            return f"{whole} {unit} {rest:02d} {part}"
+    return f"{round(seconds)} s"
 
 
 def sparkline(values: list[float]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -79,29 +78,15 @@ def _run(command: str, body: bytes, summary: Mapping[str, Any], timeout_s: float
     keys = {"RUN_NAME": "name", "STATUS": "status", "STEP": "step", "LOSS": "loss", "OUTPUT_DIR": "output_dir"}
     values = {f"ATOLL_{name}": summary.get(key) for name, key in keys.items()}
     variables = {name: "" if value is None else str(value) for name, value in values.items()}
-    # Files rather than pipes: a command that reads nothing, or leaves a program behind, blocks nobody.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
-        given.write(body)
-        given.seek(0)
-        process = subprocess.Popen(
-            command,
-            shell=True,
-            stdin=given,
-            stdout=said,
-            stderr=said,
-            env={**os.environ, **variables},
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise ReporterFailed(f"[metrics] notify: the command took longer than {timeout_s:g} s: ended") from None
-        finally:
-            if process.returncode is None:  # also after Ctrl-C
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if code != 0:
-            said.seek(0)
-            last = said.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
-            raise ReporterFailed(f"[metrics] notify: the command exited with code {code}: {last}")
+    # `timeout` ends all that the command started. A file, not a pipe: a program left behind must not block the run.
+    words = ["timeout", "--signal=KILL", str(timeout_s), "sh", "-c", command]
+    with tempfile.TemporaryFile() as said:
+        code = subprocess.run(
+            words, input=body, stdout=said, stderr=said, env={**os.environ, **variables}, check=False
+        ).returncode
+        said.seek(0)
+        last = said.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
+    if code == -signal.SIGKILL:
+        raise ReporterFailed(f"[metrics] notify: the command took longer than {timeout_s:g} s: ended")
+    if code != 0:
+        raise ReporterFailed(f"[metrics] notify: the command exited with code {code}: {last}")

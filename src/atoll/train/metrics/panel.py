@@ -1,4 +1,4 @@
-"""The live panel of a run and its last page, drawn with rich."""
+"""What is shown of a run: the live panel, drawn with rich, and the lines of a log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unicodedata import category
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -21,13 +21,6 @@ from atoll.train.metrics.session import Session
 
 _MAX_WIDTH = 110
 _GAP = "   "
-_STATUS_STYLE = {"finished": "green", "stopped": "yellow", "failed": "red"}
-# Control characters of a text that came from a model would move the cursor: they are shown by their pictures.
-_CONTROLS = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    0x7F: 0x2421,
-    **dict.fromkeys(range(128, 160), 65533),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +125,9 @@ def end_rows(ended: RunEnded, session: Session) -> list[tuple[str, str]]:
     return rows
 
 
-def end_page(ended: RunEnded, session: Session) -> RenderableType:
-    """The last page of a run on a terminal."""
-    style = _STATUS_STYLE.get(ended.status, "cyan")
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, value in end_rows(ended, session)[1:]:
-        grid.add_row(Text(label), Text(value))
-    rows: list[RenderableType] = [Text(end_rows(ended, session)[0][1]), grid]
-    if ended.sample:
-        rows.append(Padding(Text("sample", style="dim"), (1, 0, 0, 0)))
-        rows.append(Padding(Text(visible(ended.sample), overflow="fold"), (0, 0, 0, 2)))
-    name = f"{session.started.name} " if session.started else ""
-    title = Text.assemble((name, "bold"), (ended.status, f"bold {style}"))
-    return Panel(Group(*rows), title=title, title_align="left", border_style=style, width=None)
-
-
 def visible(text: str) -> str:
-    """A text with its control characters made visible, and without halves of characters."""
-    return text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROLS)
+    """A text without what would move the cursor, or can't be written: control characters and halves of characters."""
+    return "".join("\ufffd" if category(each) in ("Cc", "Cs") and each not in "\n\t" else each for each in text)
 
 
 def phase_line(progress: Progress) -> str:

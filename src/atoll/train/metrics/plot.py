@@ -67,11 +67,11 @@ def save_curve(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], 
 
 def _draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> None:
     x, loss = _column(steps, "step"), _column(steps, "loss")
-    averaged = smooth(loss, max(1, len(loss) // 60))
     finite = np.isfinite(loss)
+    x_mean, mean = averaged(x, loss, 60)
     if len(loss) > 30:
         axes.plot(x, loss, color=_TRAIN, alpha=0.32, linewidth=0.8, label="each step")
-        axes.plot(x, averaged, color=_TRAIN, linewidth=2.0, label="train, averaged", solid_capstyle="round")
+        axes.plot(x_mean, mean, color=_TRAIN, linewidth=2.0, label="train, averaged", solid_capstyle="round")
     elif finite.any():
         axes.plot(x, loss, "o-", color=_TRAIN, linewidth=1.6, markersize=3.5, label="train")
     x_held, held = _column(points, "step"), _column(points, "validation_loss")
@@ -83,7 +83,7 @@ def _draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]], points: Sequence[
         floor = axes.get_xaxis_transform()
         axes.plot(lost, np.zeros_like(lost), "x", color="#b00020", transform=floor, clip_on=False, label="not finite")
     # A spike of one step must not press the curve flat: the averaged curve and the validation set the range.
-    known = np.concatenate([values[np.isfinite(values)] for values in (averaged, held)])
+    known = np.concatenate([values[np.isfinite(values)] for values in (mean, held)])
     if known.size:
         low, high = min(known.min(), loss[finite].min(initial=math.inf)), known.max()
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -104,27 +104,13 @@ def _draw_tokens(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     top.set_xlabel("tokens")
 
 
-def smooth(values: Array, reach: int) -> Array:
-    """The mean around each value, near ones counting more, up to ``reach`` on either side; gaps don't count.
-
-    The window is even on both sides, so the curve is not late where it falls steeply, at the start; only at the end,
-    where values ahead are missing, it leans back. A value without any finite one around it is NaN.
-    """
-    half = -(-reach // 2)
-    return _box(_box(values, half), reach - half)  # two even windows make one that fades towards its ends
-
-
-def _box(values: Array, reach: int) -> Array:
-    size = len(values)
-    finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    nums = np.concatenate([[0], np.cumsum(finite)])
-    at = np.arange(size)
-    half = np.minimum(reach, at)
-    begin, end = at - half, np.minimum(at + half + 1, size)
-    num = nums[end] - nums[begin]
-    averaged: Array = np.where(num > 0, (sums[end] - sums[begin]) / np.maximum(num, 1), np.nan)
-    return averaged
+def averaged(x: Array, y: Array, num: int) -> tuple[Array, Array]:
+    """At most ``num`` points that stand for as many values each: their means, those that are not finite left out."""
+    finite = np.isfinite(y)
+    parts = min(num, int(finite.sum()))
+    groups = [np.array_split(each[finite], max(1, parts)) for each in (x, y)]
+    along, up = (np.array([part.mean() for part in group if part.size]) for group in groups)
+    return along, up
 
 
 def _column(rows: Sequence[Mapping[str, Any]], key: str) -> Array:

@@ -12,12 +12,10 @@ from pydantic import ValidationError, create_model
 from atoll.core.errors import ConfigError
 from atoll.train.recipe import keys
 
-_OF_LAUNCHER = "it is for `atoll train`; under torchrun, nodes and ranks stand before -m"
+_LAUNCH = ("nodes", "num_nodes", "nnodes", "nproc", "nproc_per_node", "gpus", "infra", "dryrun", "detach")
 _ANSWERS = {
-    **dict.fromkeys(("nodes", "num_nodes", "nnodes", "nproc", "nproc_per_node"), _OF_LAUNCHER),
-    **dict.fromkeys(("gpus", "infra", "dryrun", "dry_run", "detach"), _OF_LAUNCHER),
+    **dict.fromkeys(_LAUNCH, "it is for `atoll train`; under torchrun, nodes and ranks stand before -m"),
     "resume": "the same command resumes by default, --no-resume starts over",
-    "config": "the recipe is the first argument: atoll train FILE",
 }
 
 
@@ -57,9 +55,10 @@ def _path(argument: str, name: str) -> keys.Path:
         return path
     if path[0] in keys.sections():
         raise ConfigError(f"{name} is a section: name a key in it, such as --{path[0]}.{keys.keys_in(path[:1])[0]}")
-    answer = _ANSWERS.get(path[0], "expected --section.key, such as --train.steps")
-    if path[0] not in _ANSWERS and (found := keys.meant(path[0])):
-        answer = f"did you mean {' or '.join(f'--{full}' for full in found)}?"
+    answer = _ANSWERS.get(path[0])
+    if answer is None:
+        found = [f"--{full}" for full in keys.meant(path[0])]
+        answer = f"did you mean {' or '.join(found)}?" if found else "expected --section.key, such as --train.steps"
     raise ConfigError(f"unknown option {name}: {answer}")
 
 
