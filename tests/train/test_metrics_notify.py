@@ -19,9 +19,10 @@ import pytest
 
 from atoll.core.errors import ConfigError
 from atoll.train.events import Event, Note, RunEnded, RunStarted
-from atoll.train.metrics.notify import check_target, send
+from atoll.train.metrics.notify import send
 from atoll.train.metrics.reporter import ReporterFailed, Reporters
 from atoll.train.metrics.summary import SummaryFile
+from atoll.train.recipe.load import load_recipe
 
 STARTED = RunStarted("my run", "out/my run", 1000, "one rank", "CPU", 1, 0, 60, 4096)
 ENDED = RunEnded("finished", 60, 2.25, 245_760, 61.2, checkpoint="out/my run/checkpoints/60", sample="\ud800 «end»")
@@ -111,8 +112,8 @@ def test_a_webhook_that_hangs_is_left() -> None:
 
 @pytest.mark.parametrize("url", ["http://", "http://[broken/s3cret", "https://a b/s3cret", "http://127.0.0.1:x/s3cret"])
 def test_a_url_that_is_none_is_refused_at_the_start(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"\[metrics\] notify .*https://HOST/PATH") as caught:
-        check_target(url)
+    with pytest.raises(ConfigError, match=r"\[metrics\] notify: .*https://HOST/PATH") as caught:
+        load_recipe({"metrics": {"notify": url}}, env={})
     assert "s3cret" not in str(caught.value)
 
 

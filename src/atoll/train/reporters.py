@@ -47,7 +47,7 @@ def open_reporters(recipe: Recipe, folder: Path, report: Callable[[Event], None]
         report: takes the events instead of the console.
 
     Raises:
-        ConfigError: a tracker is not installed or not configured, or ``[metrics] notify`` is a URL that is none.
+        ConfigError: a tracker is not installed or not configured.
     """
     found = open_trackers(recipe, str(folder))
     if recipe.metrics.plot:

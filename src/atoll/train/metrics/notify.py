@@ -14,28 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import HttpUrl, TypeAdapter, ValidationError
-
-from atoll.core.errors import ConfigError
 from atoll.train.metrics.reporter import ReporterFailed
 
 TIMEOUT_S = 10.0
-
-
-def check_target(target: str) -> None:
-    """Refuse a ``[metrics] notify`` that looks like a URL and is none.
-
-    Raises:
-        ConfigError: a URL without a host, or with a port that is none. The text leaves it out: it may hold a secret.
-    """
-    if not _is_url(target):
-        return
-    try:
-        TypeAdapter(HttpUrl).validate_python(target)
-    except ValidationError:
-        raise ConfigError(
-            "[metrics] notify is not a URL that can be reached: expected https://HOST/PATH, or a command"
-        ) from None
 
 
 def send(target: str, summary: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
@@ -51,14 +32,10 @@ def send(target: str, summary: Mapping[str, Any], *, timeout_s: float = TIMEOUT_
             only: the path of a webhook is a secret.
     """
     body = json.dumps(summary, ensure_ascii=False).encode(errors="replace")
-    if _is_url(target):
+    if target.lower().startswith(("http://", "https://")):
         _post(target, body, timeout_s)
     else:
         _run(target, body, summary, timeout_s)
-
-
-def _is_url(target: str) -> bool:
-    return target.lower().startswith(("http://", "https://"))
 
 
 def _post(url: str, body: bytes, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from atoll.core.paths import write_atomic
 from atoll.core.validation import command_line
 from atoll.train.events import Event, RunEnded, RunStarted, StepDone
 from atoll.train.metrics.figures import finite
-from atoll.train.metrics.notify import check_target, send
+from atoll.train.metrics.notify import send
 from atoll.train.metrics.reporter import Reporter
 
 _ABOUT = ("name", "output_dir", "parameters", "layout", "device", "world_size", "first_step", "steps")
@@ -24,9 +24,6 @@ class SummaryFile(Reporter):
 
     Args:
         notify: ``[metrics] notify``, which gets the same, see ``notify.send``.
-
-    Raises:
-        ConfigError: ``notify`` is a URL that is none.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], notify: str | None = None) -> None:
@@ -34,8 +31,6 @@ class SummaryFile(Reporter):
         self._notify = notify
         self._about: dict[str, Any] = {}
         self._first_loss: float | None = None
-        if notify:
-            check_target(notify)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):

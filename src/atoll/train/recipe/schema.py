@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, HttpUrl, model_validator
 
 from atoll.core.validation import nearest
 from atoll.train import objectives
@@ -35,6 +35,15 @@ def _local_folder(text: str) -> str:
     return text
 
 
+def _reachable(target: str) -> str:
+    if target.lower().startswith(("http://", "https://")):
+        try:
+            HttpUrl(target)
+        except ValueError:  # it quotes the URL, whose path is a secret
+            raise ValueError("no URL that can be reached: expected https://HOST/PATH, or a command") from None
+    return target
+
+
 def _one_of(names: Callable[[], list[str]], what: str) -> AfterValidator:
     def check(name: str) -> str:
         known = names()
@@ -54,6 +63,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 AxisSize = Annotated[Whole, Field(ge=-1, le=2**20)]
 Layers = Annotated[Whole, Field(gt=0, le=1000)]
+Target = Annotated[str, AfterValidator(_reachable)]
 Width = Annotated[Whole, Field(gt=0, le=2**24)]  # of a matrix
 
 
@@ -351,7 +361,7 @@ class MetricsSection(Section):
     sample_prompt: str | None = None  # text that the trained model continues at the end
     sample_tokens: Positive = 120  # maximum length of that text, in tokens
     profile: ProfileSection | None = None  # a table `[metrics.profile]`, below
-    notify: str | None = None  # a command, or an http(s) URL that gets a JSON summary when the run ends
+    notify: Target | None = None  # a command, or an http(s) URL that gets a JSON summary when the run ends
 
 
 class Recipe(Section):
