@@ -28,15 +28,12 @@ TARGET = 1.0  # of the peer's tokens a second a core
 def measure_atoll(folder: Path, rounds: int) -> dict[str, float]:
     """Text files to shards that are on the disk."""
     from atoll.train.data.prepare import prepare
-    from atoll.train.data.tokenizer import load_tokenizer
     from atoll.train.recipe.schema import DataSection
-
-    tokenizer = load_tokenizer(str(folder / "tokenizer"))
 
     def once() -> int:
         with tempfile.TemporaryDirectory() as cache:
-            section = DataSection(path=str(folder / "texts"), cache=cache)
-            prepared = prepare(section, seq_len=1024, tokenizer=tokenizer, progress=lambda _: None, note=lambda _: None)
+            section = DataSection(path=str(folder / "texts"), tokenizer=str(folder / "tokenizer"), cache=cache)
+            prepared = prepare(section, seq_len=1024, progress=lambda _: None, note=lambda _: None)
             num_tokens = prepared.train[0][0].num_tokens - prepared.train[0][0].num_documents
             prepared.close()
             return num_tokens

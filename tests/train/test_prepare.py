@@ -25,7 +25,7 @@ from atoll.train.data import prepare as module
 from atoll.train.data import tokenizer as tokenizer_module
 from atoll.train.data.prepare import Prepared, is_held_out, prepare
 from atoll.train.data.shards import TokenShards
-from atoll.train.data.tokenizer import load_tokenizer, train_bpe
+from atoll.train.data.tokenizer import ByteTokenizer, train_bpe
 from atoll.train.events import Progress
 from atoll.train.recipe.load import load_recipe, require_complete
 from atoll.train.recipe.schema import DataSection
@@ -140,13 +140,11 @@ def test_a_long_text_is_read_in_blocks_and_gives_the_same_tokens(
     assert sum(lengths) == 2 * (len(text) - 1)
 
 
-def test_a_tokenizer_that_asks_for_it_begins_documents_with_bos(tmp_path: Path, ready: Any, told: Told) -> None:
-    tokenizer = load_tokenizer("bytes")
-    tokenizer.adds_bos, tokenizer.fingerprint = True, "bytes-with-bos"
-    section = DataSection(path=str(lines(tmp_path / "d", 2)), cache=str(tmp_path / "cache"))
-    prepared = prepare(section, seq_len=4, tokenizer=tokenizer, progress=told.progress.append, note=told.notes.append)
-    assert prepared.train[0][0].document(1).tolist() == [256, *b"document 1", EOS]
-    prepared.close()
+def test_a_tokenizer_that_asks_for_it_begins_documents_with_bos(
+    tmp_path: Path, ready: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "adds_bos", True)
+    assert ready(lines(tmp_path / "d", 2)).train[0][0].document(1).tolist() == [256, *b"document 1", EOS]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

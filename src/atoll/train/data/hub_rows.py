@@ -29,6 +29,7 @@ class HubRows:
     """One split of a Hugging Face data set; each row's ``text_key`` is a document."""
 
     unit: str = "rows"
+    names: tuple[str, ...] = ()
     is_tokens: bool = False
 
     def __init__(self, section: DataSection, path: str) -> None:

@@ -53,21 +53,17 @@ def build_once(
             if folder.exists():
                 note(f"data: the cached {folder} is damaged ({wrong}): it is made again")
                 shutil.rmtree(folder)
-            _build(folder, build)
+            sweep_temporary(folder.with_name("*"))
+            with temporary_beside(folder, folder=True) as aside:
+                build(aside)
+                fsync_folder(aside)
+                os.replace(aside, folder)
+            fsync_folder(folder.parent)
     except OSError as error:
         raise ConfigError(
             f"the data cache {folder.parent} cannot be used: {error.strerror or error}. Make room, or set [data] "
             "cache, or ATOLL_HOME, to a folder on another disk that can be written to"
         ) from error
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    sweep_temporary(folder.with_name("*"))
-    with temporary_beside(folder, folder=True) as aside:
-        build(aside)
-        fsync_folder(aside)
-        os.replace(aside, folder)
-    fsync_folder(folder.parent)
 
 
 @contextlib.contextmanager

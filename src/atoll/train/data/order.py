@@ -35,8 +35,6 @@ class Permutation:
     """
 
     def __init__(self, size: int, *key: int) -> None:
-        if not 1 <= size <= 1 << 62:
-            raise ValueError(f"a permutation of {size} values: expected 1 to 2**62")
         self.size = size
         bits = max(_MIN_BITS, (size - 1).bit_length())
         self._low_bits = bits // 2
@@ -52,8 +50,6 @@ class Permutation:
     def __call__(self, indices: Integers) -> Integers:
         """The values at ``indices``, each in ``range(size)``; any shape."""
         values = np.asarray(indices, dtype=np.int64)
-        if values.size and (values.min() < 0 or values.max() >= self.size):
-            raise IndexError(f"an index is outside of the {self.size} values: {values.min()} to {values.max()}")
         words = self._encrypted(values.reshape(-1).astype(np.uint64))
         while (outside := np.flatnonzero(words >= np.uint64(self.size))).size:
             words[outside] = self._encrypted(words[outside])
@@ -90,8 +86,6 @@ class Mixture:
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
-        if not lengths or len(lengths) != len(weights) or min(lengths) < 1 or min(weights) <= 0:
-            raise ValueError(f"a mixture of lengths {list(lengths)} and weights {list(weights)}: expected all above 0")
         self.lengths = tuple(lengths)
         self.shares = _whole_shares(weights)
         self._tree = _joined(self.shares)

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
-from atoll.train.data.order import Mixture, Permutation
+from atoll.train.data.order import Integers, Mixture, Permutation
 from atoll.train.data.shards import TokenShards
-
-Integers = NDArray[np.int64]
 
 UNTRAINED = -100
 """The label of a place that is not trained."""
@@ -125,7 +122,10 @@ class PackedDataset:
 
     def window(self, index: int) -> Sample:
         """One of the ``len(self)`` sequences, in the order in which they lie in the parts, one part after the other."""
-        shards, start = self._place(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        part = int(np.searchsorted(self._first_windows, index, side="right")) - 1
+        shards, start = self.parts[part], int(index - self._first_windows[part]) * self.seq_len
         size = self.seq_len
         read = shards.read(start, min(start + size + 1, shards.num_tokens))
         tokens = np.zeros(size, dtype=np.int64)
@@ -148,13 +148,6 @@ class PackedDataset:
         places = np.arange(self.seq_len, dtype=np.int64)
         nothing = np.zeros(self.seq_len, dtype=np.int64)
         return Sample(nothing, np.full_like(nothing, UNTRAINED), places, nothing if self.isolate else None)
-
-    def _place(self, window: int) -> tuple[TokenShards, int]:
-        """The shards a window is in, and its first token there."""
-        if not 0 <= window < len(self):
-            raise IndexError(f"window {window} of {len(self)}")
-        part = int(np.searchsorted(self._first_windows, window, side="right")) - 1
-        return self.parts[part], int(window - self._first_windows[part]) * self.seq_len
 
 
 def _num_trainable(shards: TokenShards, isolate: bool) -> int:

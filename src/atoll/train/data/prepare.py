@@ -22,7 +22,7 @@ from atoll.train.data.formats import Piece, Tokens
 from atoll.train.data.once import build_once
 from atoll.train.data.order import GOLDEN, mixed
 from atoll.train.data.shards import FORMAT_VERSION, ShardWriter, TokenShards, damage
-from atoll.train.data.sources import Files, Source, open_source
+from atoll.train.data.sources import Source, open_source
 from atoll.train.data.tokenizer import Tokenizer, bpe_size, cut, load_tokenizer, train_bpe
 from atoll.train.events import Progress
 from atoll.train.recipe.schema import DataSection
@@ -60,65 +60,56 @@ class Prepared:
             self.validation.close()
 
 
-def prepare(
-    section: DataSection,
-    *,
-    seq_len: int,
-    tokenizer: Tokenizer | None = None,
-    progress: Report,
-    note: Callable[[str], None],
-) -> Prepared:
+def prepare(section: DataSection, *, seq_len: int, progress: Report, note: Callable[[str], None]) -> Prepared:
     """Find, tokenise and open the data. Every rank may call it at once: one process works, the others wait.
 
     Args:
-        tokenizer: instead of the section's own.
         progress: told a few times a second.
 
     Raises:
         ConfigError: data or tokenizer are missing or broken; the message says which, where and what to do.
     """
-    preparation = _Preparation(section, tokenizer, progress, note)
+    preparation = _Preparation(section, progress, note)
     train: list[tuple[TokenShards, float]] = []
-    validation: TokenShards | None = None
-    try:
-        for source, weight in preparation.parts:
-            folder = preparation.shards(source, preparation.fraction)
-            train.append((TokenShards.open(folder / "train"), weight))
-            if empty := train[-1][0].meta[0]["empty_documents"]:
-                preparation.tell(f"data: {empty:,} empty documents of {source.name} are left out")
-            _check_length(source, train[-1][0], seq_len, preparation.fraction)
-        validation = preparation.open_validation(seq_len)
-        preparation.tell(_summary([shards for shards, _ in train], validation, preparation.root))
-    except BaseException:
-        Prepared(train, validation, None).close()
-        raise
+    for source, weight in preparation.parts:
+        shards = TokenShards.open(preparation.shards(source, preparation.fraction) / "train")
+        if empty := shards.meta[0]["empty_documents"]:
+            note(f"data: {empty:,} empty documents of {source.name} are left out")
+        _check_length(source, shards, seq_len, preparation.fraction)
+        train.append((shards, weight))
+    validation = preparation.open_validation(seq_len)
+    tokens, documents = (sum(getattr(each, name) for each, _ in train) for name in ("num_tokens", "num_documents"))
+    held = "" if validation is None else f", {validation.num_tokens:,} held out"
+    of = f"{documents:,} document{'s' if documents != 1 else ''}"
+    note(f"data: {tokens:,} tokens in {of}{held}; kept in {preparation.root}")
     return Prepared(train, validation, preparation.tokenizer)
 
 
 class _Preparation:
     """The sources and the tokenizer of one recipe, and where its shards go."""
 
-    def __init__(
-        self, section: DataSection, tokenizer: Tokenizer | None, progress: Report, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, section: DataSection, progress: Report, note: Callable[[str], None]) -> None:
         self.section = section
-        self.notes: list[str] = []
         self.progress = progress
-        self._note = note
+        self.note = note
         self.root = Path(section.cache).expanduser().absolute() if section.cache else atoll_home() / "data"
         self.fraction = section.validation if isinstance(section.validation, float) else 0.0
         self.parts = [(self._open(paths), weight) for paths, weight in _parts(section)]
         self._own = None if isinstance(section.validation, float) else self._open(section.validation)
-        self._note_overlap()
-        self.tokenizer = tokenizer or self._load_tokenizer()
+        trained = {name for part, _ in self.parts for name in part.names}
+        if self._own and (both := trained.intersection(self._own.names)):
+            note(
+                f"data: {min(both)}{' and more' if len(both) > 1 else ''} of [data] validation is trained on too, so "
+                "the validation loss tells nothing about new text"
+            )
+        self.tokenizer = self._load_tokenizer()
         if (self.tokenizer is None or self.tokenizer.eos_id is None) and any(part.is_tokens for part, _ in self.parts):
-            self.tell("data: no tokenizer says which token ends a document, so each token file is one document")
+            note("data: no tokenizer says which token ends a document, so each token file is one document")
 
-    def tell(self, line: str) -> None:
-        """Note a line, once."""
-        if line not in self.notes:
-            self.notes.append(line)
-            self._note(line)
+    def _open(self, paths: str | list[str]) -> Source:
+        source = open_source(self.section, paths)
+        self.note(source.note)
+        return source
 
     def shards(self, source: Source, fraction: float) -> Path:
         """The folder with ``train`` and, where a fraction is held out, ``validation`` of a source."""
@@ -129,9 +120,9 @@ class _Preparation:
         build_once(
             folder,
             lambda aside: _Build(self.section, source, tokenizer, fraction, self.progress).into(aside),
-            damage=lambda path: _damage(path, fraction),
+            damage=lambda path: damage(path / "train") or (damage(path / "validation") if fraction else None),
             progress=self.progress,
-            note=self.tell,
+            note=self.note,
         )
         return folder
 
@@ -144,33 +135,18 @@ class _Preparation:
         else:
             shards = TokenShards.open(*(self.shards(part, self.fraction) / "validation" for part, _ in self.parts))
         if any(each["held_out"] == TAILS for each in shards.meta):
-            self.tell(
+            self.note(
                 f"data: fewer than {FEW_DOCUMENTS} documents, so the last {self.fraction:.1%} of each is held out, not "
                 "whole documents"
             )
         if shards.num_tokens > seq_len:
             return shards
-        self.tell(
+        self.note(
             f"data: no validation, as {shards.num_tokens:,} held-out tokens are less than one sequence "
             f"(seq_len = {seq_len} and one to predict): raise [data] validation, or lower [train] seq_len"
         )
         shards.close()
         return None
-
-    def _open(self, paths: str | list[str]) -> Source:
-        source = open_source(self.section, paths)
-        self.tell(source.note)
-        return source
-
-    def _note_overlap(self) -> None:
-        """Say where what is trained on is what validates."""
-        trained = {file.path for part, _ in self.parts if isinstance(part, Files) for file, _ in part.files}
-        for file, _ in self._own.files if isinstance(self._own, Files) else ():
-            if file.path in trained:
-                self.tell(
-                    f"data: {file.name} of [data] validation is trained on too, so the validation loss tells nothing "
-                    "about new text"
-                )
 
     def _load_tokenizer(self) -> Tokenizer | None:
         spec = self.section.tokenizer
@@ -196,7 +172,7 @@ class _Preparation:
             learn,
             damage=lambda path: None if (path / "tokenizer.json").is_file() else "tokenizer.json is missing",
             progress=self.progress,
-            note=self.tell,
+            note=self.note,
         )
         learnt = load_tokenizer(str(folder))
         learnt.name = spec
@@ -240,10 +216,6 @@ def _watched(source: Source, pieces: Iterator[Piece], phase: str, progress: Repo
     progress(Progress(phase, source.done, source.total, source.unit))
 
 
-def _damage(folder: Path, fraction: float) -> str | None:
-    return damage(folder / "train") or (damage(folder / "validation") if fraction else None)
-
-
 def _check_length(source: Source, shards: TokenShards, seq_len: int, fraction: float) -> None:
     if shards.num_tokens <= seq_len:
         held = f", as [data] validation = {fraction} holds out the rest" if fraction else ""
@@ -252,13 +224,6 @@ def _check_length(source: Source, shards: TokenShards, seq_len: int, fraction: f
             f"seq_len = {seq_len} needs {seq_len + 1:,}. Lower {'[data] validation or ' if fraction else ''}"
             "[train] seq_len, or add data"
         )
-
-
-def _summary(train: list[TokenShards], validation: TokenShards | None, root: Path) -> str:
-    tokens, documents = sum(each.num_tokens for each in train), sum(each.num_documents for each in train)
-    held = "" if validation is None else f", {validation.num_tokens:,} held out"
-    of = f"{documents:,} document{'s' if documents != 1 else ''}"
-    return f"data: {tokens:,} tokens in {of}{held}; kept in {root}"
 
 
 def is_held_out(index: int, fraction: float) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.text import Text
 
 from atoll.train.data.packing import UNTRAINED, Sample
+from atoll.train.data.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"  # what decoding gives for a character of which bytes are missing
 _LONGEST_CHARACTER = 8  # tokens; what is incomplete after so many is no character
@@ -25,14 +26,7 @@ _RULE_STYLE = "bold"
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {10: "↵\n", 9: "⇥", 13: "␍"}
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that a preview needs."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of tokens; an incomplete character is U+FFFD, never an error."""
-
-
-def render(sample: Sample, tokenizer: Decoder | None, *, colour: bool, ids: bool = False) -> Text:
+def render(sample: Sample, tokenizer: Tokenizer | None, *, colour: bool, ids: bool = False) -> Text:
     """One sequence as text.
 
     Args:
@@ -61,22 +55,16 @@ def legend(*, colour: bool) -> str:
     )
 
 
-def as_json(sample: Sample, tokenizer: Decoder | None) -> dict[str, Any]:
+def as_json(sample: Sample, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """One sequence as a JSON object: the fields of ``Sample``, and ``text``, the piece of text of each token."""
     pieces = [
         piece for start, stop in _documents(sample) for piece in token_pieces(sample.tokens[start:stop], tokenizer)
     ]
-    return {
-        "tokens": sample.tokens.tolist(),
-        "labels": sample.labels.tolist(),
-        "positions": sample.positions.tolist(),
-        "documents": None if sample.documents is None else sample.documents.tolist(),
-        "trained": sample.num_trained,
-        "text": pieces,
-    }
+    fields = {name: values.tolist() for name, values in sample.fields.items()}
+    return {"documents": None, **fields, "trained": sample.num_trained, "text": pieces}
 
 
-def token_pieces(tokens: Sequence[int] | np.ndarray[Any, Any], tokenizer: Decoder | None) -> list[str]:
+def token_pieces(tokens: Sequence[int] | np.ndarray[Any, Any], tokenizer: Tokenizer | None) -> list[str]:
     """The text that each token adds to that of those before it.
 
     Tokens are decoded with the piece before them, for many tokenizers drop a space at the beginning. A token that only
@@ -99,7 +87,7 @@ def token_pieces(tokens: Sequence[int] | np.ndarray[Any, Any], tokenizer: Decode
 
 
 def _append_tokens(
-    text: Text, sample: Sample, places: range, tokenizer: Decoder | None, colour: bool, ids: bool
+    text: Text, sample: Sample, places: range, tokenizer: Tokenizer | None, colour: bool, ids: bool
 ) -> None:
     pieces = token_pieces(sample.tokens[places.start : places.stop], tokenizer)
     for number, (place, piece) in enumerate(zip(places, pieces, strict=True)):

@@ -180,18 +180,16 @@ def _find_local(asked: str, left_out: list[str]) -> list[SourceFile]:
 
 def _walk(folder: Path, left_out: list[str]) -> Iterator[Path]:
     """What lies in a folder; each folder below once, so that a circle of links ends."""
-
-    def closed(error: OSError) -> None:
-        left_out.append(f"{Path(error.filename).name} ({error.strerror})")
-
     seen: set[str] = set()
-    for where, folders, names in os.walk(folder, onerror=closed, followlinks=True):
+    closed: list[OSError] = []
+    for where, folders, names in os.walk(folder, onerror=closed.append, followlinks=True):
         if (real := os.path.realpath(where)) in seen:
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         yield from (Path(where) / name for name in sorted(names) if not name.startswith("."))
+    left_out += [f"{Path(error.filename).name} ({error.strerror})" for error in closed]
 
 
 def _find_remote(asked: str) -> list[SourceFile]:

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.secrets import redact
@@ -31,37 +31,6 @@ _BY_EXTENSION = {
 # In a folder these are data where nothing else is, and about the data where something else is (README.md, info.json).
 _WEAK_EXTENSIONS = {".txt", ".text", ".md", ".json"}
 _NAMES = {"text": "text", "jsonl": "JSONL", "parquet": "Parquet", "bin": "token"}
-
-
-class Source(Protocol):
-    """Documents to read.
-
-    Attributes:
-        total: how far it goes; None where that is not known.
-        is_tokens: whether the documents are tokens already.
-    """
-
-    name: str
-    unit: str
-    done: int
-    total: int | None
-    is_tokens: bool
-
-    @property
-    def note(self) -> str:
-        """One line on what was found."""
-
-    def identity(self) -> list[Any]:
-        """JSON that changes when the content does."""
-
-    def token_bytes(self) -> int:
-        """Bytes of the widest tokens in files; 0 where none holds tokens."""
-
-    def pieces(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[Piece]:
-        """Every document in order, a long text in several pieces.
-
-        Both arguments are for token files only: where a document ends, and the limit of its tokens.
-        """
 
 
 def open_source(section: DataSection, paths: str | Sequence[str]) -> Source:
@@ -91,7 +60,13 @@ def _is_hub(section: DataSection, path: str) -> bool:
 
 
 class Files:
-    """Documents of files, in the order of the list and sorted by name within a folder or glob."""
+    """Documents of files, in the order of the list and sorted by name within a folder or glob.
+
+    Attributes:
+        total: how far ``done`` goes; None where that is not known.
+        names: of the files, without secrets.
+        is_tokens: whether the documents are tokens already.
+    """
 
     unit: str = "bytes"
 
@@ -119,6 +94,7 @@ class Files:
         sizes = [file.num_bytes for file, _ in self.files]
         self.total = None if None in sizes else sum(size or 0 for size in sizes)
         self.done = 0
+        self.names = [file.name for file, _ in self.files]
         self.is_tokens = all(kind == "bin" for _, kind in self.files)
 
     @property
@@ -143,7 +119,7 @@ class Files:
         return line
 
     def identity(self) -> list[Any]:
-        """Path, size, time or ETag of every file, and its format."""
+        """JSON that changes when the content does: path, size, time or ETag of every file, and its format."""
         return [(file.path, file.num_bytes, file.stamp, kind) for file, kind in self.files]
 
     def token_bytes(self) -> int:
@@ -156,7 +132,10 @@ class Files:
         return max(sizes)
 
     def pieces(self, *, eos_id: int | None = None, vocab_size: int | None = None) -> Iterator[Piece]:
-        """Every document of every file."""
+        """Every document of every file, a long text in several pieces.
+
+        Both arguments are for token files only: where a document ends, and the limit of its tokens.
+        """
         before = 0
         for file, kind in self.files:
             if kind == "bin":
@@ -223,3 +202,6 @@ def _by_extension(file: SourceFile) -> str | None:
 def _looks_like(file: SourceFile) -> str:
     with file.open() as (content, _):
         return formats.looks_like(content)
+
+
+Source = Files | HubRows

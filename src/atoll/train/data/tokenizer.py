@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -37,8 +37,8 @@ _SAFE_CUT = re.compile(r"(?<=\S\n)(?=[^\W\d_])")
 _PIECE_CHARACTERS = 1 << 15
 
 
-class Tokenizer(Protocol):
-    """Text to numbers and back.
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, then bos 256, eos 257, pad 258 and a spare one: 260 divides by 2 and 4.
 
     Attributes:
         vocab_size: the largest token id + 1, added tokens included.
@@ -47,30 +47,6 @@ class Tokenizer(Protocol):
         can_cut: whether the pieces of ``cut`` have the tokens of the whole text.
         fingerprint: digest of all that decides which tokens come out.
     """
-
-    name: str
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
-    adds_bos: bool
-    can_cut: bool
-    fingerprint: str
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of ``text``; none are added at its ends."""
-
-    def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
-        """Tokens of each text as unsigned integers, on ``workers`` cores (0: on all)."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; special ones are left out, and broken UTF-8 is replaced."""
-
-    def save(self, folder: str | Path) -> None:
-        """Write it so that ``load_tokenizer(folder)`` gives it back, and ``transformers`` can load it."""
-
-
-class ByteTokenizer:
-    """The 256 bytes of UTF-8, then bos 256, eos 257, pad 258 and a spare one: 260 divides by 2 and 4."""
 
     name = "bytes"
     vocab_size = 260
@@ -81,20 +57,24 @@ class ByteTokenizer:
     fingerprint = "bytes-260"
 
     def encode(self, text: str) -> list[int]:
+        """Tokens of ``text``; none are added at its ends."""
         return list(text.encode())
 
     def encode_arrays(self, texts: list[str], *, workers: int = 0) -> list[NDArray[Any]]:
+        """Tokens of each text as unsigned integers, on ``workers`` cores (0: on all)."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; special ones are left out, and broken UTF-8 is replaced."""
         return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
 
     def save(self, folder: str | Path) -> None:
+        """Write it so that ``load_tokenizer(folder)`` gives it back."""
         _write_json(Path(folder) / "tokenizer_config.json", {"tokenizer_class": _BYTES_CLASS})
 
 
 class FastTokenizer:
-    """A tokenizer of the ``tokenizers`` library.
+    """A tokenizer of the ``tokenizers`` library, with what ``ByteTokenizer`` has.
 
     Args:
         companions: files that lay beside it, by name: they tell its special tokens and are saved with it.
@@ -171,6 +151,9 @@ class FastTokenizer:
             raise ConfigError(
                 f"[data] tokenizer = {self.name!r} cannot encode the text: {error}. Give it an unk_token"
             ) from error
+
+
+Tokenizer = ByteTokenizer | FastTokenizer
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
