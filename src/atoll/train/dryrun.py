@@ -168,12 +168,9 @@ def requirements(
 
 def _no_data(recipe: Recipe) -> list[str]:
     """The paths of this machine's files that lead nowhere."""
-    given = recipe.data.path or []
-    parts = [given] if isinstance(given, str) else [part if isinstance(part, str) else part.path for part in given]
-    asked = [path for part in parts for path in ([part] if isinstance(part, str) else part)]
     return [
         path
-        for path in asked
+        for path in recipe.data.paths
         if "://" not in path
         and not os.path.lexists(found := os.path.expanduser(path))
         and not glob.glob(found, recursive=True)

@@ -19,8 +19,9 @@ from atoll.core.validation import nearest
 from atoll.train.recipe import files, keys, titan
 from atoll.train.recipe.durations import Duration
 from atoll.train.recipe.overrides import parse_overrides
-from atoll.train.recipe.schema import SCHEMA_VERSION, DataSection, Recipe
+from atoll.train.recipe.schema import SCHEMA_VERSION, Recipe
 
+_TOKENS = (".bin", ".bin.gz", ".bin.zst")  # files that need no tokenizer
 _NOT_INHERITED = ("name", "version", "base")
 
 
@@ -230,13 +231,14 @@ def require_complete(recipe: Recipe) -> None:
     Raises:
         ConfigError: names each missing key and the flag to add.
     """
-    missing = []
-    if recipe.data.path is None:
+    missing, data = [], recipe.data
+    if data.path is None:
         missing.append(
             "[data] path is not set: add --data.path FILE (text, JSONL, Parquet, .bin, a folder, a glob, or "
             "hf://owner/name)"
         )
-    if recipe.data.tokenizer is None and not _holds_tokens(recipe.data):
+    are_tokens = data.path is not None and all(path.lower().endswith(_TOKENS) for path in data.paths)
+    if data.tokenizer is None and data.format != "bin" and not are_tokens:
         missing.append(
             "[data] tokenizer is not set: add --data.tokenizer bytes (needs no file), bpe:4096 (trained on the data), "
             "or a hub name, a folder or a tokenizer.json; or --data.format bin where the files hold tokens"
@@ -246,12 +248,3 @@ def require_complete(recipe: Recipe) -> None:
     if missing:
         head = "" if len(missing) == 1 else f"the recipe {recipe.name} is not complete:\n  "
         raise ConfigError(head + "\n  ".join(missing))
-
-
-def _holds_tokens(data: DataSection) -> bool:
-    """Whether all files are token files by ``format`` or their names, so that no tokenizer is needed."""
-    paths: list[str] = []
-    for part in data.path if isinstance(data.path, list) else [data.path or ""]:
-        given = part if isinstance(part, str) else part.path
-        paths += [given] if isinstance(given, str) else given
-    return data.format == "bin" or all(path.lower().endswith((".bin", ".bin.gz", ".bin.zst")) for path in paths)

@@ -192,6 +192,13 @@ class DataSection(Section):
     cache: str | None = None  # folder of the tokenised data; unset: `$ATOLL_HOME/data`
     workers: Annotated[Whole, Field(ge=0, le=4096)] = 0  # number of processes that tokenise; 0: one per core
 
+    @property
+    def paths(self) -> list[str]:
+        """Every path, of all parts of a mixture."""
+        given = [self.path] if isinstance(self.path, str) else self.path or []
+        parts = [part if isinstance(part, str) else part.path for part in given]
+        return [path for part in parts for path in ([part] if isinstance(part, str) else part)]
+
 
 class ObjectiveSection(Section):
     """What is minimised."""
