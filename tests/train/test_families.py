@@ -13,7 +13,6 @@ import ranks
 import small
 from atoll.core.errors import ConfigError
 from atoll.train.models import families
-from atoll.train.models.family import family
 from atoll.train.models.registry import build, flops_per_token
 from atoll.train.parallel.estimate import estimate
 from atoll.train.parallel.layout import Layout
@@ -32,7 +31,6 @@ def new_family() -> Iterator[None]:
     families.__path__.append(FOLDER)
     yield
     families.__path__.remove(FOLDER)
-    family.cache_clear()
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -53,7 +53,7 @@ def uncached(model: nn.Module, tokens: list[int]) -> Tensor:
 def test_cached_logits_are_those_of_all_positions(name: str) -> None:
     model = model_of(SECTIONS[name])
     tokens = list(PROMPT)
-    with _caching(model, 30) as next_logits:
+    with _caching(model) as next_logits:
         for token in [11, 60, 2, 2, 95, 33]:
             torch.testing.assert_close(next_logits(tokens), uncached_outside(model, tokens), rtol=1e-4, atol=1e-4)
             tokens.append(token)

@@ -122,7 +122,6 @@ class Family(ABC):
             raise ValueError(f"rope_scaling is given, and {config.family} has no rotary positions: leave it out")
 
 
-@functools.cache
 def family(name: str) -> Family:
     """The family of that name, one of ``families.names()``."""
     found: Family = importlib.import_module(f"{families.__name__}.{name}").FAMILY

@@ -21,24 +21,17 @@ _BROKEN = "\ufffd"  # what UTF-8 decodes to where a character is not complete ye
 class CachedKernel(SdpaKernel):
     """Attention of new positions to all before them, whose keys and values it keeps."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.length = 0
-        self.kept: tuple[Tensor, Tensor] | None = None  # keys and values, each [B, max_tokens, K, E]
+    def __init__(self) -> None:
+        self.kept: tuple[Tensor, Tensor] | None = None  # keys and values, each [B, T, K, E]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Of q [B, S, H, E], k and v [B, S, K, E] of the new positions."""
-        start, self.length = self.length, self.length + q.shape[1]
-        if self.kept is None:
-            shape = (k.shape[0], self.max_tokens, *k.shape[2:])
-            self.kept = (k.new_empty(shape), v.new_empty(shape))
-        for all_of_them, new in zip(self.kept, (k, v), strict=True):
-            all_of_them[:, start : self.length] = new
-        q, k, v = (each.transpose(1, 2) for each in (q, *(kept[:, : self.length] for kept in self.kept)))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=start == 0 and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(1, 2)
+        """Of q [B, S, H, E], k and v [B, S, K, E] of the first positions, or of one more."""
+        if self.kept is not None:
+            k, v = torch.cat((self.kept[0], k), dim=1), torch.cat((self.kept[1], v), dim=1)
+        self.kept = k, v
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=grouped).transpose(1, 2)
 
 
 def generate(
@@ -77,9 +70,8 @@ def generate(
 
     def drawn() -> Iterator[int]:
         known, random = list(tokens), torch.Generator().manual_seed(seed % 2**64)
-        count = min(num_tokens, longest - len(known))
-        with _caching(model, len(known) + count) as next_logits:
-            for _ in range(count):
+        with _caching(model) as next_logits:
+            for _ in range(min(num_tokens, longest - len(known))):
                 token = _draw(next_logits(known), temperature, top_k, top_p, random)
                 if token in stop:
                     return
@@ -90,7 +82,7 @@ def generate(
 
 
 @contextmanager
-def _caching(model: nn.Module, max_tokens: int) -> Iterator[Callable[[list[int]], Tensor]]:
+def _caching(model: nn.Module) -> Iterator[Callable[[list[int]], Tensor]]:
     """A function from all tokens so far to the logits [V] of the next; caches stand in the model meanwhile."""
     device = next(model.parameters()).device
     attentions = [part for part in model.modules() if isinstance(part, Attention) and isinstance(model, Decoder)]
@@ -111,7 +103,7 @@ def _caching(model: nn.Module, max_tokens: int) -> Iterator[Callable[[list[int]]
 
     try:
         for attention in attentions:
-            attention.attention_kernel = CachedKernel(max_tokens)
+            attention.attention_kernel = CachedKernel()
         yield next_logits
     finally:
         for attention, kernel in zip(attentions, kernels, strict=True):
