@@ -14,14 +14,14 @@ from atoll.core.packages import trainer_packages
 from atoll.core.paths import atoll_home
 
 if TYPE_CHECKING:
+    from atoll.train.events import TrainResult as TrainResult
     from atoll.train.recipe.load import load_recipe as load_recipe
     from atoll.train.recipe.schema import Recipe as Recipe
-    from atoll.train.trainer import TrainResult as TrainResult
     from atoll.train.trainer import run as run
 
 _WHERE = {
     "Recipe": "atoll.train.recipe.schema",
-    "TrainResult": "atoll.train.trainer",
+    "TrainResult": "atoll.train.events",
     "load_recipe": "atoll.train.recipe.load",
     "run": "atoll.train.trainer",
 }

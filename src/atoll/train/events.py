@@ -87,9 +87,21 @@ class Note:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """The run is over: ``finished``, ``stopped`` (asked to, saved) or ``failed``."""
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        status: ``finished``, or ``stopped`` where it was asked to stop and has saved; in events also ``failed``.
+        step, steps: optimizer steps done, and of the whole run.
+        loss, validation_loss: nats per token of the last step, and of the last validation; None where there was none.
+        tokens: trained since the beginning, over all ranks.
+        took_s: of this session.
+        checkpoint: path of the last one; None where none was saved.
+        figures: others by name: ``tokens_per_s``, ``memory_bytes``, ``mfu``.
+        output_dir: the folder of the run.
+        world_size: ranks that trained.
+    """
 
     status: str
     step: int
@@ -98,10 +110,19 @@ class RunEnded:
     took_s: float
     validation_loss: float | None = None
     checkpoint: str | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    output_dir: str = ""
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(TrainResult):
+    """The run is over."""
+
     sample: str | None = None  # generated text
     curve: str | None = None  # path of the picture
     error: str | None = None
-    figures: dict[str, float] = field(default_factory=dict)
 
 
 Event = RunStarted | Progress | StepDone | Validated | CheckpointSaved | Note | RunEnded

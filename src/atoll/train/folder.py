@@ -13,7 +13,6 @@ from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.paths import shown_path, sweep_temporary, write_atomic
-from atoll.train.checkpoint.claim import FolderClaim
 from atoll.train.recipe.compare import diff, harmful
 from atoll.train.recipe.schema import Recipe
 
@@ -38,6 +37,8 @@ class RunFolder:
             ConfigError: another run writes here, or the recipe differs in a way that changes what is trained, or the
                 folder can't be made.
         """
+        from atoll.train.checkpoint.claim import FolderClaim  # with torch, which whoever starts the ranks does without
+
         self.path = wanted if resume else fresh_folder(wanted)
         self.notes: list[str] = []
         self._recipe, self._resume, self._allow_changes = recipe, resume, allow_changes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Self
 
@@ -44,6 +44,7 @@ class Cursor:
     tokens: int = 0  # trained, over all ranks
     loss: float | None = None
     validation_loss: float | None = None  # of the last validation
+    validated_step: int | None = None
 
 
 @dataclass
@@ -75,7 +76,6 @@ class Run:
     stopped_by: str | None = None
     checkpoint: str | None = None  # where the newest whole one is
     saved_step: int | None = None
-    validated_step: int | None = None
     save_error: CheckpointError | None = None
     outer: OuterSync | None = None
     since: float = 0.0  # when the step began that is reported next
@@ -96,7 +96,7 @@ def train(run: Run) -> None:
     """Train until the run's length is reached, or until a rank was asked to stop, and save."""
     cursor = run.cursor
     owed = due(cursor.step, run.validate_at) or cursor.step >= run.steps
-    if cursor.step and owed and run.validated_step != cursor.step:
+    if cursor.step and owed and cursor.validated_step != cursor.step:
         validate(run)  # a stop had cut it short
     if run.outer is not None:
         run.outer.begin(cursor.step, cursor.tokens, run.engine.weights.masters)
@@ -375,7 +375,7 @@ def validate(run: Run) -> bool:
     tokens, weight, *totals = own.tolist()
     cursor = run.cursor
     cursor.validation_loss, *values = (total / (weight or 1.0) for total in totals)
-    run.validated_step = cursor.step
+    cursor.validated_step = cursor.step
     metrics = dict(zip(objective.metrics, values, strict=True))
     run.report(Validated(cursor.step, cursor.validation_loss, int(tokens), time.perf_counter() - started, metrics))
     return False
@@ -394,16 +394,14 @@ def save(run: Run) -> None:
     report_saved(run, run.checkpointer.wait())
     meta = {
         **run.about,
-        "step": cursor.step,
-        "tokens": cursor.tokens,
-        "loss": cursor.loss,
-        "validation_loss": cursor.validation_loss,
-        "validated_step": run.validated_step,
+        **asdict(cursor),
         "source": run.source.state(),
         "outer": None if run.outer is None else run.outer.state(),
         "keep": due(cursor.step, [run.keep_at]),
     }
-    metric = cursor.validation_loss if run.validated_step == cursor.step else None  # an older one is of other weights
+    metric = (
+        cursor.validation_loss if cursor.validated_step == cursor.step else None
+    )  # an older one is of other weights
     run.checkpointer.save(cursor.step, state_tensors(run.engine, run.optimizer, run.outer), meta, metric=metric)
     run.saved_step = cursor.step
 

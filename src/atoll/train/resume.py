@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -68,8 +69,8 @@ def load_state(
     outer: OuterSync | None,
     about: dict[str, Any],
     note: Callable[[str], None],
-) -> tuple[Cursor, int | None]:
-    """Weights, optimizer and place in the data as they were last saved; the cursor and the step last validated.
+) -> Cursor:
+    """Weights, optimizer and place in the data as they were last saved; how far the run was.
 
     Raises:
         ConfigError: the data are not those that it was trained on.
@@ -88,4 +89,5 @@ def load_state(
     source.load(meta["source"])
     if outer is not None:
         outer.load(meta["outer"])
-    return Cursor(meta["step"], meta["tokens"], meta["loss"], meta["validation_loss"]), meta.get("validated_step")
+    reached: dict[str, Any] = {each.name: meta.get(each.name) for each in dataclasses.fields(Cursor)}
+    return Cursor(**reached)

@@ -22,7 +22,7 @@ from atoll.train.corpus import Corpus, Length, StoppedEarly, open_corpus, prepar
 from atoll.train.data.loader import Loader
 from atoll.train.data.prepare import Prepared
 from atoll.train.engine import Engine
-from atoll.train.events import Event, Note, Progress, RunEnded, RunStarted
+from atoll.train.events import Event, Note, Progress, RunEnded, RunStarted, TrainResult
 from atoll.train.folder import RunFolder
 from atoll.train.loop import Cursor, Run, train
 from atoll.train.metrics.flops import formula_line, peak_flops
@@ -50,35 +50,6 @@ from atoll.train.world import World, join
 
 Report = Callable[[Event], None]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended.
-
-    Attributes:
-        status: ``finished``, or ``stopped`` where it was asked to stop and has saved.
-        step, steps: optimizer steps done, and of the whole run.
-        loss, validation_loss: nats per token of the last step, and of the last validation; None where there was none.
-        tokens: trained since the beginning, over all ranks.
-        output_dir: the folder of the run.
-        checkpoint: path of the last one; None where none was saved.
-        took_s: of this session.
-        world_size: ranks that trained.
-        figures: others by name: ``tokens_per_s``, ``memory_bytes``, ``mfu``.
-    """
-
-    status: str
-    step: int
-    steps: int
-    loss: float | None
-    validation_loss: float | None
-    tokens: int
-    output_dir: str
-    checkpoint: str | None
-    took_s: float
-    world_size: int
-    figures: dict[str, float] = field(default_factory=dict)
 
 
 def run(
@@ -244,9 +215,9 @@ class _Trainer:
         engine = self._agreed(lambda: self._engine(mesh, fresh=found is None))
         optimizer = build_optimizer(engine.weights.masters, recipe.optimizer, seed=train.seed, replicas=mesh.gradients)
         source = self.source(length.samples)
-        cursor, validated_step = Cursor(), None
+        cursor = Cursor()
         if found is not None:
-            cursor, validated_step = load_state(checkpointer, engine, optimizer, source, self.outer, about, self._note)
+            cursor = load_state(checkpointer, engine, optimizer, source, self.outer, about, self._note)
             if cursor.step >= length.steps:
                 done = f"already finished: {cursor.step} of {length.steps} steps"
                 self._note(f"{done}; to train longer: --train.steps N")
@@ -287,7 +258,6 @@ class _Trainer:
             cursor=cursor,
             again="the same command" if self.resume else f"--train.output_dir {shown_path(str(folder))}",
             saved_step=None if found is None else cursor.step,
-            validated_step=validated_step,
             checkpoint=None if found is None else open_store(root).path(cursor.step),
         )
 
@@ -360,29 +330,26 @@ class _Trainer:
 
     def _end(self, run: Run | None, folder: Path, status: str, error: str | None = None) -> TrainResult:
         cursor = Cursor() if run is None else run.cursor
-        result = TrainResult(
-            status,
-            cursor.step,
-            0 if run is None else run.steps,
-            cursor.loss,
-            cursor.validation_loss,
-            cursor.tokens,
-            str(folder),
-            None if run is None or run.checkpoint is None else shown_path(run.checkpoint),
-            time.monotonic() - self.started,
-            self.world.size,
-            {} if run is None else run.figures(),
-        )
+        known: dict[str, Any] = {
+            "status": status,
+            "step": cursor.step,
+            "steps": 0 if run is None else run.steps,
+            "loss": cursor.loss,
+            "validation_loss": cursor.validation_loss,
+            "tokens": cursor.tokens,
+            "output_dir": str(folder),
+            "checkpoint": None if run is None or run.checkpoint is None else shown_path(run.checkpoint),
+            "took_s": time.monotonic() - self.started,
+            "world_size": self.world.size,
+            "figures": {} if run is None else run.figures(),
+        }
         if self.world.is_head:
             sample = None
-            if status == "finished" and result.checkpoint is not None:
-                sample = continue_prompt(self.recipe, result.checkpoint, self._note)
+            if status == "finished" and known["checkpoint"] is not None:
+                sample = continue_prompt(self.recipe, known["checkpoint"], self._note)
             curve = shown_path(str(folder / "loss.png")) if self.recipe.metrics.plot and cursor.step > 0 else None
-            shared = {
-                name: value for name, value in vars(result).items() if name not in ("steps", "output_dir", "world_size")
-            }
-            self._report(RunEnded(**shared, sample=sample, curve=curve, error=error))
-        return result
+            self._report(RunEnded(**known, sample=sample, curve=curve, error=error))
+        return TrainResult(**known)
 
 
 def _device_name(device: torch.device) -> str:

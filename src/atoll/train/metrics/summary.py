@@ -38,7 +38,7 @@ class SummaryFile(Reporter):
         elif isinstance(event, StepDone):
             self._first_loss = event.loss if self._first_loss is None else self._first_loss
         elif isinstance(event, RunEnded):
-            values = {**self._about, **dataclasses.asdict(event), "first_loss": self._first_loss}
+            values = {**dataclasses.asdict(event), **self._about, "first_loss": self._first_loss}
             values["figures"] = {key: finite(value) for key, value in event.figures.items()}
             summary = {key: finite(value) for key, value in values.items()}
             try:
