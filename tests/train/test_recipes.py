@@ -316,7 +316,7 @@ def test_every_mistake_is_told_at_once_with_its_file(workdir):
         "my.toml: unknown key `wieght` in [data.path]: did you mean data.path.weight?",
         "low.toml: [train] seq_len = 'long' should be a valid integer, unable to parse string as an integer",
         "my.toml: [train] seed = -1 should be greater than or equal to 0",
-        "command line: [train] micro_batch = '0' should be greater than 0",
+        "command line: [train] micro_batch = 0 should be greater than 0",
         "my.toml: [optimizer] kind = 'adam' should be 'adamw', 'muon' or 'sgd': did you mean 'adamw'?",
         "my.toml: [optimizer] betas: a value is missing in [0.5]",
         "my.toml: [schedule] warmup: '1week' is not a duration: expected 100, '500step', '2ep' or '1e9tok'",

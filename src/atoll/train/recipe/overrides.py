@@ -63,11 +63,12 @@ def _path(argument: str, name: str) -> keys.Path:
 
 
 def _value(path: keys.Path, text: str) -> Any:
-    """What the key accepts of three readings: nothing at all, a TOML value, the text as it is."""
+    """What the key accepts of three readings: nothing at all, a TOML value, the text; else the TOML, to complain of."""
     readings: list[Any] = [None] if text.lower() == "none" else []
     with contextlib.suppress(tomllib.TOMLDecodeError):
         given = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")
         readings += [given["value"]] if len(given) == 1 else []  # not `1\nother = 2`
+    readings.append(text)
     if (field := keys.field_of(path)) is not None:
         definition: Any = (field.annotation, field)
         only = create_model("Only", value=definition)
@@ -75,4 +76,4 @@ def _value(path: keys.Path, text: str) -> Any:
             with contextlib.suppress(ValidationError):
                 only.model_validate({"value": reading})
                 return reading
-    return text
+    return readings[max(0, len(readings) - 2)]
