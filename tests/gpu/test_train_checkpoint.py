@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import ranks
 from atoll.train.checkpoint.staging import HostCopy
-from checkpoints import checkpointer
+from checkpoints import checkpointer, load
 
 pytestmark = pytest.mark.gpu
 
@@ -34,9 +34,9 @@ def save_from_gpu(root: str) -> tuple[bool, bool, float, float]:
     copies = HostCopy()
     page_locked = all(copy.is_pinned() for copy in copies.take(tensors).values())
     copies.close()
-    saver.load(2, tensors)
+    load(saver, 2, tensors)
     same = bool(part.eq(number * 2).all()) and bool(tensors["bfloat16"].eq(1).all())
-    saver.load(1, tensors)
+    load(saver, 1, tensors)
     same = same and bool(part.eq(number).all())
     saver.close()
     return same, page_locked, stalls[0], stalls[1]

@@ -33,6 +33,14 @@ def whole_steps(saver: Checkpointer) -> list[int]:
     return sorted(survey(saver._store).whole)
 
 
+def load(saver: Checkpointer, step: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Read a step, which is whole, and not the newest perhaps; its meta."""
+    manifest = survey(saver._store).whole[step]
+    damage = saver._load(manifest, tensors)
+    assert damage is None, damage
+    return manifest.meta
+
+
 def plain(value: float = 1.0, num: int = 1000) -> dict[str, Tensor]:
     """A state that is whole on every rank."""
     return {"weight": torch.full((num,), value), "bias": torch.full((3,), -value, dtype=torch.float64)}

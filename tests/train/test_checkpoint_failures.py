@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import ranks
 from atoll.core.errors import CheckpointError
 from atoll.train.checkpoint.checkpointer import Checkpointer
-from checkpoints import checkpointer, plain, sharded, whole_steps
+from checkpoints import checkpointer, load, plain, sharded, whole_steps
 
 NUM = 100_000  # numbers in each of eight tensors: 3 MB
 
@@ -40,7 +40,7 @@ def save_twice(root: str, signals: str, stop_at: int | None) -> str:
     tensors = sharded(0.0, NUM)
     parts = [tensor.to_local() for tensor in tensors.values()]
     if newest:
-        assert saver.load(newest, tensors)["step"] == newest
+        assert load(saver, newest, tensors)["step"] == newest
         assert all(part.eq(newest + i).all() for i, part in enumerate(parts))
     for step in (newest + 1, newest + 2):
         for i, part in enumerate(parts):
@@ -110,7 +110,7 @@ def test_kill_at_random_points_of_a_save(tmp_path, num_trials):
     saver = checkpointer(root)
     assert saver.latest().step == promised
     tensors = {f"t{i}": torch.zeros(NUM) for i in range(8)}
-    saver.load(promised, tensors)
+    load(saver, promised, tensors)
     assert all(tensor.eq(promised + i).all() for i, tensor in enumerate(tensors.values()))
     assert not [name for name in os.listdir(root) if name.startswith(".")]
 
@@ -138,7 +138,7 @@ def fill(root: str, limit: dict[int, int]) -> tuple[str, list[str], list[int], s
     saver.save(3, sharded(3.0, 50_000), {})
     saver.wait()
     tensors = sharded(0.0, 50_000)
-    saver.load(1, tensors)
+    load(saver, 1, tensors)
     assert all(tensor.to_local().eq(1 + i).all() for i, tensor in enumerate(tensors.values()))
     return told, names, whole_steps(saver), "".join(notes)
 

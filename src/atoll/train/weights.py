@@ -85,11 +85,13 @@ def _differences(section: ModelSection, opened: WeightSource) -> list[str]:
     if section.python is not None:
         return []
     rotary = family_of(section).rotary
-    heads = [(each.heads, each.num_kv_heads, each.size_of_head) for each in (section, own)]
-    if heads[0] != heads[1] or rotary != family_of(own).rotary:
-        raise ConfigError(
-            f"[model] {_described(section)} is not the network of {opened.label}, {_described(own)}: use its numbers"
-        )
+    networks = [
+        f"of heads = {each.heads}, kv_heads = {each.num_kv_heads}, head_dim = {each.size_of_head} with "
+        f"{'rotary' if family_of(each).rotary else 'learnt'} positions"
+        for each in (section, own)
+    ]
+    if networks[0] != networks[1]:
+        raise ConfigError(f"[model] is {networks[0]}, {opened.label} is {networks[1]}: use its numbers")
     notes = [
         f"[model] {key} = {getattr(section, key)} here, {getattr(own, key)} in {opened.label}"
         for key in _TELLING
@@ -100,13 +102,6 @@ def _differences(section: ModelSection, opened: WeightSource) -> list[str]:
             f"[model] max_seq_len = {section.max_seq_len} here: {opened.label} was made for {own.max_seq_len} at most"
         )
     return notes
-
-
-def _described(section: ModelSection) -> str:
-    return (
-        f"family = {section.family!r} with heads = {section.heads}, kv_heads = {section.num_kv_heads}, "
-        f"head_dim = {section.size_of_head}"
-    )
 
 
 def _compare(

@@ -58,8 +58,8 @@ class _Saving:
 class Checkpointer:
     """The checkpoints of one run.
 
-    Making one, ``latest``, ``save`` and ``load`` are collective: every rank of ``group`` calls them in the same order.
-    ``poll`` and ``wait`` only wait for this rank's thread, whose outcome is the same on all.
+    Making one, ``latest``, ``save`` and ``load_newest`` are collective: every rank of ``group`` calls them in the same
+    order. ``poll`` and ``wait`` only wait for this rank's thread, whose outcome is the same on all.
 
     Args:
         root: a folder, or a URL that fsspec reads (``s3://bucket/run``).
@@ -243,42 +243,30 @@ class Checkpointer:
         return self._shared_survey().newest()
 
     def load_newest(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """As ``load``, of the newest step that is what was written; one that is not is passed over with a note.
+        """Read the newest checkpoint into ``tensors``, in place, whatever ranks and mesh saved it; returns its meta.
+
+        One that is not what was written is passed over with a note.
 
         Raises:
-            CheckpointError: there is none, or it can't be loaded.
+            CheckpointError: there is none, or it can't be read, or its tensors have other names or shapes. ``tensors``
+                may then be half old.
         """
         while True:
             found = self._shared_survey()
             if (newest := found.newest()) is None:
                 raise CheckpointError(f"there is no checkpoint in {self._store.root}")
-            try:
-                meta = self.load(newest.step, tensors)
-            except CheckpointError:
-                if newest.step not in self._damaged:
-                    raise
-            else:
-                if found.torn and self._team.rank == 0:
-                    self._note(f"damaged checkpoints in {self._store.root} are passed over: {found.damage}")
-                return meta
+            if (damage := self._load(newest, tensors)) is None:
+                break
+            self._damaged[newest.step] = damage
+        if found.torn and self._team.rank == 0:
+            self._note(f"damaged checkpoints in {self._store.root} are passed over: {found.damage}")
+        return newest.meta
 
-    def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Read a checkpoint into ``tensors``, in place, whatever ranks and mesh saved it; returns its meta.
-
-        Every byte is read once: checksums are compared with what was read.
-
-        Raises:
-            CheckpointError: the step is not there or not whole (the message names the file, and the steps that are),
-                or its tensors have other names or shapes. ``tensors`` may then be half old.
-        """
+    def _load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str | None:
+        """Read every byte of a checkpoint once, its checksums compared with what was read; what is damaged in it."""
         team, store = self._team, self._store
-        what = f"loading step {step} from {store.path(step)}"
-        known = self._shared_survey()
-        whole = f"whole: {', '.join(str(each) for each in sorted(known.whole) if each != step) or 'no other step'}"
-        if step not in known.whole:
-            wrong = f"is damaged: {known.torn[step]}" if step in known.torn else "is not there"
-            raise CheckpointError(f"step {step} in {store.root} {wrong}; {whole}")
-        manifest = known.whole[step]
+        path = store.path(manifest.step)
+        what = f"loading step {manifest.step} from {path}"
         wanted: dict[str, tuple[int, ...]] = {}
         for shapes in team.agree(what, lambda: {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
             wanted |= shapes
@@ -288,7 +276,7 @@ class Checkpointer:
         try:
             index = team.lead(what, lambda: read_index(store, manifest))
             _compare(what, wanted, index)
-            reader = Reader(store.files(), f"{store.path(step)}/{manifest.folder}".rstrip("/"), index)
+            reader = Reader(store.files(), f"{path}/{manifest.folder}".rstrip("/"), index)
 
             def read() -> dict[str, list[Part]]:
                 _load_state_dict(dict(tensors), reader, process_group=team.group, no_dist=team.group is None)
@@ -300,12 +288,10 @@ class Checkpointer:
             files.remove(manifest.inside(INDEX))
         except CheckpointError as error:
             failure = error  # is it damage?
-        if (damage := self._verify(manifest, files, done)) is not None:
-            self._damaged[step] = damage
-            raise CheckpointError(f"step {step} in {store.root} is damaged: {damage}; {whole}") from failure
-        if failure is not None:
+        damage = self._verify(manifest, files, done)
+        if damage is None and failure is not None:
             raise failure
-        return manifest.meta
+        return damage
 
     def _verify(self, manifest: Manifest, names: Collection[str], read: Mapping[str, Collection[Part]]) -> str | None:
         """Compare the checksums, each rank those of its share of the files; what is wrong, the same on every rank."""

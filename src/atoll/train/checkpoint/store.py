@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from atoll.core.errors import ConfigError
 from atoll.core.paths import fsync_folder, write_atomic
@@ -20,7 +20,7 @@ _MARKER = ".saving"  # an object store's step that is being written or removed, 
 _LEFT = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.(tmp|trash)")  # the same in a folder
 
 
-class Store(ABC):
+class Store(Protocol):
     """Steps by number. Only one process changes it at a time: rank 0 of the run that has its claim.
 
     Every method raises ``OSError`` where the storage fails.
@@ -28,7 +28,6 @@ class Store(ABC):
 
     root: str
 
-    @abstractmethod
     def claim(self, run: str, another: str, say: Callable[[str], None]) -> Claim:
         """Be the one who changes it; the arguments are those of ``ObjectClaim``.
 
@@ -36,41 +35,33 @@ class Store(ABC):
             ConfigError: somebody else is; the message says who.
         """
 
-    @abstractmethod
     def listing(self) -> dict[int, dict[str, int]]:
         """For every step that is there, whole or not: bytes by file name, relative to the step's folder.
 
         One that is still being written is not there yet.
         """
 
-    @abstractmethod
     def read(self, step: int, name: str) -> bytes:
         """A file of a step."""
 
-    @abstractmethod
     def files(self) -> Files:
         """For DCP."""
 
-    @abstractmethod
     def begin(self, step: int) -> str:
         """Make an empty place to write a step's files into.
 
         A run comes to a step that is there already where it was damaged, and passed over: it goes.
         """
 
-    @abstractmethod
     def sizes(self, place: str) -> dict[str, int]:
         """Bytes by file name of a place that ``begin`` made."""
 
-    @abstractmethod
     def commit(self, place: str, step: int, manifest: bytes) -> None:
         """Make the files at ``place`` the step: all of it, or nothing of it."""
 
-    @abstractmethod
     def remove(self, step: int) -> None:
         """Delete a step; a kill in the middle leaves none that looks whole."""
 
-    @abstractmethod
     def sweep(self) -> None:
         """Remove what saves and removals that failed, or whose run is dead, have left."""
 
