@@ -288,17 +288,12 @@ class Checkpointer:
             files.remove(manifest.inside(INDEX))
         except CheckpointError as error:
             failure = error  # is it damage?
-        damage = self._verify(manifest, files, done)
+        share = sorted(files)[team.rank :: team.size]
+        results = team.agree(what, lambda: rot(store, manifest, share, done))
+        damage = next((each for each in results if each is not None), None)
         if damage is None and failure is not None:
             raise failure
         return damage
-
-    def _verify(self, manifest: Manifest, names: Collection[str], read: Mapping[str, Collection[Part]]) -> str | None:
-        """Compare the checksums, each rank those of its share of the files; what is wrong, the same on every rank."""
-        share = sorted(names)[self._team.rank :: self._team.size]
-        what = f"reading step {manifest.step} in {self._store.root}"
-        results = self._team.agree(what, lambda: rot(self._store, manifest, share, read))
-        return next((each for each in results if each is not None), None)
 
     def _shared_survey(self) -> Survey:
         self._settle()
@@ -343,17 +338,15 @@ def _compare(what: str, wanted: Mapping[str, tuple[int, ...]], index: Metadata) 
         name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else ()
         for name, entry in index.state_dict_metadata.items()
     }
-    problems = []
-    if missing := sorted(wanted.keys() - saved.keys()):
-        problems.append(f"it lacks {_some(missing)}")
-    if surplus := sorted(saved.keys() - wanted.keys()):
-        problems.append(f"it has {_some(surplus)}, which this run has not")
-    if other := sorted(name for name in wanted.keys() & saved.keys() if wanted[name] != saved[name]):
-        told = [f"{name} of shape {list(saved[name])} instead of {list(wanted[name])}" for name in other]
-        problems.append(f"it has {_some(told)}")
+    problems = [f"it lacks {name}" for name in sorted(wanted.keys() - saved.keys())]
+    problems += [f"it has {name}, which this run has not" for name in sorted(saved.keys() - wanted.keys())]
+    problems += [
+        f"it has {name} of shape {list(saved[name])} instead of {list(wanted[name])}"
+        for name in sorted(wanted.keys() & saved.keys())
+        if wanted[name] != saved[name]
+    ]
     if problems:
-        raise CheckpointError(f"{what}: the checkpoint is of another model or optimizer: {'; '.join(problems)}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"{what}: the checkpoint is of another model or optimizer: {'; '.join(problems[:5])}{more}"
+        )
