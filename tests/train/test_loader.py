@@ -118,7 +118,7 @@ def test_global_batches_are_the_same_for_any_number_of_ranks(dataset: PackedData
             for together, one in zip(zip(*ranks, strict=True), alone, strict=True):
                 assert [row for step in together for row in rows(step.micro_batches)] == one
                 assert len({len(step.micro_batches) for step in together}) == 1
-                assert len({(step.first, step.count) for step in together}) == 1
+                assert len({step.numbers for step in together}) == 1
 
 
 def test_an_epoch_of_steps_trains_each_label_once(dataset: PackedDataset) -> None:
@@ -136,7 +136,7 @@ def test_a_run_goes_on_at_any_sample(cursor: int, batch: int) -> None:
     whole = [number for step in steps_of(Numbers(), batch=1, limit=140) for number in numbers_of(step.micro_batches)]
     resumed = steps_of(Numbers(), batch=batch, limit=140, start=cursor)
     assert [number for step in resumed for number in numbers_of(step.micro_batches)] == whole[cursor:]
-    assert [step.first for step in resumed] == list(range(cursor, 140, batch))
+    assert [step.numbers.start for step in resumed] == list(range(cursor, 140, batch))
 
 
 def test_the_cursor_is_that_of_trained_steps(dataset: PackedDataset) -> None:
@@ -157,7 +157,7 @@ def test_the_cursor_is_that_of_trained_steps(dataset: PackedDataset) -> None:
 def test_seven_micro_batches_at_accumulation_four() -> None:
     steps = steps_of(Numbers(), batch=8, micro=2, limit=14)
     assert [len(step.micro_batches) for step in steps] == [4, 3]
-    assert [step.count for step in steps] == [8, 6]
+    assert [len(step.numbers) for step in steps] == [8, 6]
     assert [step.trained_tokens for step in steps] == [8, 6]
 
 
@@ -205,8 +205,8 @@ def test_batches_have_the_promised_shapes(dataset: PackedDataset) -> None:
 
 def test_an_error_while_reading_reaches_the_consumer() -> None:
     steps = loader(Numbers(error_at=17), batch=8)
-    assert next(steps).first == 0
-    assert next(steps).first == 8
+    assert next(steps).numbers.start == 0
+    assert next(steps).numbers.start == 8
     with pytest.raises(ConfigError, match="cannot be read"):
         next(steps)
     # It is over: the samples after the error are not trained as if nothing had been.

@@ -328,8 +328,8 @@ def report_step(run: Run, update: Update, facts: Facts) -> None:
             memory_bytes=facts.memory_bytes,
             mfu=mfu(per_gpu, run.flops_per_token, run.peak_flops),
             step_spread_s=max(facts.busy_s) - min(facts.busy_s),
-            first_sample=update.step.first,
-            num_samples=update.step.count,
+            first_sample=update.step.numbers.start,
+            num_samples=len(update.step.numbers),
             metrics=facts.metrics,
         )
     )

@@ -24,22 +24,16 @@ class Step:
     """What one rank handles in one optimizer step.
 
     Attributes:
-        first, count: the sample numbers of the step over all ranks, ``range(first, first + count)``.
+        numbers: the sample numbers of the step over all ranks.
         micro_batches: this rank's, as many as on every other rank.
         trained_tokens: labels in them that are trained, on this rank.
         weight: what the objective divides their sums by, on this rank.
     """
 
-    first: int
-    count: int
+    numbers: range
     micro_batches: list[Batch]
     trained_tokens: int
     weight: float
-
-    @property
-    def numbers(self) -> range:
-        """The sample numbers, as ``SampleSource.commit`` takes them."""
-        return range(self.first, self.first + self.count)
 
 
 @dataclass(eq=False)
@@ -135,7 +129,7 @@ class Loader:
         weight = sum(map(self.objective.weight, batches))
         if self.device.type == "cuda":
             batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
-        return Step(numbers.start, len(numbers), batches, sum(batch.num_trained for batch in batches), weight)
+        return Step(numbers, batches, sum(batch.num_trained for batch in batches), weight)
 
 
 def validation_batches(

@@ -136,7 +136,7 @@ class Files:
 
         Both arguments are for token files only: where a document ends, and the limit of its tokens.
         """
-        before = 0
+        self.done = before = 0
         for file, kind in self.files:
             if kind == "bin":
                 dtype = self._section.bin_dtype
