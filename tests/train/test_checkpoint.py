@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import ranks
 from atoll.core.errors import CheckpointError, ConfigError
+from atoll.train.checkpoint import files
 from atoll.train.checkpoint.checkpointer import doomed, optimizer_tensors
 from atoll.train.checkpoint.claim import FolderClaim, check_shared
 from atoll.train.checkpoint.manifest import Manifest, join_checksums
@@ -85,6 +86,38 @@ def test_layout_on_disk(tmp_path):
     with pytest.warns(UserWarning, match="single process"):
         torch.distributed.checkpoint.load(into, checkpoint_id=folder)
     assert torch.equal(into["weight"], plain()["weight"])
+
+
+def test_several_threads_write_a_part_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_num_threads", lambda num_bytes: 3)
+    saver = checkpointer(tmp_path)
+    saver.save(1, plain(2.0), {})
+    saver.wait()
+    parts = sorted(path.name for path in (tmp_path / "step-00000001").glob("*.distcp"))
+    assert parts == ["__0_0_0.distcp", "__0_1_0.distcp"]  # of two tensors
+    into = plain(0.0)
+    saver.load(1, into)
+    assert all(torch.equal(tensor, plain(2.0)[name]) for name, tensor in into.items())
+    (tmp_path / "step-00000001" / parts[1]).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"__0_1_0.distcp has 0 bytes"):
+        saver.load(1, into)
+
+
+def test_a_part_that_fails_fails_the_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_num_threads", lambda num_bytes: 2)
+    opened = files.Files.open
+
+    def refuse(self, path, mode="rb"):
+        if path.endswith("__0_1_0.distcp"):
+            raise OSError(28, "No space left on device")
+        return opened(self, path, mode)
+
+    monkeypatch.setattr(files.Files, "open", refuse)
+    saver = checkpointer(tmp_path)
+    saver.save(1, plain(), {})
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        saver.wait()
+    assert not (tmp_path / "step-00000001").exists()
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
