@@ -108,6 +108,7 @@ def test_the_last_queries_attend_as_with_the_dense_mask(keys: int, heads: int, k
     )
     grad = torch.randn_like(q)
     found, wanted = [], []
+    torch._dynamo.reset()  # every case is a compilation of its own, and there is a limit
     attend = torch.compile(SdpaKernel().attend, fullgraph=True, dynamic=False)
     for kernel, into, dtype, mask in (
         (attend, found, torch.bfloat16, None),
