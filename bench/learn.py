@@ -67,10 +67,10 @@ GPU = {
 # ------------------------------------------------------------------------------------------------------ the runs
 def write_tokens(path: Path, setting: dict[str, Any]) -> None:
     """The novels as 16-bit token ids, repeated to the length of a run."""
-    from atoll.train.data.tokenizer import load_tokenizer
+    from atoll.train.data.tokenizer import train_bpe
 
     texts = [each.read_text() for each in sorted(NOVELS.glob("*.txt"))]
-    tokenizer = load_tokenizer(f"bpe:{setting['tokenizer']}", texts=lambda: iter(texts))
+    tokenizer = train_bpe(texts, setting["tokenizer"])
     ids = np.concatenate([np.asarray(tokenizer.encode(text), dtype=np.uint16) for text in texts])
     np.resize(ids, setting["steps"] * setting["batch"] * setting["seq_len"] + 1).tofile(path)
 

@@ -97,7 +97,7 @@ def be_torchtitan() -> None:
 
 def prepare(folder: Path, num_tokens: int = 1900) -> tuple[Path, Path]:
     """A folder with data.json, documents of about that many tokens, and one with a tokenizer; both sides read them."""
-    from atoll.train.data.tokenizer import load_tokenizer
+    from atoll.train.data.tokenizer import train_bpe
 
     text = "\n\n".join(path.read_text() for path in sorted(NOVELS.glob("*.txt")))
     size = 4 * num_tokens  # characters; of this tokenizer about four make a token
@@ -105,7 +105,7 @@ def prepare(folder: Path, num_tokens: int = 1900) -> tuple[Path, Path]:
     data, tokenizer = folder / "data", folder / "tokenizer"
     data.mkdir()
     (data / "data.json").write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
-    load_tokenizer("bpe:8192", texts=lambda: iter([text])).save(tokenizer)
+    train_bpe([text], 8192).save(tokenizer)
     return data, tokenizer
 
 

