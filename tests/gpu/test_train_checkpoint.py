@@ -29,6 +29,7 @@ def save_from_gpu(root: str) -> tuple[bool, bool, float, float]:
     for step in (1, 2):
         part.fill_(number * step)  # still under way when the copy is asked for
         saver.save(step, tensors, {})
+        saver.before_change()
         part.fill_(-1)
         stalls.append(saver.wait().stall_s)
     copies = HostCopy()

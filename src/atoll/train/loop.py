@@ -149,6 +149,7 @@ def train_step(run: Run, number: int, step: Step, before: Update | None) -> Upda
     max_norm = run.recipe.optimizer.max_grad_norm
     if max_norm > 0:
         divisor = torch.maximum(divisor, (norm + 1e-6 * divisor) / max_norm)
+    run.checkpointer.before_change()
     run.optimizer.step(grad_scale=divisor, found_inf=facts.found_inf)
     run.engine.publish()
 
@@ -404,6 +405,8 @@ def save(run: Run) -> None:
     )  # an older one is of other weights
     run.checkpointer.save(cursor.step, state_tensors(run.engine, run.optimizer, run.outer), meta, metric=metric)
     run.saved_step = cursor.step
+    if run.engine.buffers:
+        run.checkpointer.before_change()  # the forward pass changes them
 
 
 def state_tensors(engine: Engine, optimizer: LocalOptimizer, outer: OuterSync | None) -> dict[str, Tensor]:

@@ -107,8 +107,9 @@ class Checkpointer:
     ) -> None:
         """Begin a checkpoint of this moment.
 
-        Waits for a save still in flight, copies the tensors to host memory and leaves the rest to a thread. What
-        fails there is told by ``poll`` and ``wait``, on every rank.
+        Waits for a save still in flight, begins to copy the tensors to host memory and leaves the rest to a thread.
+        What fails there is told by ``poll`` and ``wait``, on every rank. Call ``before_change`` before tensors on a
+        GPU change.
 
         Args:
             tensors: this rank's, by names that are unique over ranks; what several ranks hold whole is written once.
@@ -140,6 +141,10 @@ class Checkpointer:
         if not self._asynchronous:
             self._settle()
         saving.stall_s = time.monotonic() - saving.started
+
+    def before_change(self) -> None:
+        """What the GPU is given from now on begins once the tensors of the last save are copied."""
+        self._copy.before_change()
 
     def poll(self) -> Saved | None:
         """A save that has become complete since the last call.
@@ -196,7 +201,12 @@ class Checkpointer:
         """Write a step, and delete those that have served their time; returns what to tell the reader."""
         what = f"saving step {step} to {self._store.path(step)}"
         team, store = self._team, self._store
-        team.agree(f"copying the tensors of step {step} to host memory", copying.check)
+
+        def copied() -> None:
+            copying.check()
+            self._copy.wait()
+
+        team.agree(f"copying the tensors of step {step} to host memory", copied)
         place = team.lead(what, lambda: store.begin(step))
         files = store.files()
 

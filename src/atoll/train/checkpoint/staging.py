@@ -29,10 +29,13 @@ class HostCopy:
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._copies: dict[str, Tensor] = {}
         self._registered = False
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy this rank's part of every tensor; it has been copied when this returns.
+        """Copy this rank's part of every tensor. Those on a GPU have been copied after ``wait``; until then they are
+        held, and nothing changes them that does not come after ``before_change``.
 
         Valid until the next call.
         """
@@ -42,14 +45,34 @@ class HostCopy:
         if layout != self._layout or on_gpu != self._registered:
             self._allocate(parts, page_locked=on_gpu)
             self._layout = layout
-        for name, part in parts.items():
-            self._copies[name].copy_(part, non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        if not on_gpu:
+            for name, part in parts.items():
+                self._copies[name].copy_(part)
+            return self._copies
+        # On a stream of its own: the next step's forward and backward passes go on meanwhile.
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, part in parts.items():
+                self._copies[name].copy_(part, non_blocking=True)
+                if part.is_cuda:
+                    part.record_stream(self._stream)
+        self._copied = self._stream.record_event()
         return self._copies
+
+    def before_change(self) -> None:
+        """What the current stream is given from now on begins once the tensors are copied."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Until the tensors are copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def close(self) -> None:
         """Give the memory back."""
+        self.wait()
         if self._registered and self._block is not None and self._block.numel():
             _cuda_runtime().cudaHostUnregister(self._block.data_ptr())
         self._block, self._layout, self._copies, self._registered = None, [], {}, False
