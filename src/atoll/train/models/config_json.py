@@ -86,7 +86,7 @@ class ConfigJson:
             length: positions that the model was made for.
         """
         table = self.get("rope_scaling", dict, {}) or self.get("rope_parameters", dict, {})
-        table = table.get("full_attention", table)
+        table = ConfigJson(table, self.source).get("full_attention", dict, table)
         # Some keys are in the table or beside it.
         rope = ConfigJson(
             {**self.values, **{key: each for key, each in table.items() if each is not None}}, self.source
