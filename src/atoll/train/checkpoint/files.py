@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
@@ -111,7 +112,7 @@ class Files(FileSystem):
         sink = _Sink(raw)
         try:
             # torch.save's own checksum holds the interpreter's lock, which the training step wants meanwhile.
-            with serialization.patch("save.compute_crc32", False):
+            with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at its import
                 yield sink
         except BaseException:
             with contextlib.suppress(Exception):  # what went wrong first is what is told
@@ -178,7 +179,7 @@ class Writer(FileSystemWriter):
     @Relay()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # DCP's own threads lose their errors.
-        sizes = {item.index: planner.resolve_data(item).nbytes for item in plan.items}
+        sizes = {item.index: cast(Tensor, planner.resolve_data(item)).nbytes for item in plan.items}
         loads = [0] * _num_threads(sum(sizes.values()))
         files: list[list[WriteItem]] = [[] for _ in loads]
         for item in sorted(plan.items, key=lambda item: -sizes[item.index]):

@@ -50,7 +50,7 @@ class HostCopy:
                 self._copies[name].copy_(part)
             return self._copies
         # On a stream of its own: the next step's forward and backward passes go on meanwhile.
-        self._stream = self._stream or torch.cuda.Stream()
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for name, part in parts.items():
