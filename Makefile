@@ -159,6 +159,7 @@ check: install
 	@echo "==> ruff check"; $(BIN)/ruff check .
 	@echo "==> ruff format --check"; $(BIN)/ruff format --check .
 	@echo "==> mypy --strict"; $(BIN)/mypy
+	@echo "==> mypy: the scripts of bench/ call what is there"; $(BIN)/mypy --config-file bench/mypy.ini
 	@echo "==> import contracts"; $(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
 

@@ -363,7 +363,7 @@ def show(figures: dict[str, dict[str, float]]) -> None:
         if all(value is None for value in row.values()):
             continue
         ours = row.get("atoll")
-        theirs = [row[name] for name in peers if row[name] is not None]
+        theirs = [value for name in peers if (value := row[name]) is not None]
         more = unit in MORE_IS_BETTER
         ratio = "–"
         if ours and theirs:

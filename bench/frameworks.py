@@ -278,17 +278,14 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name in options.only.split(","):
         with sky.ComputePool(nodes=2, logs="quiet", env=env) as pool:
-            rounds = [
-                (
-                    run_pool(pool, name, options.steps, everywhere=False),
-                    run_pool(pool, name, options.steps, everywhere=True),
-                    run_by_hand(name, options.steps, env),
-                )
-                for _ in range(options.rounds)
-            ]
-        one, two = (options.steps / min(each[at][1] for each in rounds) for at in (0, 1))
-        ready = min(each[1][0] for each in rounds)
-        hand = [each[2] for each in rounds if each[2] is not None]
+            pooled, hand = [], []
+            for _ in range(options.rounds):
+                one_and_two = (run_pool(pool, name, options.steps, everywhere=each) for each in (False, True))
+                pooled.append(tuple(one_and_two))
+                if (found := run_by_hand(name, options.steps, env)) is not None:
+                    hand.append(found)
+        one, two = (options.steps / min(each[at][1] for each in pooled) for at in (0, 1))
+        ready = min(each[1][0] for each in pooled)
         rate = f"{options.steps / min(took for _, took in hand):.1f}" if hand else "—"
         hand_ready = f"{min(ready for ready, _ in hand):.1f} s" if hand else "—"
         print(

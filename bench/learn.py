@@ -304,8 +304,8 @@ def report(found: dict[str, Any]) -> bool:
     for who, rows in curves.items():
         means = rows.mean(axis=0)
         shown = "".join(f"{means[each - 1]:10.3f}" for each in at)
-        ends = ", ".join(f"{row[-last:].mean():.3f}" for row in rows)
-        print(f"{who:28}{shown}  {means[-last:].mean():.3f} (by seed {ends})")
+        by_seed = ", ".join(f"{row[-last:].mean():.3f}" for row in rows)
+        print(f"{who:28}{shown}  {means[-last:].mean():.3f} (by seed {by_seed})")
     ends = {who: rows[:, -last:].mean(axis=1) for who, rows in curves.items()}
     difference = ends["atoll"].mean() - ends[peer].mean()
     spread = max(np.ptp(each) for each in ends.values())
@@ -365,7 +365,7 @@ def main() -> int:
     if args.draw:
         draw([json.loads(Path(each).read_text()) for each in args.draw], args.picture)
         return 0
-    setting = dict(GPU if args.peer in ON_GPU else CPU)
+    setting: dict[str, Any] = dict(GPU if args.peer in ON_GPU else CPU)
     setting["model"] = {**setting["model"], "tied": args.tied, "init_scheme": args.scheme}
     for name in ("steps", "batch", "seq_len"):
         setting[name] = getattr(args, name) or setting[name]

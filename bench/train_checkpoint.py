@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 WORLD = 2
 WIDTH = 1024
@@ -73,9 +74,9 @@ def dcp_saver(folder: Path, tensors: dict) -> Callable[[int], tuple[float, float
 
     def save(step: int) -> tuple[float, float]:
         started = time.perf_counter()
-        future = dcp.async_save(tensors, checkpoint_id=folder / str(step), process_group=group)
+        saving: Any = dcp.async_save(tensors, checkpoint_id=folder / str(step), process_group=group)  # a Future
         stall_s = time.perf_counter() - started
-        future.result()
+        saving.result()
         took_s = time.perf_counter() - started
         dist.barrier()
         if dist.get_rank() == 0:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from atoll.core.errors import ConfigError
 from atoll.train.batch import Batch
@@ -81,15 +82,17 @@ def sequences(step: int, vocab_size: int, device: torch.device) -> Batch:
 
 
 def rows(batch: Batch, start: int, stop: int) -> Batch:
-    assert batch.documents is not None
-    parts = (batch.tokens, batch.labels, batch.positions, batch.documents)
-    return Batch(*(part[start:stop].contiguous() for part in parts))
+    return batch.map(lambda part: part[start:stop].contiguous())
 
 
 def losses_of(recipe: Recipe, layout: Layout, world: World, steps: int) -> tuple[list[float], float]:
     """Losses per token, and the median time of a step."""
     mesh = make_mesh(layout, world.device)
-    engine = Engine(Plan(recipe, layout), mesh, lambda model: initialize(model, 1))
+
+    def fill(model: nn.Module) -> None:
+        initialize(model, 1)
+
+    engine = Engine(Plan(recipe, layout), mesh, fill)
     optimizer = build_optimizer(engine.weights.masters, recipe.optimizer)
     grad_norm = GradientNorm(engine.weights.masters, mesh)
     share, micro = GLOBAL_BATCH // layout.data, recipe.train.micro_batch

@@ -51,8 +51,16 @@ def of_plain_loop(recipe: Recipe, steps: int, device: torch.device) -> list[floa
     prepared = prepare(recipe.data, seq_len=recipe.train.seq_len, progress=lambda _: None, note=lambda _: None)
     dataset = PackedDataset(prepared.train, recipe.train.seq_len)
     batch = recipe.train.global_batch
-    sizes = {"data_rank": 0, "data_size": 1, "global_batch": batch, "micro_batch": batch}
-    loader = Loader(dataset, Pretrain(), Counter(), device=device, **sizes)
+    loader = Loader(
+        dataset,
+        Pretrain(),
+        Counter(),
+        device=device,
+        data_rank=0,
+        data_size=1,
+        global_batch=batch,
+        micro_batch=batch,
+    )
     batches = [next(loader).micro_batches[0] for _ in range(8)]
     loader.close()
     prepared.close()

@@ -82,8 +82,8 @@ def be_torchtitan() -> None:
     import torchtitan.models.llama3 as llama3
     from torchtitan.train import Trainer, main
 
-    shared = {"n_kv_heads": 8, "multiple_of": 1024, "rope_theta": 500_000}
-    sizes = {
+    shared: dict[str, Any] = {"n_kv_heads": 8, "multiple_of": 1024, "rope_theta": 500_000}
+    sizes: dict[str, dict[str, Any]] = {
         "1B": {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, **shared},
         "3B": {"dim": 3072, "n_layers": 28, "n_heads": 24, **shared},
     }
