@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 def _no_truth_value(given: Any) -> Any:
     if isinstance(given, bool):
-        raise ValueError(f"{str(given).lower()} is a truth value: expected a whole number")
+        raise ValueError(f"{str(given).lower()} is a truth value: expected a number")
     return given
 
 
@@ -55,12 +55,13 @@ def _one_of(names: Callable[[], list[str]], what: str) -> AfterValidator:
 
 
 Whole = Annotated[int, BeforeValidator(_no_truth_value)]  # pydantic takes true for 1
+Number = Annotated[float, BeforeValidator(_no_truth_value)]
 Positive = Annotated[Whole, Field(gt=0, le=2**31)]  # of anything that is counted here
 Text = Annotated[str, Field(min_length=1)]
 Paths = Text | list[Text]
-Timeout = Annotated[float, Field(gt=0, le=315_360_000)]  # seconds, at most ten years
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+Timeout = Annotated[Number, Field(gt=0, le=315_360_000)]  # seconds, at most ten years
+NonNegative = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
 AxisSize = Annotated[Whole, Field(ge=-1, le=2**20)]
 Layers = Annotated[Whole, Field(gt=0, le=1000)]
 Target = Annotated[str, AfterValidator(_reachable)]
@@ -77,16 +78,16 @@ class RopeScaling(Section):
     """How rotary positions are stretched past the length they were trained on."""
 
     kind: Literal["llama3", "yarn"]  # `llama3` or `yarn`
-    factor: Annotated[float, Field(ge=1)]  # how many times longer sequences may be, 1 or more
+    factor: Annotated[Number, Field(ge=1)]  # how many times longer sequences may be, 1 or more
     original_max_seq_len: Positive  # the length before stretching
 
-    low_freq_factor: float = 1.0  # llama3: turns at or below which a frequency is slowed by the whole factor
-    high_freq_factor: float = 4.0  # llama3: turns at or above which a frequency is unchanged
+    low_freq_factor: Number = 1.0  # llama3: turns at or below which a frequency is slowed by the whole factor
+    high_freq_factor: Number = 4.0  # llama3: turns at or above which a frequency is unchanged
 
-    beta_fast: float = 32.0  # yarn: turns above which a frequency is unchanged
-    beta_slow: float = 1.0  # yarn: turns below which a frequency is slowed by the whole factor
+    beta_fast: Number = 32.0  # yarn: turns above which a frequency is unchanged
+    beta_slow: Number = 1.0  # yarn: turns below which a frequency is slowed by the whole factor
     # yarn: factor on attention's scale; unset: 0.1 ln(`factor`) + 1
-    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    attention_factor: Annotated[Number, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
@@ -111,13 +112,13 @@ class ModelSection(Section):
     vocab_size: Width | None = None  # unset: the tokenizer's
     max_seq_len: Positive = 2048  # the longest sequence the positions are meant for
     tied: bool = False  # the output head shares the embedding's weight
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5  # added under the root of every norm
-    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0  # base of the rotary positions
+    norm_eps: Annotated[Number, Field(gt=0)] = 1e-5  # added under the root of every norm
+    rope_theta: Annotated[Number, Field(gt=1)] = 10_000.0  # base of the rotary positions
     rope_scaling: RopeScaling | None = None  # a table `[model.rope_scaling]`, below
     # initial weights: `zero_residual`, `torchtitan` or `gpt2`; unset: `torchtitan` if `tied`, else `zero_residual`
     init_scheme: Literal["zero_residual", "torchtitan", "gpt2"] | None = None
     # standard deviation of the initial matrices; unset: 0.02, or `dim`^-0.5 under `zero_residual`
-    init_std: Annotated[float, Field(gt=0)] | None = None
+    init_std: Annotated[Number, Field(gt=0)] | None = None
     # weights to start from: a hub name, a folder, a `.safetensors` or `.gguf` file; unset: random weights
     init: Text | None = None
     python: str | None = None  # your own model, `"pkg.module:build"`: called with this section, returns the module
@@ -166,7 +167,7 @@ class MixturePart(Section):
     """One part of a mixture."""
 
     path: Paths  # as `[data] path`
-    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the samples, relative to the other parts
+    weight: Annotated[Number, Field(gt=0)] = 1.0  # share of the samples, relative to the other parts
 
 
 class DataSection(Section):
@@ -221,7 +222,7 @@ class TrainSection(Section):
     """How long, how much at a time, and where it goes."""
 
     steps: DurationField | None = None  # how long to train, a duration: `100`, `"500step"`, `"2ep"`, `"1e9tok"`
-    tokens: Annotated[float, Field(gt=0, le=LONGEST)] | None = None  # the same in tokens, instead of `steps`
+    tokens: Annotated[Number, Field(gt=0, le=LONGEST)] | None = None  # the same in tokens, instead of `steps`
     # folder of the run; `{name}` is the recipe's name
     output_dir: Annotated[Text, AfterValidator(_local_folder)] = "outputs/{name}"
     seed: Annotated[Whole, Field(ge=0, le=2**63 - 1)] = 0  # seed of the weights and of the data order
@@ -253,15 +254,15 @@ class OptimizerSection(Section):
     """What moves the weights. Norms, biases and embeddings never decay."""
 
     kind: Literal["adamw", "muon", "sgd"] = "adamw"  # `adamw`, `muon` (for matrices, with AdamW for the rest) or `sgd`
-    lr: Annotated[float, Field(gt=0)] = 3e-4  # peak learning rate
+    lr: Annotated[Number, Field(gt=0)] = 3e-4  # peak learning rate
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # AdamW's betas (GPT-3, Llama 2 and 3)
-    eps: Annotated[float, Field(gt=0)] = 1e-8  # AdamW's epsilon (OLMo 2 measured it better than 1e-5)
+    eps: Annotated[Number, Field(gt=0)] = 1e-8  # AdamW's epsilon (OLMo 2 measured it better than 1e-5)
     # per step, times the learning rate (GPT-3, Llama 2); embeddings don't decay, as in OLMo 2
     weight_decay: NonNegative = 0.1
     momentum: Fraction = 0.95  # momentum of muon and sgd
     # muon's learning rate, for the matrices (Jordan et al., 2024); `lr` is AdamW's, for the rest: 1e-3 learns faster
     # beside muon (docs/benchmarks.md)
-    muon_lr: Annotated[float, Field(gt=0)] = 0.02
+    muon_lr: Annotated[Number, Field(gt=0)] = 0.02
     moments: Literal["fp32", "bf16"] = "fp32"  # format of AdamW's two moments: `fp32` or `bf16`
     fused: bool = True  # bf16 moments on a GPU: one kernel per tensor, several times as fast as PyTorch's operations
     max_grad_norm: NonNegative = 1.0  # gradients are scaled down to this norm (GPT-3, Llama 2); 0: never
@@ -276,7 +277,7 @@ class ScheduleSection(Section):
     # a duration; unset: 2,000 steps (Llama 2, OLMo 2), at most a twentieth of the run
     warmup: DurationField | None = None
     decay: DurationField | None = None  # wsd: the length of the last part; unset: 10 % of the run
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.0  # learning rate one step after the last, as a fraction of `lr`
+    floor: Annotated[Number, Field(ge=0, le=1)] = 0.0  # learning rate one step after the last, as a fraction of `lr`
     # `tokens` follows the tokens trained so far: steps that have fewer, or a changed `global_batch`, don't shift it
     by: Literal["steps", "tokens"] = "steps"
 
