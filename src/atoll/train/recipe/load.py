@@ -198,8 +198,8 @@ def _key_path(error: ErrorDetails) -> keys.Path:
 
 
 def _sentence(path: keys.Path, errors: list[ErrorDetails]) -> str:
-    error, key = errors[0], keys.title(path)
-    value = error["input"]
+    error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    key, value = keys.title(path), error["input"]
     if error["type"] == "extra_forbidden":
         return _unknown(str(error["loc"][-1]), path, value)
     if error["type"] == "value_error":  # our own words, from the schema
@@ -208,6 +208,8 @@ def _sentence(path: keys.Path, errors: list[ErrorDetails]) -> str:
         return f"{key}: a value is missing in {value!r}"
     words = " or ".join(dict.fromkeys(each["msg"].partition(" should ")[2] or each["msg"] for each in errors))
     words = re.sub(r"a valid dictionary or instance of \w+", "a table", words)
+    example = f', as ["{value}"]' if isinstance(value, str) else ""
+    words = re.sub(r"a valid (list|tuple)", f"a list{example}", words)
     hint = nearest(value, re.findall("'(.*?)'", words)) if isinstance(value, str) else ""
     return f"{key} = {value!r} should {words}{hint}"
 

@@ -64,16 +64,21 @@ def _path(argument: str, name: str) -> keys.Path:
 
 def _value(path: keys.Path, text: str) -> Any:
     """What the key accepts of three readings: nothing at all, a TOML value, the text; else the TOML, to complain of."""
-    readings: list[Any] = [None] if text.lower() == "none" else []
+    value: Any = text
     with contextlib.suppress(tomllib.TOMLDecodeError):
         given = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")
-        readings += [given["value"]] if len(given) == 1 else []  # not `1\nother = 2`
-    readings.append(text)
-    if (field := keys.field_of(path)) is not None:
-        definition: Any = (field.annotation, field)
-        only = create_model("Only", value=definition)
-        for reading in readings:
-            with contextlib.suppress(ValidationError):
-                only.model_validate({"value": reading})
-                return reading
-    return readings[max(0, len(readings) - 2)]
+        value = given["value"] if len(given) == 1 else text  # not `1\nother = 2`
+    readings: list[Any] = [None, value] if text.lower() == "none" else [value]
+    if not isinstance(value, (str, list, dict)) and not _accepts(path, 0.5):
+        readings.append(text)  # a file may be called 2024; where numbers may stand, 1.5 is none's name
+    return next((reading for reading in readings if _accepts(path, reading)), value)
+
+
+def _accepts(path: keys.Path, value: Any) -> bool:
+    field = keys.field_of(path)
+    definition: Any = (field.annotation, field) if field is not None else (Any, ...)
+    try:
+        create_model("Only", value=definition).model_validate({"value": value})
+    except ValidationError:
+        return False
+    return True
