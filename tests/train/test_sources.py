@@ -245,6 +245,13 @@ def test_a_readme_beside_data_is_left_out_and_said(tmp_path: Path) -> None:
     assert read(tmp_path, format="text") == ["about"]
 
 
+def test_parquet_of_another_encoding(tmp_path: Path) -> None:
+    latin = pyarrow.array(["caf\u00e9".encode("latin-1")], pyarrow.binary())
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 1, latin.buffers())  # no writer of others checks either
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    assert refused(tmp_path / "a.parquet").endswith(r"a.parquet: 'text' holds b'caf\xe9', which is not UTF-8")
+
+
 def test_a_folder_of_two_formats_asks(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     parquet(tmp_path / "b.parquet", ["column"])
@@ -261,7 +268,7 @@ def test_pipes_devices_and_broken_links_are_left_out_and_said(tmp_path: Path) ->
         assert read(path) == ["a"]
         assert f"left out: b.txt ({wrong}), c.txt ({wrong})" in note(path)
     for each in (tmp_path / "b.txt", tmp_path / "c.txt", Path("/dev/null")):
-        assert f"{str(each)!r} is {wrong}" in refused(each)
+        assert refused(each).endswith(f"{str(each)!r} is {wrong}: expected a file")
     (tmp_path / "a.txt").unlink()
     assert f"the folder holds no files but b.txt ({wrong}), c.txt ({wrong})" in refused(tmp_path)
 

@@ -140,6 +140,8 @@ def read_parquet(content: IO[bytes], name: str, text_key: str) -> Iterator[str]:
                 for text in batch.column(0).to_pylist():
                     yield text_of({text_key: text}, text_key, f"{name}, row {number}")
                     number += 1
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: {text_key!r} holds {error.object[:40]!r}, which is not UTF-8") from None
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"{name} is not a complete Parquet file: {str(error).splitlines()[0]}") from None
 

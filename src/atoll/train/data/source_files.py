@@ -168,11 +168,12 @@ def _find_local(asked: str, left_out: list[str]) -> list[SourceFile]:
     elif glob.has_magic(asked) and not os.path.lexists(path):
         paths = [Path(each) for each in sorted(glob.glob(str(path), recursive=True)) if not os.path.isdir(each)]
     else:
-        what = "is a pipe, a device or a broken link" if os.path.lexists(path) else "does not exist"
+        if os.path.lexists(path):
+            raise ConfigError(f"[data] path = {asked!r} is a pipe, a device or a broken link: expected a file")
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
         hint = nearest(path.name, names, os.path.dirname(asked))
-        raise ConfigError(f"[data] path = {asked!r} {what}{where}{hint}")
+        raise ConfigError(f"[data] path = {asked!r} does not exist{where}{hint}")
     left_out += [f"{each.name} (a pipe, a device or a broken link)" for each in paths if not each.is_file()]
     facts = [(each, each.stat()) for each in paths if each.is_file()]
     return [SourceFile(str(each.absolute()), fact.st_size, f"mtime {fact.st_mtime_ns}") for each, fact in facts]
