@@ -6,7 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from atoll.cli.app import app
 from atoll.core.errors import ConfigError
 from atoll.train.models.registry import parameter_count
 from atoll.train.recipe.durations import Duration
@@ -331,3 +333,15 @@ def test_the_decay_is_a_ratio_under_a_recipe_that_has_it_as_a_base(workdir):
     (workdir / "big.toml").write_text(FULL)
     (workdir / "short.toml").write_text('base = "big.toml"\n[train]\nsteps = 200\n')
     assert load_recipe("short.toml").recipe.schedule.decay == Duration(160)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"), [((), 1), (("--gpus", "H100:8"), 8), (("--gpus", "L4", "--nodes", "2"), 2)]
+)
+def test_the_batch_of_a_rank_counts_the_gpus_that_the_command_asks_for(workdir, monkeypatch, flags, ranks):
+    (workdir / "small.toml").write_text('[model]\nflavor = "debugmodel"\n[training]\nlocal_batch_size = 2\n')
+    monkeypatch.setattr("atoll.cli.train.local_gpus", tuple)
+    monkeypatch.setattr("atoll.cli.train._dryrun", lambda asked, _: seen.append(asked.loaded.recipe.train.global_batch))
+    seen: list[int] = []
+    result = CliRunner().invoke(app, ["train", "small.toml", "--dryrun", *flags])
+    assert (result.exit_code, seen) == (0, [2 * ranks]), result.output

@@ -25,6 +25,7 @@ from atoll.core.exit_codes import ExitCode
 from atoll.core.paths import DRIVER_PID, shown_path, write_atomic
 from atoll.providers import registry
 from atoll.providers.base import DEFAULT
+from atoll.providers.gpus import local_gpus
 
 if TYPE_CHECKING:
     from atoll.core.events import Event as PoolEvent
@@ -78,9 +79,10 @@ def train(
     num_nodes, num_ranks, where = nodes or 1, _num_ranks(nproc), infra or DEFAULT
     recipe, arguments = _recipe_and_overrides([*([] if recipe is None else [recipe]), *context.args])
     _refuse_misspelt(context, arguments)
-    with spinner("reading the recipe"):
-        loaded = load_recipe(recipe, arguments, world_size=num_nodes * (num_ranks or 1))
     gpu_text = options.last_of("--gpus", gpus)
+    with spinner("reading the recipe"):
+        world_size = num_nodes * (num_ranks or _num_gpus(gpu_text, num_nodes, where) or 1)
+        loaded = load_recipe(recipe, arguments, world_size=world_size)
     asked = Training(
         loaded,
         recipe,
@@ -149,6 +151,14 @@ def _num_ranks(nproc: str) -> int | None:
     if nproc in ("auto", "gpu"):
         return None
     return options.num_processes(nproc, 0, len(os.sched_getaffinity(0)), DEFAULT)
+
+
+def _num_gpus(asked: str | None, num_nodes: int, where: str) -> int:
+    """GPUs of each node: those that were asked for, or a node's share of this machine's."""
+    if asked is None:
+        return len(local_gpus()) // num_nodes if registry.is_here(where) else 0
+    count = asked.partition(":")[2]
+    return int(count) if options.is_number(count) else 1
 
 
 def _check_schedule(loaded: Loaded) -> None:
