@@ -93,3 +93,21 @@ def test_validation_neither_drops_out_nor_moves_statistics(tmp_path: Path, recip
     ranks.run(1, train_there, str(tmp_path), plain)
     assert small.losses(tmp_path / "run") == small.losses(tmp_path / "plain"), "training went on as without it"
     assert small.weights(tmp_path / "run")["inner.calls"] == small.weights(tmp_path / "plain")["inner.calls"]
+
+
+def notes_there(folder: str, tree: dict[str, object]) -> list[str]:
+    import sys
+
+    from atoll.train import run
+    from atoll.train.events import Note
+
+    sys.path.insert(0, folder)
+    notes: list[str] = []
+    run(tree, report=lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    return notes
+
+
+def test_no_weights_of_a_users_model_are_said_to_be_drawn(tmp_path: Path, recipe: dict[str, object]) -> None:
+    (notes,) = ranks.run(1, notes_there, str(tmp_path), recipe)
+    (line,) = [note for note in notes if note.startswith("weights under seed")]
+    assert line.endswith(": 3 as a_users_model:build makes them")

@@ -293,7 +293,9 @@ class _Trainer:
         def set_weights(model: nn.Module) -> None:
             if init is None or recipe.model.python is not None:  # the latter may have buffers
                 theirs = initialize(model, recipe.train.seed)
-                whose = f"{len(theirs)} as {recipe.model.python} makes them, Atoll draws the others"
+                drawn = len(list(model.parameters())) - len(theirs)
+                others = f", {drawn} drawn by Atoll" if drawn else ""
+                whose = f"{len(theirs)} as {recipe.model.python} makes them{others}"
                 lines = [f"weights under seed {recipe.train.seed}: {whose}"] if theirs else []
             if init is not None:
                 from atoll.train.weights import load_weights
