@@ -93,6 +93,7 @@ def test_a_block_is_one_graph(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # a minute of compiling, twice where the machine is busy
 def test_what_is_compiled_is_kept_for_the_next_run(tmp_path: Path) -> None:
     """Though each run's ranks have a folder of their own for temporary files."""
     recipe = small.write_toml(small.tree(tmp_path, train__steps=3, compile={"enabled": True}), tmp_path / "tree.toml")

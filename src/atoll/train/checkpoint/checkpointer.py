@@ -67,7 +67,7 @@ class Checkpointer:
             process.
         keep: so many of the newest checkpoints stay.
         keep_best: the one with the lowest ``metric`` stays.
-        asynchronous: ``save`` returns once the tensors are copied to host memory.
+        asynchronous: ``save`` returns once the copy of the tensors to host memory is begun.
         note: takes lines for the reader, on rank 0, in the thread of the caller.
         timeout_s: after so long a save counts as failed.
         guard: asked on rank 0 before a step becomes a checkpoint; raises ``OSError`` where somebody else writes here.
