@@ -7,7 +7,7 @@ import io
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -179,27 +179,33 @@ class Writer(FileSystemWriter):
     @Relay()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # DCP's own threads lose their errors.
-        sizes = {item.index: cast(Tensor, planner.resolve_data(item)).nbytes for item in plan.items}
-        loads = [0] * _num_threads(sum(sizes.values()))
-        files: list[list[WriteItem]] = [[] for _ in loads]
-        for item in sorted(plan.items, key=lambda item: -sizes[item.index]):
-            least = loads.index(min(loads))
-            files[least].append(item)
-            loads[least] += sizes[item.index]
-        files = [items for items in files if items] or [[]]
+        files = _dealt(plan.items, {item.index: cast(Tensor, planner.resolve_data(item)).nbytes for item in plan.items})
         prefix = plan.storage_data.prefix
         names = [prefix] if len(files) == 1 else [f"{prefix}{number}_" for number in range(len(files))]
         parts = [
             replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=name))
             for items, name in zip(files, names, strict=True)
         ]
-        with ThreadPoolExecutor(len(parts)) as pool:
+        # In torch 2.11 the setting in ``create_stream`` is one for all threads: here it is restored after the last.
+        own = serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+        with own, ThreadPoolExecutor(len(parts)) as pool:
             written = list(pool.map(lambda part: super(Writer, self).write_data(part, planner).wait(), parts))
         done: Future[list[WriteResult]] = Future()
         done.set_result(list(chain.from_iterable(written)))
         return done
 
     finish = Relay()(FileSystemWriter.finish)
+
+
+def _dealt(items: list[WriteItem], sizes: Mapping[MetadataIndex, int]) -> list[list[WriteItem]]:
+    """The items of each thread, about as many bytes each."""
+    loads = [0] * _num_threads(sum(sizes.values()))
+    files: list[list[WriteItem]] = [[] for _ in loads]
+    for item in sorted(items, key=lambda item: -sizes[item.index]):
+        least = loads.index(min(loads))
+        files[least].append(item)
+        loads[least] += sizes[item.index]
+    return [items for items in files if items] or [[]]
 
 
 def _num_threads(num_bytes: int) -> int:
