@@ -22,7 +22,7 @@ from atoll.cli.app import app
 from atoll.cli.main import main
 from atoll.functions.named.registry import end_pool, named_pools
 from atoll.tasks import clusters, lifecycle
-from atoll.train.recipe.keys import unknown_keys
+from atoll.train.recipe.keys import field_of, flat
 from atoll.train.recipe.overrides import parse_overrides
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,8 @@ def parse() -> Callable[[list[str]], None]:
         root.main(asked, prog_name="atoll", standalone_mode=False)
         at = [place for place, word in enumerate(words) if re.match(r"--\w+\.", word)]
         keys = [each for place in at for each in words[place : place + 1 + ("=" not in words[place])]]
-        if unknown := unknown_keys(parse_overrides(keys)):
-            raise sky.ConfigError(str(unknown))
+        if unknown := [path for path, _ in flat(parse_overrides(keys)) if field_of(path) is None]:
+            raise sky.ConfigError(f"no recipe has {unknown}")
 
     return parsed
 
