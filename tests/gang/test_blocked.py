@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -142,5 +143,6 @@ def test_a_stopped_node_and_an_argument_larger_than_its_socket() -> None:
             assert time.monotonic() - started < 3 * 2
         finally:
             for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # the agent, which goes on first, has ended this rank
+                    os.kill(pid, signal.SIGCONT)
         assert_usable(pool)
