@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -24,7 +26,9 @@ _WIDTH = 92  # of the panel
 
 def main(folder: Path, output: Path) -> None:
     """Draw all of them."""
-    draw("train.svg", "$ atoll train examples/austen/austen.toml --nodes 2", panel(folder, at=140), width=_WIDTH)
+    draw(
+        "train.svg", "$ atoll train examples/austen/austen.toml --nodes 2", panel(folder, output, at=140), width=_WIDTH
+    )
     lines = [line for line in output.read_text().splitlines() if not line.startswith(("validating:", "waiting"))]
     draw("quickstart.svg", "$ make quickstart", Text("\n".join(lines)), width=120)
     for name, words in (
@@ -48,18 +52,23 @@ def draw(name: str, command: str, shown: object, *, width: int) -> None:
     (DOCS / name).write_text("\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n")
 
 
-def panel(folder: Path, *, at: int) -> RenderableType:
+def panel(folder: Path, output: Path, *, at: int) -> RenderableType:
     """The live panel as it was at a step of a run that has ended."""
     about = json.loads((folder / "summary.json").read_text())
     keys = RunStarted.__dataclass_fields__.keys() & about.keys()
-    session = Session()
-    session.add(RunStarted(**{key: about[key] for key in keys}, tokens_per_step=0))
-    session.add(Validated(100, _validation(folder)[100], 0, 0.0))
-    session.add(CheckpointSaved(100, "", 0.007, 0.2))
-    for line in (folder / "metrics.jsonl").read_text().splitlines()[:at]:
-        row = json.loads(line)
-        session.add(StepDone(**{key: row[key] for key in StepDone.__dataclass_fields__.keys() & row.keys()}))
-    return run_panel(session, [], _WIDTH)
+    took, blocked = re.findall(r"saved checkpoint .* in ([\d.]+) s \(training blocked (\d+) ms\)", output.read_text())[
+        0
+    ]
+    session, now = Session(), 0.0
+    with mock.patch("time.monotonic", lambda: now):  # the time that is left goes by the pace of the steps
+        session.add(RunStarted(**{key: about[key] for key in keys}, tokens_per_step=0))
+        session.add(Validated(100, _validation(folder)[100], 0, 0.0))
+        session.add(CheckpointSaved(100, "", float(blocked) / 1000, float(took)))
+        for line in (folder / "metrics.jsonl").read_text().splitlines()[:at]:
+            row = json.loads(line)
+            now += row["step_s"]
+            session.add(StepDone(**{key: row[key] for key in StepDone.__dataclass_fields__.keys() & row.keys()}))
+        return run_panel(session, [], _WIDTH)
 
 
 def _validation(folder: Path) -> dict[int, float]:
