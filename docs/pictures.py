@@ -56,17 +56,17 @@ def panel(folder: Path, output: Path, *, at: int) -> RenderableType:
     """The live panel as it was at a step of a run that has ended."""
     about = json.loads((folder / "summary.json").read_text())
     keys = RunStarted.__dataclass_fields__.keys() & about.keys()
-    took, blocked = re.findall(r"saved checkpoint .* in ([\d.]+) s \(training blocked (\d+) ms\)", output.read_text())[
-        0
-    ]
-    session, now = Session(), 0.0
-    with mock.patch("time.monotonic", lambda: now):  # the time that is left goes by the pace of the steps
+    saved = re.search(r"saved checkpoint .* in ([\d.]+) s \(training blocked (\d+) ms\)", output.read_text())
+    assert saved is not None
+    session = Session()
+    with mock.patch("time.monotonic") as clock:  # the time that is left goes by the pace of the steps
+        clock.return_value = 0.0
         session.add(RunStarted(**{key: about[key] for key in keys}, tokens_per_step=0))
         session.add(Validated(100, _validation(folder)[100], 0, 0.0))
-        session.add(CheckpointSaved(100, "", float(blocked) / 1000, float(took)))
+        session.add(CheckpointSaved(100, "", float(saved[2]) / 1000, float(saved[1])))
         for line in (folder / "metrics.jsonl").read_text().splitlines()[:at]:
             row = json.loads(line)
-            now += row["step_s"]
+            clock.return_value += row["step_s"]
             session.add(StepDone(**{key: row[key] for key in StepDone.__dataclass_fields__.keys() & row.keys()}))
         return run_panel(session, [], _WIDTH)
 
