@@ -1,7 +1,7 @@
 """Summed gradients of a step, and the weights the optimizer sees.
 
 Gradients are sums over tokens. They are added up over micro-batches in the masters' number format and over ranks in
-the reduction's, and divided once, by the number of tokens of the whole step (``clip.py``).
+the reduction's, and divided once, by the number of tokens of the whole step, in the optimizer (``optim/optimizer.py``).
 """
 
 from __future__ import annotations
