@@ -89,7 +89,7 @@ def test_layout_on_disk(tmp_path):
 
 
 def test_several_threads_write_a_part_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_num_threads", lambda num_bytes: 3)
+    monkeypatch.setattr(files, "num_threads", lambda num_bytes: 3)
     saver = checkpointer(tmp_path)
     saver.save(1, plain(2.0), {})
     saver.wait()
@@ -104,7 +104,7 @@ def test_several_threads_write_a_part_each(tmp_path, monkeypatch):
 
 
 def test_a_part_that_fails_fails_the_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_num_threads", lambda num_bytes: 2)
+    monkeypatch.setattr(files, "num_threads", lambda num_bytes: 2)
     opened = files.Files.open
 
     def refuse(self, path, mode="rb"):

@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from atoll.core.errors import CheckpointError, ConfigError
-from atoll.train.checkpoint.files import Reader
 from atoll.train.checkpoint.manifest import Manifest, step_name, step_of
 from atoll.train.checkpoint.store import Store, open_store
-from atoll.train.checkpoint.survey import INDEX, read_index, rot, survey
+from atoll.train.checkpoint.survey import INDEX, read_index, reader_of, rot, survey
 from atoll.train.folder import stored_identity, stored_recipe
 
 _WEIGHTS = "model."  # what a checkpoint puts in front of the names of a model's tensors
@@ -74,9 +73,7 @@ class SavedStep:
         """One tensor of the model, on CPU, in the type it was saved in."""
         entry = self._tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        folder = f"{self.label}/{self.manifest.folder}".rstrip("/")
-        reader = Reader(self.store.files(), folder, self._metadata)
-        _load_state_dict({_WEIGHTS + name: tensor}, reader, no_dist=True)
+        _load_state_dict({_WEIGHTS + name: tensor}, reader_of(self.store, self.manifest, self._metadata), no_dist=True)
         return tensor
 
     @cached_property

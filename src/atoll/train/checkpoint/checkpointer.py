@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.nn import Parameter
 
 from atoll.core.errors import CheckpointError
-from atoll.train.checkpoint.files import Reader, Writer
+from atoll.train.checkpoint.files import Writer
 from atoll.train.checkpoint.manifest import FileEntry, Manifest, Part
 from atoll.train.checkpoint.staging import HostCopy, Planner
 from atoll.train.checkpoint.store import open_store
-from atoll.train.checkpoint.survey import INDEX, Survey, read_index, rot, survey
+from atoll.train.checkpoint.survey import INDEX, Survey, read_index, reader_of, rot, survey
 from atoll.train.checkpoint.team import Attempt, Team, first_line
 
 
@@ -275,8 +275,7 @@ class Checkpointer:
     def _load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str | None:
         """Read every byte of a checkpoint once, its checksums compared with what was read; what is damaged in it."""
         team, store = self._team, self._store
-        path = store.path(manifest.step)
-        what = f"loading step {manifest.step} from {path}"
+        what = f"loading step {manifest.step} from {store.path(manifest.step)}"
         wanted: dict[str, tuple[int, ...]] = {}
         for shapes in team.agree(what, lambda: {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
             wanted |= shapes
@@ -286,7 +285,7 @@ class Checkpointer:
         try:
             index = team.lead(what, lambda: read_index(store, manifest))
             _compare(what, wanted, index)
-            reader = Reader(store.files(), f"{path}/{manifest.folder}".rstrip("/"), index)
+            reader = reader_of(store, manifest, index)
 
             def read() -> dict[str, list[Part]]:
                 _load_state_dict(dict(tensors), reader, process_group=team.group, no_dist=team.group is None)

@@ -199,7 +199,7 @@ class Writer(FileSystemWriter):
 
 def _dealt(items: list[WriteItem], sizes: Mapping[MetadataIndex, int]) -> list[list[WriteItem]]:
     """The items of each thread, about as many bytes each."""
-    loads = [0] * _num_threads(sum(sizes.values()))
+    loads = [0] * num_threads(sum(sizes.values()))
     files: list[list[WriteItem]] = [[] for _ in loads]
     for item in sorted(items, key=lambda item: -sizes[item.index]):
         least = loads.index(min(loads))
@@ -208,8 +208,8 @@ def _dealt(items: list[WriteItem], sizes: Mapping[MetadataIndex, int]) -> list[l
     return [items for items in files if items] or [[]]
 
 
-def _num_threads(num_bytes: int) -> int:
-    """Threads that a rank writes so much with: at most its share of the cores. Each makes about 1 GB/s."""
+def num_threads(num_bytes: int) -> int:
+    """Threads that a rank touches or writes so much with: at most its share of the cores. Each makes about 1 GB/s."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(_MAX_THREADS, cores, num_bytes // _BYTES_OF_THREAD))
 

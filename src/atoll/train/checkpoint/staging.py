@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from atoll.train.checkpoint.files import num_threads
 from atoll.train.dtensor import local
 
 _ALIGN_BYTES = 64
-_THREADS = 4
 
 
 class HostCopy:
@@ -86,8 +86,9 @@ class HostCopy:
         block = torch.empty(end, dtype=torch.uint8)
         if page_locked and end:
             # One thread needs 7 s to touch the 18 GB of a 1B run for the first time: the kernel clears every page.
-            with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(Tensor.zero_, block.chunk(_THREADS)))
+            count = num_threads(end)
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(Tensor.zero_, block.chunk(count)))
             torch.cuda.check_error(_cuda_runtime().cudaHostRegister(block.data_ptr(), end, 0))
         memory: Any = block.numpy().data
         for name, part in parts.items():

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from atoll.core.errors import CheckpointError
 from atoll.train.checkpoint import manifest as manifests
+from atoll.train.checkpoint.files import Reader
 from atoll.train.checkpoint.manifest import Manifest, Part, hex_of, join_checksums
 from atoll.train.checkpoint.store import Store
 
@@ -87,6 +88,11 @@ def rot(
         if hex_of(checksum) != entry.checksum:
             return f"{name} has {manifests.ALGORITHM} {hex_of(checksum)} instead of {entry.checksum}"
     return None
+
+
+def reader_of(store: Store, manifest: Manifest, index: Metadata) -> Reader:
+    """DCP's reader of a checkpoint's tensors, whose index was read."""
+    return Reader(store.files(), f"{store.path(manifest.step)}/{manifest.folder}".rstrip("/"), index)
 
 
 def read_index(store: Store, manifest: Manifest) -> Metadata:
